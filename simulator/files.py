@@ -1,0 +1,122 @@
+"""The project's own files, read and written: TOML and JSON <-> frozen structs, errors in one line, writes that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tomli_w
+
+from megatrain.simulator.errors import UserError
+
+T = TypeVar("T")
+_LARGEST_BYTES = 256 * 2**20  # a timeline of 10,000 ops and 100 steps takes 60 MiB as JSON
+
+
+def read_toml(path: Path, into: type[T]) -> T:
+    """The TOML file at `path` as a checked `into`. Raises UserError for a missing, unreadable, malformed or contradictory file."""
+    try:
+        data = tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(str(path), found=f"text that is not TOML ({error})", allowed="a TOML file", fix="write the file again with the command that made it") from None
+    return convert(data, into, str(path))
+
+
+def read_json(path: Path) -> Any:
+    """The JSON file at `path`. Raises UserError where it is missing, unreadable or malformed."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(str(path), found=f"text that is not JSON ({error})", allowed="a JSON file", fix="write the file again with the command that made it") from None
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text at `path`; UserError where there is none."""
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise UserError(str(path), found=f"{path.stat().st_size} bytes", allowed=f"at most {_LARGEST_BYTES}", fix="name the right file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "bytes that are not UTF-8 text"
+        raise UserError(str(path), found=str(reason).lower(), allowed="a readable text file", fix="name an existing file") from None
+
+
+def convert(data: object, into: type[T], where: str) -> T:
+    """Plain data as a checked struct; UserError names the key at fault."""
+    try:
+        return msgspec.convert(data, into, strict=True)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$")
+        key = place.rstrip("`").lstrip(".") or "top level"
+        unknown = re.search(r"unknown field `(.*)`", message)
+        if unknown:
+            raise UserError(f"{where}: {key}", found=f"unknown key `{unknown[1]}`", allowed=_allowed_keys(into, key), fix=f"remove `{unknown[1]}` or correct its spelling") from None
+        missing = re.search(r"missing required field `(.*)`", message)
+        if missing:
+            raise UserError(f"{where}: {key}", found=f"no key `{missing[1]}`", allowed=_allowed_keys(into, key), fix=f"add `{missing[1]}`") from None
+        found, _, allowed = message.partition(", got ")[::-1]
+        raise UserError(f"{where}: {key}", found=found or message, allowed=(allowed or message).removeprefix("Expected "), fix="correct this value") from None
+
+
+def _allowed_keys(into: Any, place: str) -> str:
+    """The keys of the struct that `place`, a path such as `knobs` or `copies[0]`, leads to."""
+    for part in [] if place == "top level" else re.findall(r"[A-Za-z_0-9]+(?=[.\[]|$)", re.sub(r"\[[^\]]*\]", "", place)):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(into)}
+        if part not in fields:
+            break
+        inner = [arm for arm in _structs(fields[part])]
+        if not inner:
+            break
+        into = inner[0]
+    return ", ".join(sorted(field.encode_name for field in msgspec.structs.fields(into)))
+
+
+def _structs(annotation: Any) -> list[Any]:
+    """Every struct type inside an annotation such as `tuple[Point, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return [annotation]
+    return [found for arm in getattr(annotation, "__args__", ()) for found in _structs(arm)]
+
+
+def write_toml(path: Path, value: msgspec.Struct, heading: str = "") -> None:
+    """`value` as TOML at `path`, atomically; None-valued keys are left out."""
+    text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
+    write_text(path, "".join(f"# {line}\n" for line in heading.splitlines()) + text)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path: Path, value: object) -> None:
+    """`value` as JSON at `path`, atomically."""
+    write_text(path, msgspec.json.encode(value).decode() + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` at `path`: written aside, synced, then renamed, so that a reader sees the old file or the new one, never half of one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UserError(str(path), found=str(error.strerror).lower(), allowed="a folder that can be written", fix="name another folder") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)
+        os.replace(aside, path)
+    except OSError as error:
+        Path(aside).unlink(missing_ok=True)
+        raise UserError(str(path), found=str(error.strerror).lower(), allowed="a disk with room", fix="free some space or name another folder") from None

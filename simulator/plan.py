@@ -1,0 +1,75 @@
+"""Plan: the small file that says how a model is trained on a machine: model, workload, policy, knobs, and what was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_toml, write_toml
+from megatrain.simulator.specs import ModelSpec, Workload
+
+FORMAT = 1
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a policy may choose without changing a bit of the result."""
+
+    weight_slots: int = 2
+    """device buffers that decoder layers' weights stream through"""
+    gradient_slots: int = 2
+    """device buffers that decoder layers' gradients leave through"""
+    gradient_slabs: int = 2
+    """pinned host buffers between a device gradient slot and the host's gradient arena; 0 copies straight into the arena, where nothing is accumulated there"""
+    chunk_bytes: int = 64 * 2**20
+    """bytes of one copy over the link: 64 MiB reaches 99 % of an H200's link rate"""
+    checkpoint_interval: int = 1
+    """decoder layers per activation checkpoint (K)"""
+
+    def __post_init__(self) -> None:
+        for field, least in (("weight_slots", 1), ("gradient_slots", 1), ("gradient_slabs", 0), ("chunk_bytes", 4096), ("checkpoint_interval", 1)):
+            if not least <= getattr(self, field) <= 2**40:
+                raise UserError(f"knobs: {field}", found=getattr(self, field), allowed=f">= {least}", fix=f"set {field} = {max(least, 1)}")
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulator said of this plan when it was made."""
+
+    step_seconds: float
+    lower_bound_seconds: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    binding: str
+    """the lane or the memory that decides"""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to train one model on one machine."""
+
+    format: int = FORMAT
+    policy: str
+    digest: str = ""
+    """of the schedule that `policy` lowers this plan to; the runtime refuses a plan whose digest it cannot reproduce"""
+    hardware: str
+    """a name in the library, or the path of a calibrated file, relative to this plan"""
+    source: str
+    """where the weights are: a Hugging Face folder relative to this plan, or a library name"""
+    device_limit_bytes: int
+    host_limit_bytes: int
+    model: ModelSpec
+    workload: Workload
+    knobs: Knobs = Knobs()
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise UserError("plan: format", found=self.format, allowed=FORMAT, fix="make the plan again with `megatrain plan`")
+
+    def save(self, path: Path) -> None:
+        write_toml(path, self, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Raises UserError for a file that is missing, malformed, of another format, or has an unknown key."""
+        return read_toml(path, cls)

@@ -1,0 +1,27 @@
+"""Scheduling policies: each public module of this folder is one, and has `lower(plan) -> Schedule`.
+
+A policy writes an optimizer step as a sequential program over buffers; the builder derives the dependencies, lanes and slots give
+the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import Schedule
+
+
+def names() -> list[str]:
+    """Every policy there is."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def lower(plan: Plan) -> Schedule:
+    """The schedule of `plan` under its policy. Raises UserError for an unknown policy or a knob that the policy cannot use."""
+    if plan.policy not in names():
+        raise UserError("plan: policy", found=repr(plan.policy), allowed=", ".join(names()), fix="name one of these")
+    schedule: Schedule = importlib.import_module(f"{__name__}.{plan.policy}").lower(plan)
+    return schedule

@@ -1,0 +1,43 @@
+"""Nothing streams: weights, gradients and optimizer state stay on the device, AdamW runs there. What to use when the model fits."""
+
+from __future__ import annotations
+
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies._layerwise import compute, contributions, norm_scalars, state, update_operands
+from megatrain.simulator.schedule import OpId, Schedule
+
+
+class Resident:
+    """Every buffer is the layer's own, on the device."""
+
+    def __init__(self, builder: Builder, plan: Plan) -> None:
+        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
+        self.device = state(builder, plan, "device")
+        self.norm = norm_scalars(builder, plan, "device")
+        self.arrived = dict.fromkeys(self.stack, 0)
+
+    def weights(self, layer: str, phase: str, micro: int) -> str:
+        return self.device["weights", layer]
+
+    def gradient(self, layer: str) -> tuple[str, bool]:
+        return self.device["gradients", layer], self.arrived[layer] > 0
+
+    def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
+        self.arrived[layer] += 1
+        if self.norm and self.arrived[layer] == contributions(self.plan, layer):
+            self.builder.op(OpId("norm", layer), "compute", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
+
+    def update(self) -> None:
+        clip = self.norm.get("clip")
+        if clip:
+            self.builder.op(OpId("clip"), "compute", [self.norm[layer] for layer in self.stack], [clip])
+        for layer, spec in self.stack.items():
+            reads, writes = update_operands(self.device, layer, clip)
+            self.builder.op(OpId("update", layer), "update", reads, writes, parameters=spec.elements)
+
+
+def lower(plan: Plan) -> Schedule:
+    builder = Builder(plan.policy)
+    compute(builder, plan, Resident(builder, plan))
+    return builder.build()

@@ -1,0 +1,51 @@
+"""Sizes as people write and read them: `24GiB`, `1.5 TB`, `64MiB`."""
+
+from __future__ import annotations
+
+import re
+
+from megatrain.simulator.errors import UserError
+
+_FACTORS = {
+    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, where: str = "size") -> int:
+    """Bytes of a size such as `24GiB`, `1.5TB` or `4096`. Raises UserError for anything else.
+
+    >>> parse_bytes("24GiB"), parse_bytes("1.5 kB")
+    (25769803776, 1500)
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not 0 < float(match[1]) * factor < 2**60:
+        raise UserError(where, found=repr(text), allowed="a positive size with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB", fix="write it like 24GiB")
+    return round(float(match[1]) * factor)
+
+
+def format_bytes(count: float) -> str:
+    """A size with a binary unit and four significant digits at most.
+
+    >>> format_bytes(25769803776), format_bytes(1500)
+    ('24.00 GiB', '1.46 KiB')
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the unit that reads best.
+
+    >>> format_seconds(8.43), format_seconds(0.0123), format_seconds(5e-6)
+    ('8.430 s', '12.300 ms', '5.0 us')
+    """
+    if abs(seconds) >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.3f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.1f} us"
