@@ -43,6 +43,10 @@ _CODE_OF = {kind: code for code, kind in CODES.items()}
 _ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
 
 
+class ScheduleError(ValueError):
+    """The schedule breaks one of its rules; the text names the ops and the buffer."""
+
+
 class OpId(NamedTuple):
     """What an op id says: `W12b.m0.c3` is chunk 3 of loading layer 12's weights for the backward pass of micro-batch 0.
 
@@ -63,7 +67,7 @@ class OpId(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_id(text: str) -> OpId:
-    """The parts of an op id. Raises ValueError for a text that is none.
+    """The parts of an op id. Raises ScheduleError for a text that is none.
 
     >>> parse_id("W12b.m0.c3")
     OpId(kind='load_weights', layer='12', phase='b', micro=0, chunk=3)
@@ -72,7 +76,7 @@ def parse_id(text: str) -> OpId:
     """
     match = _ID.fullmatch(text)
     if match is None or match["code"] not in CODES:
-        raise ValueError(f"op id {text!r}: want CODE[LAYER][PHASE][.mMICRO][.cCHUNK] with a code of {', '.join(CODES)}")
+        raise ScheduleError(f"op id {text!r}: want CODE[LAYER][PHASE][.mMICRO][.cCHUNK] with a code of {', '.join(CODES)}")
     number = {key: None if match[key] is None else int(match[key]) for key in ("micro", "chunk")}
     return OpId(CODES[match["code"]], match["layer"] or "", match["phase"] or "", number["micro"], number["chunk"])
 
@@ -89,14 +93,21 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
+        """`device` or `host`."""
         return self.id.partition(".")[0]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes it takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device."""
+        unit = 4096 if self.place == "host" else 256
+        return -(-self.bytes // unit) * unit
 
     @property
     def pool(self) -> str:
         return self.id.partition(":")[0]
 
 
-class Op(msgspec.Struct, frozen=True, kw_only=True):
+class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One unit of work on one lane."""
 
     id: str
@@ -129,10 +140,6 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffers(self) -> tuple[str, ...]:
         return self.reads + self.writes
-
-
-class ScheduleError(ValueError):
-    """The schedule breaks one of its rules; the text names the ops and the buffer."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -179,11 +186,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         buffers, ops = [], []
         for line in lines:
             name, second, *rest = line.split()
-            if name == "buffer":
+            if name == "buffer" and rest:
                 buffers.append(Buffer(id=second, bytes=int(rest[0]), persistent="persistent" in rest, dynamic="dynamic" in rest))
                 continue
-            fields: dict[str, object] = dict(word.split("=", 1) for word in rest)
-            fields = {key: tuple(str(value).split(",")) if key in _LISTS else int(str(value)) if key in _NUMBERS else value for key, value in fields.items()}
+            words = (word.split("=", 1) for word in rest)
+            fields = {key: tuple(value.split(",")) if key in _LISTS else int(value) if key in _NUMBERS else value for key, value in words}
             ops.append(msgspec.convert({"id": name, "lane": second, **fields}, Op))
         return cls(policy=first.removeprefix("schedule "), buffers=tuple(buffers), ops=tuple(ops))
 
@@ -192,6 +199,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         and without deadlock on FIFO lanes), any two ops that touch one buffer, one of them writing, ordered by dependencies (so
         no race is possible, whatever the durations), slots held by one user at a time and all released at the end.
         """
+        if len(self.buffer) != len(self.buffers):
+            ids = [buffer.id for buffer in self.buffers]
+            raise ScheduleError(f"{next(id for id in ids if ids.count(id) > 1)}: two buffers have this id")
         order = Order()
         seen: set[str] = set()
         held: dict[str, list[str]] = {}

@@ -1,0 +1,116 @@
+"""Arenas: every pool of a schedule as one allocation of exactly the size the plan says, made once; buffers are named stretches of it.
+
+Host arenas are anonymous, page-aligned and, with CUDA, registered (`cudaHostRegister`): PyTorch's caching host allocator rounds each
+block up to a power of two, which would double a 14B layer. Without CUDA a device arena is ordinary memory: a pool with a cap.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.units import format_bytes
+
+TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Arenas:
+    """The memory of one schedule."""
+
+    def __init__(self, schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int) -> None:
+        """Raises UserError where the pools exceed a limit, before anything is allocated, or where the machine has not that much."""
+        self.device = device
+        pools: dict[str, list[Buffer]] = {}
+        for buffer in schedule.buffers:
+            if not buffer.dynamic:
+                pools.setdefault(buffer.pool, []).append(buffer)
+        self.pool_bytes = {pool: sum(buffer.allocated for buffer in buffers) for pool, buffers in pools.items()}
+        for place, limit in (("device", device_limit_bytes), ("host", host_limit_bytes)):
+            self._refuse(place, limit)
+        self._registered: list[torch.Tensor] = []
+        self._place: dict[str, tuple[torch.UntypedStorage, int, int]] = {}
+        for pool, buffers in pools.items():
+            try:
+                storage = self._allocate(pool)
+            except (RuntimeError, OSError, ValueError) as error:
+                self.close()
+                fix = "close what else uses the memory, or plan with a lower limit"
+                raise UserError(f"pool {pool}", found=f"no room for {format_bytes(self.pool_bytes[pool])} ({str(error).splitlines()[0]})", allowed="free memory", fix=fix) from None
+            offset = 0
+            for buffer in buffers:
+                self._place[buffer.id] = (storage, offset, buffer.bytes)
+                offset += buffer.allocated
+
+    def total(self, place: str) -> int:
+        """Bytes allocated on `device` or `host`."""
+        return sum(size for pool, size in self.pool_bytes.items() if pool.startswith(f"{place}."))
+
+    def _refuse(self, place: str, limit: int) -> None:
+        needed = self.total(place)
+        if needed > limit:
+            largest = max((pool for pool in self.pool_bytes if pool.startswith(place)), key=self.pool_bytes.__getitem__)
+            raise UserError(
+                f"{place} memory", found=f"pools of {format_bytes(needed)}, of which {largest} {format_bytes(self.pool_bytes[largest])}",
+                allowed=format_bytes(limit), fix=f"raise the limit by {format_bytes(needed - limit)}, or make a plan for this limit with `megatrain plan`",
+            )  # fmt: skip
+
+    def _allocate(self, pool: str) -> torch.UntypedStorage:
+        size = self.pool_bytes[pool]
+        if pool.startswith("device."):
+            return torch.zeros(size, dtype=torch.uint8, device=self.device).untyped_storage()
+        pages = torch.frombuffer(mmap.mmap(-1, max(size, mmap.PAGESIZE)), dtype=torch.uint8)
+        if self.device.type == "cuda":
+            pages.fill_(0)  # first touch: outside any timed step
+            status = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+            if status:
+                raise RuntimeError(f"cudaHostRegister failed with status {status}")
+            self._registered.append(pages)
+        return pages.untyped_storage()
+
+    def tensor(self, buffer: str, dtype: torch.dtype, shape: tuple[int, ...], byte_offset: int = 0) -> torch.Tensor:
+        """`shape` elements of `dtype` in `buffer`, from `byte_offset` on.
+
+        Not a view of the arena: a tensor of its own on the same memory, so that autograd does not take a write into one slot for a
+        change of a tensor that it saved in another.
+        """
+        elements = torch.Size(shape).numel()
+        size = self._place[buffer][2]
+        assert byte_offset + elements * dtype.itemsize <= size, f"{buffer}: {shape} of {dtype} at {byte_offset} exceeds {size} bytes"
+        return self.strided(buffer, dtype, shape, torch.empty(shape, device="meta").stride(), byte_offset)
+
+    def strided(self, buffer: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], byte_offset: int) -> torch.Tensor:
+        """`tensor` with strides, in elements."""
+        storage, start, _ = self._place[buffer]
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, (start + byte_offset) // dtype.itemsize, torch.Size(shape), stride)
+
+    def flat(self, buffer: str, dtype: torch.dtype, elements: int, byte_offset: int = 0) -> torch.Tensor:
+        """`elements` of `buffer` as a vector."""
+        return self.tensor(buffer, dtype, (elements,), byte_offset)
+
+    def start_of(self, buffer: str) -> tuple[int, int]:
+        """(address of the pool's storage, first byte of the buffer in it)."""
+        storage, start, _ = self._place[buffer]
+        return storage.data_ptr(), start
+
+    def close(self) -> None:
+        """Unregisters and frees everything."""
+        for pages in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+        self._registered.clear()
+        self._place = {}
+
+
+@contextmanager
+def arenas(schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int) -> Iterator[Arenas]:
+    """Arenas that are released however the block ends."""
+    made = Arenas(schedule, device, device_limit_bytes=device_limit_bytes, host_limit_bytes=host_limit_bytes)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,165 @@
+"""Stateless layers: transformers' own modules, built once without memory, called functionally on tensors in a slot.
+
+One decoder layer serves all; what makes layer 12 out of it is the bytes in the slot. Autograd saves weights with the graph of a
+layer; those are saved as *where in the layer*, and looked up at backward in whichever slot then holds the layer, so that a slot may
+be reused between a layer's recompute and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
+
+IGNORED = -100
+"""label of a position without loss, as in transformers"""
+
+
+def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
+    """transformers' config of `model`: from its folder, or from the numbers of the spec where there is none."""
+    if folder is not None:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        config = AutoConfig.for_model(
+            model.family, hidden_size=model.hidden, intermediate_size=model.intermediate, num_hidden_layers=model.layers,
+            num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim, vocab_size=model.vocabulary,
+            tie_word_embeddings=model.tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+    config.use_cache = False
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def layer_tensors(arenas: Arenas, layer: LayerSpec, buffer: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The layer's tensors by name, in its `buffer` of `dtype`."""
+    tensors, offset = {}, 0
+    for tensor in layer.tensors:
+        tensors[tensor.name] = arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
+        offset += tensor.padded
+    return tensors
+
+
+@dataclass
+class Saved:
+    """What a recomputed layer leaves for its backward: the graph's ends."""
+
+    output: torch.Tensor
+    """[batch, sequence, hidden]"""
+    inputs: tuple[torch.Tensor, ...]
+    """the layer's input, then its parameters in the order of the LayerSpec"""
+    weights: str
+    """the slot that holds the layer's weights; set anew before backward"""
+
+
+@dataclass(frozen=True)
+class _InSlot:
+    """A saved tensor that lies in a weight slot: where, from the slot's start."""
+
+    byte_offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Templates:
+    """The computations of a model's layers on `device`, by op kind."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device) -> None:
+        self.model, self.workload, self.device = model, workload, device
+        self.dtype = TORCH_DTYPE[workload.dtype]
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        whole.train()
+        self._decoder, self._norm, self._head = whole.model.layers[0], whole.model.norm, whole.lm_head
+        self._padding = whole.model.embed_tokens.padding_idx
+        rotary = type(whole.model.rotary_emb)(config).to(device)  # on the meta device its frequencies have no values
+        positions = torch.arange(workload.sequence, device=device)[None]
+        self._positions = positions
+        self._rotary: tuple[torch.Tensor, torch.Tensor] = rotary(torch.empty(1, 1, model.hidden, dtype=self.dtype, device=device), positions)
+
+    def decoder(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """One decoder layer, causal attention: [batch, sequence, hidden] -> the same."""
+        keywords: dict[str, Any] = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._rotary}
+        output = functional_call(self._decoder, weights, (x,), keywords)
+        return output[0] if isinstance(output, tuple) else output
+
+    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """[vocabulary, hidden], [batch, sequence] int64 -> [batch, sequence, hidden]"""
+        return torch.nn.functional.embedding(ids, table)
+
+    def embed_backward(self, gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The table's gradient [vocabulary, hidden] fp32: a token's rows are summed in fp32, since a frequent one has thousands."""
+        padding = -1 if self._padding is None else self._padding
+        summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, self.model.vocabulary, padding, False)
+        return summed
+
+    def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor) -> Saved:
+        """Runs the layer and keeps its graph."""
+        weights = {name: tensor.requires_grad_() for name, tensor in layer_tensors(arenas, layer, slot, self.dtype).items()}
+        x.requires_grad_()
+        saved = Saved(x, (), slot)
+        pack, unpack = _rebind(arenas, saved)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            saved.output = self.decoder(weights, x)
+        saved.inputs = (x, *weights.values())
+        return saved
+
+    def backward(self, saved: Saved, slot: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of the layer's input and of its parameters, from `gradient` of its output; `slot` holds its weights now."""
+        saved.weights = slot
+        return torch.autograd.grad(saved.output, saved.inputs, gradient)
+
+    def head(
+        self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float, input_gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Final norm, output projection and cross-entropy, forward and backward, `loss_chunk` tokens at a time.
+
+        `weights`: the norm's and the projection's [vocabulary, hidden]; x [batch, sequence, hidden]; labels [batch, sequence] int64.
+        Writes the input's gradient; returns `scale` x the sum of the tokens' losses (0-dimensional fp32) and the gradients of norm and
+        projection, summed in fp32 where there are several chunks.
+        """
+        norm, projection = (tensor.requires_grad_() for tensor in weights.values())
+        rows, targets, dx = x.view(-1, x.shape[-1]), labels.reshape(-1), input_gradient.view(-1, x.shape[-1])
+        chunk = self.workload.loss_chunk
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        sums: list[torch.Tensor] | None = None
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
+            with torch.enable_grad():
+                row = rows[part].detach().requires_grad_()
+                logits = functional_call(self._head, {"weight": projection}, (functional_call(self._norm, {"weight": norm}, (row,)),))
+                chunk_loss = torch.nn.functional.cross_entropy(logits.float(), targets[part], ignore_index=IGNORED, reduction="sum") * scale
+            del logits
+            dx[part], *gradients = torch.autograd.grad(chunk_loss, (row, norm, projection))
+            loss += chunk_loss.detach()
+            if rows.shape[0] <= chunk:
+                sums = gradients
+            elif sums is None:
+                sums = [gradient.float() for gradient in gradients]
+            else:
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total += gradient
+        assert sums is not None
+        return loss, sums[0], sums[1]
+
+
+def _rebind(arenas: Arenas, saved: Saved) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
+    """Hooks that save a tensor of the weight slot as its place in the slot, and find it again in the slot of `saved.weights`."""
+    pool, start = arenas.start_of(saved.weights)
+
+    def pack(tensor: torch.Tensor) -> object:
+        if tensor.untyped_storage().data_ptr() != pool:
+            return tensor
+        return _InSlot(tensor.storage_offset() * tensor.itemsize - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def unpack(packed: object) -> torch.Tensor:
+        return arenas.strided(saved.weights, packed.dtype, packed.size, packed.stride, packed.byte_offset) if isinstance(packed, _InSlot) else packed  # type: ignore[return-value]
+
+    return pack, unpack
