@@ -40,7 +40,9 @@ class Arenas:
             except (RuntimeError, OSError, ValueError) as error:
                 self.close()
                 fix = "close what else uses the memory, or plan with a lower limit"
-                raise UserError(f"pool {pool}", found=f"no room for {format_bytes(self.pool_bytes[pool])} ({str(error).splitlines()[0]})", allowed="free memory", fix=fix) from None
+                raise UserError(
+                    f"pool {pool}", found=f"no room for {format_bytes(self.pool_bytes[pool])} ({str(error).splitlines()[0]})", allowed="free memory", fix=fix
+                ) from None
             offset = 0
             for buffer in buffers:
                 self._place[buffer.id] = (storage, offset, buffer.bytes)

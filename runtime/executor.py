@@ -18,11 +18,10 @@ from transformers import PretrainedConfig
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.optimizer import AdamW, BlockThreads
 from megatrain.runtime.templates import IGNORED, Saved, Templates, layer_tensors
-from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import lower
+from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.specs import EMBEDDING
 from megatrain.simulator.timeline import Span, Timeline
@@ -52,15 +51,6 @@ def lane_threads(device: torch.device) -> dict[str, int]:
     return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy}
 
 
-def verified_schedule(plan: Plan) -> Schedule:
-    """The plan's schedule, checked. Raises UserError where it is not the one whose digest the plan carries."""
-    schedule = lower(plan)
-    if plan.digest != schedule.digest:
-        raise UserError("plan: digest", found=repr(plan.digest), allowed=f"{schedule.digest}, what policy {plan.policy} makes of this plan", fix="make the plan again with `megatrain plan`")
-    schedule.check()
-    return schedule
-
-
 class Executor:
     """Executes a schedule, step after step, on memory that it allocates once."""
 
@@ -70,7 +60,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """`schedule` replaces the plan's own, unverified: for calibration and tests. Raises UserError where the plan does not fit."""
         self.plan, self.settings, self.device = plan, settings, device
-        self.schedule = schedule or verified_schedule(plan)
+        self.schedule = schedule or verified(plan)
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
         self.templates = Templates(plan.model, plan.workload, config, device)
@@ -78,7 +68,9 @@ class Executor:
         self._scale = self._rate = 0.0
         self._number = 0
         self._marks: dict[str, HostMark | StreamMark] = {}
-        self._crew = Crew(self._lanes(threads or lane_threads(device)))
+        threads = threads or lane_threads(device)
+        self._block_threads = BlockThreads(threads["cpu"]) if threads["cpu"] > 1 else None
+        self._crew = Crew(self._lanes(threads))
 
     def __enter__(self) -> Self:
         return self
@@ -87,8 +79,10 @@ class Executor:
         self.close()
 
     def close(self) -> None:
-        """Ends the lanes' threads and frees all memory."""
+        """Ends the lanes' threads and frees all memory: tasks hold tensors, so they go too."""
         self._crew.close()
+        if self._block_threads is not None:
+            self._block_threads.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._saved.clear()
@@ -131,7 +125,7 @@ class Executor:
         losses = torch.stack([self._scalar("device.losses", str(micro)) for micro in range(work.accumulation)])
         loss, norm = float(losses.double().sum()), self._read_norm()
         seconds = time.perf_counter() - begin
-        if not all(value is None or value == value and abs(value) != float("inf") for value in (loss, norm)):
+        if not all(value is None or (value == value and abs(value) != float("inf")) for value in (loss, norm)):
             raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}: not finite; lower the learning rate or look at the data")
         spans = []
         for op in self.schedule.ops:
@@ -226,7 +220,9 @@ class Executor:
 
         def run() -> None:
             tensors = self._weights(head, slot)
-            value, norm_gradient, projection_gradient = self.templates.head({"norm": tensors["norm.weight"], "projection": tensors[projection]}, x, labels, self._scale, dx)
+            value, norm_gradient, projection_gradient = self.templates.head(
+                {"norm": tensors["norm.weight"], "projection": tensors[projection]}, x, labels, self._scale, dx
+            )
             total[0] = value
             put([{"norm.weight": norm_gradient, projection: projection_gradient}[name] for name in names])
 
@@ -269,9 +265,14 @@ class Executor:
         wide = self.schedule.buffer[buffer].bytes == 4 * elements
         return self.arenas.flat(buffer, torch.float32 if wide else self.dtype, elements)
 
+    def _blocks(self, op: Op) -> optimizer.Blocks:
+        """How the blocks of an elementwise op are walked: in threads on the host's lane, where it has several."""
+        return self._block_threads if op.lane == "cpu" and self._block_threads is not None else optimizer.one_by_one
+
     def _norm(self, op: Op) -> Run:
         gradient, total = self._gradient(op.layer, op.reads[0]), self.arenas.flat(op.writes[0], torch.float32, 1)
-        return lambda: total.copy_(optimizer.sum_of_squares(gradient))
+        blocks = self._blocks(op)
+        return lambda: total.copy_(optimizer.sum_of_squares(gradient, blocks))
 
     def _clip(self, op: Op) -> Run:
         sums = [self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads]
@@ -285,6 +286,7 @@ class Executor:
         moments = self.arenas.tensor(op.writes[-1], torch.float32, (2, elements))
         gradient = self._gradient(op.layer, op.reads[0])
         clip = self.arenas.flat(op.reads[1], torch.float32, 1)[0] if len(op.reads) > 1 else None
-        return lambda: optimizer.update(weights, low, moments, gradient, settings=self.settings, rate=self._rate, number=self._number, clip=clip)
+        blocks = self._blocks(op)
+        return lambda: optimizer.update(weights, low, moments, gradient, settings=self.settings, rate=self._rate, number=self._number, clip=clip, blocks=blocks)
 
     _cpu_update = _update

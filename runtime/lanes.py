@@ -136,6 +136,7 @@ class Lane:
         self._stop = True
         self._go.release()
         self._thread.join()
+        self.tasks = ()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)

@@ -39,7 +39,9 @@ def random_weights(seed: int) -> Weights:
     def make(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.zeros(shape) if tensor.endswith("bias") else torch.ones(shape)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode())) % 2**31)
+        generator = torch.Generator().manual_seed(
+            seed * 1_000_003 + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode())) % 2**31
+        )
         return torch.randn(shape, generator=generator) * 0.02
 
     return make
@@ -50,7 +52,9 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
     """The tensors of a Hugging Face folder, one at a time. Raises UserError where a file or a tensor is missing, malformed or of another shape."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(str(folder), found="no *.safetensors file", allowed="a Hugging Face model folder with its weights", fix="check the path, or pass --init random")
+        raise UserError(
+            str(folder), found="no *.safetensors file", allowed="a Hugging Face model folder with its weights", fix="check the path, or pass --init random"
+        )
     with contextlib.ExitStack() as stack:
         where = {}
         for file in files:
@@ -58,12 +62,16 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 where.update(dict.fromkeys(opened.keys(), opened))
             except (SafetensorError, OSError) as error:
-                raise UserError(str(file), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again") from None
+                raise UserError(
+                    str(file), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again"
+                ) from None
 
         def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
             name = hub_name(layer, tensor)
             if name not in where:
-                raise UserError(str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix="use weights that belong to this config.json")
+                raise UserError(
+                    str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix="use weights that belong to this config.json"
+                )
             value: torch.Tensor = where[name].get_tensor(name)
             if tuple(value.shape) != shape:
                 raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix="use weights that belong to this config.json")
@@ -81,7 +89,14 @@ class ModelState:
 
     def home(self, name: str, layer: str) -> str | None:
         """The buffer that keeps the layer's `weights`, `low` plane or `moments`; None where there is none."""
-        return next((buffer for place in ("host", "device") if (buffer := f"{place}.{name}:{layer}") in self._schedule.buffer and self._schedule.buffer[buffer].persistent), None)
+        return next(
+            (
+                buffer
+                for place in ("host", "device")
+                if (buffer := f"{place}.{name}:{layer}") in self._schedule.buffer and self._schedule.buffer[buffer].persistent
+            ),
+            None,
+        )
 
     def _planes(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         weights, low = self.home("weights", layer.name), self.home("low", layer.name)
@@ -143,7 +158,9 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
 
 
 def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path) -> None:
-    dtype, index, shard, total = TORCH_DTYPE[plan.workload.dtype], {}, {}, 0
+    dtype, total = TORCH_DTYPE[plan.workload.dtype], 0
+    shard: dict[str, torch.Tensor] = {}
+    index: dict[str, str] = {}
     shards: list[str] = []
 
     def flush() -> None:

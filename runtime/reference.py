@@ -52,10 +52,14 @@ class Reference:
         gradients = {layer: self._sum(self.spec.stack[layer], parts) for layer, parts in total.items()}
         factor, norm = None, None
         if self.work.clipping == "global":
-            factor, norm = clip_coefficient([sum_of_squares(self._flat(layer, gradients[name])) for name, layer in self.spec.stack.items()], self.settings.max_norm)
+            factor, norm = clip_coefficient(
+                [sum_of_squares(self._flat(layer, gradients[name])) for name, layer in self.spec.stack.items()], self.settings.max_norm
+            )
         for layer, tensors in gradients.items():
             for name, gradient in tensors.items():
-                self._adamw(self.masters[layer][name], *self.moments[layer][name], gradient.float() if factor is None else gradient.float() * factor, rate, number)
+                self._adamw(
+                    self.masters[layer][name], *self.moments[layer][name], gradient.float() if factor is None else gradient.float() * factor, rate, number
+                )
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
 
@@ -83,7 +87,8 @@ class Reference:
     def _head(self, x: torch.Tensor, labels: torch.Tensor, scale: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss, its gradient left in `x.grad`, and the gradients of norm and projection, chunk by chunk summed in fp32."""
         parameters = [self.model.model.norm.weight, self.model.lm_head.weight]
-        flat, targets, loss, sums, pieces = x.detach().flatten(0, 1), labels.flatten(), torch.zeros((), device=x.device), [0.0, 0.0], []
+        flat, targets, loss = x.detach().flatten(0, 1), labels.flatten(), torch.zeros((), device=x.device)
+        sums, pieces = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters], []
         for rows, target in zip(flat.split(self.work.loss_chunk), targets.split(self.work.loss_chunk), strict=True):
             rows = rows.detach().requires_grad_()
             logits = self.model.lm_head(self.model.model.norm(rows))
@@ -116,4 +121,4 @@ class Reference:
             master *= 1 - rate * self.settings.weight_decay
         first.copy_(first * beta1 + g * (1 - beta1))
         second.copy_(second * beta2 + g * g * (1 - beta2))
-        master -= first * (rate / (1 - beta1**number)) / (second.sqrt() / (1 - beta2**number) ** 0.5 + self.settings.epsilon)
+        master -= first * (rate / (1 - beta1**number)) / (second.sqrt() * (1 - beta2**number) ** -0.5 + self.settings.epsilon)

@@ -157,9 +157,12 @@ def _rebind(arenas: Arenas, saved: Saved) -> tuple[Callable[[torch.Tensor], obje
     def pack(tensor: torch.Tensor) -> object:
         if tensor.untyped_storage().data_ptr() != pool:
             return tensor
-        return _InSlot(tensor.storage_offset() * tensor.itemsize - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return _InSlot(int(tensor.storage_offset()) * tensor.itemsize - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def unpack(packed: object) -> torch.Tensor:
-        return arenas.strided(saved.weights, packed.dtype, packed.size, packed.stride, packed.byte_offset) if isinstance(packed, _InSlot) else packed  # type: ignore[return-value]
+        if isinstance(packed, torch.Tensor):
+            return packed
+        assert isinstance(packed, _InSlot)
+        return arenas.strided(saved.weights, packed.dtype, packed.size, packed.stride, packed.byte_offset)
 
     return pack, unpack

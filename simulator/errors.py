@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 
 class UserError(Exception):
     """Something the user gave cannot be used. The command prints it as one line and exits with status 2.
@@ -11,4 +13,19 @@ class UserError(Exception):
     """
 
     def __init__(self, where: str, *, found: object, allowed: object, fix: str) -> None:
-        super().__init__(f"{where}: found {found}; allowed: {allowed}; fix: {fix}".replace("\n", " "))
+        self.where, self.found, self.allowed, self.fix = where, found, allowed, fix
+        text = f"{where}: found {_shortened(found)}; allowed: {allowed}; fix: {fix}"
+        super().__init__(" ".join(text.splitlines()))
+
+    def __reduce__(self) -> tuple[functools.partial[UserError], tuple[()]]:
+        """Worker processes send it to their parent."""
+        return functools.partial(UserError, self.where, found=str(self.found), allowed=str(self.allowed), fix=self.fix), ()
+
+    def inside(self, where: str) -> UserError:
+        """The same mistake, found while reading `where`."""
+        return UserError(f"{where}: {self.where}", found=self.found, allowed=self.allowed, fix=self.fix)
+
+
+def _shortened(value: object, most: int = 300) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import stat
 import tempfile
 import tomllib
 from pathlib import Path
@@ -23,24 +23,31 @@ def read_toml(path: Path, into: type[T]) -> T:
     """The TOML file at `path` as a checked `into`. Raises UserError for a missing, unreadable, malformed or contradictory file."""
     try:
         data = tomllib.loads(read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(str(path), found=f"text that is not TOML ({error})", allowed="a TOML file", fix="write the file again with the command that made it") from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and int() on a number of thousands of digits
+        raise UserError(
+            str(path), found=f"text that is not TOML ({error})", allowed="a TOML file", fix="write the file again with the command that made it"
+        ) from None
     return convert(data, into, str(path))
 
 
 def read_json(path: Path) -> Any:
     """The JSON file at `path`. Raises UserError where it is missing, unreadable or malformed."""
     try:
-        return json.loads(read_text(path))
+        return msgspec.json.decode(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(str(path), found=f"text that is not JSON ({error})", allowed="a JSON file", fix="write the file again with the command that made it") from None
+        raise UserError(
+            str(path), found=f"text that is not JSON ({error})", allowed="a JSON file", fix="write the file again with the command that made it"
+        ) from None
 
 
 def read_text(path: Path) -> str:
     """The UTF-8 text at `path`; UserError where there is none."""
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise UserError(str(path), found=f"{path.stat().st_size} bytes", allowed=f"at most {_LARGEST_BYTES}", fix="name the right file")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
+            raise UserError(str(path), found="a folder" if path.is_dir() else "no regular file", allowed="a readable text file", fix="name an existing file")
+        if status.st_size > _LARGEST_BYTES:
+            raise UserError(str(path), found=f"{status.st_size} bytes", allowed=f"at most {_LARGEST_BYTES}", fix="name the right file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "bytes that are not UTF-8 text"
@@ -51,30 +58,44 @@ def convert(data: object, into: type[T], where: str) -> T:
     """Plain data as a checked struct; UserError names the key at fault."""
     try:
         return msgspec.convert(data, into, strict=True)
+    except UserError as error:
+        raise error.inside(where) from None
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         key = place.rstrip("`").lstrip(".") or "top level"
         unknown = re.search(r"unknown field `(.*)`", message)
         if unknown:
-            raise UserError(f"{where}: {key}", found=f"unknown key `{unknown[1]}`", allowed=_allowed_keys(into, key), fix=f"remove `{unknown[1]}` or correct its spelling") from None
+            raise UserError(
+                f"{where}: {key}", found=f"unknown key `{unknown[1]}`", allowed=_allowed_keys(into, key), fix=f"remove `{unknown[1]}` or correct its spelling"
+            ) from None
         missing = re.search(r"missing required field `(.*)`", message)
         if missing:
             raise UserError(f"{where}: {key}", found=f"no key `{missing[1]}`", allowed=_allowed_keys(into, key), fix=f"add `{missing[1]}`") from None
+        invalid = re.search(r"Invalid enum value (.*)", message)
+        if invalid:
+            raise UserError(f"{where}: {key}", found=invalid[1], allowed=_allowed_values(into, key), fix="correct this value") from None
         found, _, allowed = message.partition(", got ")[::-1]
         raise UserError(f"{where}: {key}", found=found or message, allowed=(allowed or message).removeprefix("Expected "), fix="correct this value") from None
 
 
-def _allowed_keys(into: Any, place: str) -> str:
-    """The keys of the struct that `place`, a path such as `knobs` or `copies[0]`, leads to."""
-    for part in [] if place == "top level" else re.findall(r"[A-Za-z_0-9]+(?=[.\[]|$)", re.sub(r"\[[^\]]*\]", "", place)):
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(into)}
+def _allowed_keys(into: Any, key: str) -> str:
+    """The keys of the struct at `key`."""
+    return ", ".join(sorted(field.encode_name for field in msgspec.structs.fields((_structs(_annotation(into, key)) or [into])[0])))
+
+
+def _allowed_values(into: Any, key: str) -> str:
+    """The values of the Literal at `key`."""
+    return ", ".join(repr(value) for value in getattr(_annotation(into, key), "__args__", ()))
+
+
+def _annotation(into: Any, key: str) -> Any:
+    """The type of what stands at `key`, a path such as `knobs` or `copies[0].bytes`."""
+    for part in [] if key == "top level" else re.sub(r"\[[^\]]*\]", "", key).split("."):
+        fields = {field.encode_name: field.type for struct in _structs(into)[:1] for field in msgspec.structs.fields(struct)}
         if part not in fields:
             break
-        inner = [arm for arm in _structs(fields[part])]
-        if not inner:
-            break
-        into = inner[0]
-    return ", ".join(sorted(field.encode_name for field in msgspec.structs.fields(into)))
+        into = fields[part]
+    return into
 
 
 def _structs(annotation: Any) -> list[Any]:
@@ -102,21 +123,29 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`text` at `path`: written aside, synced, then renamed, so that a reader sees the old file or the new one, never half of one."""
+    """`text` at `path`, as UTF-8, atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """`data` at `path`: written aside, synced, then renamed, so that a reader sees the old file or the new one, never half of one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise UserError(str(path), found=str(error.strerror).lower(), allowed="a folder that can be written", fix="name another folder") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(str(path), found=reason.lower(), allowed="a folder that can be written", fix="name another folder") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(aside, 0o666 & ~umask)
         os.replace(aside, path)
-    except OSError as error:
+    except BaseException as error:
         Path(aside).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(str(path), found=str(error.strerror).lower(), allowed="a disk with room", fix="free some space or name another folder") from None

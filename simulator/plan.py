@@ -65,6 +65,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise UserError("plan: format", found=self.format, allowed=FORMAT, fix="make the plan again with `megatrain plan`")
+        for field in ("device_limit_bytes", "host_limit_bytes"):
+            if not 0 < getattr(self, field) < 2**60:
+                raise UserError(f"plan: {field}", found=getattr(self, field), allowed=">= 1", fix=f"set {field} to the bytes that the run may use")
 
     def save(self, path: Path) -> None:
         write_toml(path, self, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")

@@ -171,7 +171,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def to_text(self) -> str:
         """One line per buffer and per op; `from_text` reads it back."""
         lines = [f"schedule {self.policy}"]
-        lines += [" ".join(["buffer", buffer.id, str(buffer.bytes), *(flag for flag in ("persistent", "dynamic") if getattr(buffer, flag))]) for buffer in self.buffers]
+        lines += [
+            " ".join(["buffer", buffer.id, str(buffer.bytes), *(flag for flag in ("persistent", "dynamic") if getattr(buffer, flag))])
+            for buffer in self.buffers
+        ]
         for op in self.ops:
             words = [op.id, op.lane]
             words += [f"{field}={','.join(getattr(op, field))}" for field in _LISTS if getattr(op, field)]
@@ -201,7 +204,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         if len(self.buffer) != len(self.buffers):
             ids = [buffer.id for buffer in self.buffers]
-            raise ScheduleError(f"{next(id for id in ids if ids.count(id) > 1)}: two buffers have this id")
+            raise ScheduleError(f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id")
         order = Order()
         seen: set[str] = set()
         held: dict[str, list[str]] = {}

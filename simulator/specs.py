@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,7 +92,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not 0 < getattr(self, field) <= _LARGEST_SIZE:
                 raise UserError(f"{where}: {field}", found=getattr(self, field), allowed=f"1 to {_LARGEST_SIZE}", fix="correct config.json")
         if self.heads % self.kv_heads:
-            raise UserError(f"{where}: kv_heads", found=self.kv_heads, allowed=f"a divisor of the {self.heads} attention heads", fix="correct num_key_value_heads in config.json")
+            raise UserError(
+                f"{where}: kv_heads",
+                found=self.kv_heads,
+                allowed=f"a divisor of the {self.heads} attention heads",
+                fix="correct num_key_value_heads in config.json",
+            )
 
     @functools.cached_property
     def decoder(self) -> tuple[TensorSpec, ...]:
@@ -157,6 +163,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         upcast = 8 * self.hidden if width < 4 else 4 * self.hidden  # in fp32 the first norm's input is the layer's own, not a copy
         norms = upcast + 2 * 4 + 2 * 2 * width * self.hidden
         attention = width * (2 * query + 2 * key) + 4 * self.heads
+        if _FAMILIES[self.family]["qk_norm"]:  # two more norms, over the head dimension
+            attention += (4 + width) * (query + key) + 4 * (self.heads + self.kv_heads)
         return tokens * (norms + attention + 4 * width * self.intermediate)
 
     @classmethod
@@ -173,34 +181,48 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return value
 
         family = config.get("model_type")
-        if family not in _FAMILIES:
+        if not isinstance(family, str) or family not in _FAMILIES:
             raise UserError(f"{where}: model_type", found=repr(family), allowed=", ".join(_FAMILIES), fix="use a model of one of these families")
         for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
             if key in config and config[key] != allowed:
                 raise UserError(f"{where}: {key}", found=repr(config[key]), allowed=repr(allowed), fix="use a model without this variation")
         if config.get("use_sliding_window") or (family == "mistral" and config.get("sliding_window") is not None):
-            raise UserError(f"{where}: sliding_window", found=config.get("sliding_window"), allowed="full attention", fix="use a model with full attention in every layer")
+            raise UserError(
+                f"{where}: sliding_window", found=config.get("sliding_window"), allowed="full attention", fix="use a model with full attention in every layer"
+            )
         hidden, heads = size("hidden_size"), size("num_attention_heads")
         if heads > 0 and config.get("head_dim") is None and hidden % heads:
             raise UserError(f"{where}: hidden_size", found=hidden, allowed=f"a multiple of num_attention_heads = {heads}", fix="correct config.json")
         return cls(
-            name=name or str(config.get("_name_or_path") or family), family=family, layers=size("num_hidden_layers"), hidden=hidden,
-            intermediate=size("intermediate_size"), heads=heads, kv_heads=size("num_key_value_heads", heads),
-            head_dim=size("head_dim", hidden // max(heads, 1)), vocabulary=size("vocab_size"), tied=bool(config.get("tie_word_embeddings", False)),
+            name=name or str(config.get("_name_or_path") or family),
+            family=family,
+            layers=size("num_hidden_layers"),
+            hidden=hidden,
+            intermediate=size("intermediate_size"),
+            heads=heads,
+            kv_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", hidden // max(heads, 1)),
+            vocabulary=size("vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
         )
 
     @classmethod
     def load(cls, source: str) -> ModelSpec:
         """From a Hugging Face directory, a config.json, or a name in the library (`simulator/library/models`)."""
         path = Path(source)
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long or may not be looked at
             path = path / "config.json"
-        elif not path.suffix and not path.exists():
+        elif path.suffix != ".json" and not os.path.exists(path):
             library = Path(__file__).parent / "library" / "models"
             path = library / f"{source}.json"
-            if not path.exists():
+            if not os.path.exists(path):
                 known = ", ".join(sorted(file.stem for file in library.glob("*.json")))
-                raise UserError(f"model {source}", found="no such folder or file", allowed=f"a Hugging Face model folder, a config.json, or one of {known}", fix="check the path")
+                raise UserError(
+                    f"model {source}",
+                    found="no such folder or file",
+                    allowed=f"a Hugging Face model folder, a config.json, or one of {known}",
+                    fix="check the path",
+                )
         name = path.parent.name if path.name == "config.json" else path.stem
         return cls.from_config(read_json(path), str(path), name)
 

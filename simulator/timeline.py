@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,7 +34,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The spans of one step."""
 
     name: str
-    """`predicted` or `measured`"""
+    """`predicted`, `measured`, or what else tells it apart; errors are taken against the one named `measured`"""
     digest: str
     """of the schedule that was played"""
     spans: tuple[Span, ...]
@@ -56,3 +58,14 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def load(cls, path: Path) -> Timeline:
         return convert(read_json(path), cls, str(path))
+
+
+def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
+    """The one of several steps of one schedule whose makespan is the median (the lower of two): a step that happened, not a mean.
+
+    Raises ValueError for none, or for steps of different schedules.
+    """
+    if len({timeline.digest for timeline in timelines}) != 1:
+        raise ValueError(f"median of {len(timelines)} timelines: want one or more, all of one schedule")
+    middle = statistics.median_low(timeline.makespan_ns for timeline in timelines)
+    return next(timeline for timeline in timelines if timeline.makespan_ns == middle)

@@ -6,10 +6,7 @@ import re
 
 from megatrain.simulator.errors import UserError
 
-_FACTORS = {
-    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
-    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
-}
+_FACTORS = {**{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}, **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 

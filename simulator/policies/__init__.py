@@ -25,3 +25,17 @@ def lower(plan: Plan) -> Schedule:
         raise UserError("plan: policy", found=repr(plan.policy), allowed=", ".join(names()), fix="name one of these")
     schedule: Schedule = importlib.import_module(f"{__name__}.{plan.policy}").lower(plan)
     return schedule
+
+
+def verified(plan: Plan) -> Schedule:
+    """The plan's schedule, checked. Raises UserError where it is not the one whose digest the plan carries."""
+    schedule = lower(plan)
+    if plan.digest != schedule.digest:
+        raise UserError(
+            "plan: digest",
+            found=repr(plan.digest),
+            allowed=f"{schedule.digest}, what policy {plan.policy} makes of it",
+            fix="make the plan again with `megatrain plan`",
+        )
+    schedule.check()
+    return schedule

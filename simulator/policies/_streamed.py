@@ -18,7 +18,9 @@ class Streamed:
         self.stack, knobs = plan.model.stack, plan.knobs
         self.width = DTYPE_BYTES[plan.workload.dtype]
         if knobs.gradient_slabs == 0 and any(contributions(plan, layer) > 1 for layer in self.stack):
-            raise UserError("knobs: gradient_slabs", found=0, allowed=">= 1 where gradients are summed (accumulation > 1 or tied embeddings)", fix="set gradient_slabs = 2")
+            raise UserError(
+                "knobs: gradient_slabs", found=0, allowed=">= 1 where gradients are summed (accumulation > 1 or tied embeddings)", fix="set gradient_slabs = 2"
+            )
         self.host = state(builder, plan, "host")
         self.norm = norm_scalars(builder, plan, "host")
         decoder = self.stack["0"].elements
@@ -87,5 +89,3 @@ def lower_streamed(plan: Plan, *, serial: bool = False) -> Schedule:
     builder = Builder(plan.policy, serial=serial)
     compute(builder, plan, Streamed(builder, plan))
     return builder.build()
-
-

@@ -1,0 +1,49 @@
+# make demo | test | lint | format | venv
+#
+# The first of them makes .venv with the first Python >= 3.11 found; PYTHON=/path/to/python names another. The same command later
+# installs again only when pyproject.toml or constraints.txt has changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are obeyed.
+#
+# SYSTEM_TORCH=1 keeps the torch that PYTHON already imports, for example one built for this machine's GPU: .venv then sees PYTHON's
+# packages, and torch is neither downloaded nor replaced. It matters when .venv is made; remove .venv to change your mind.
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+RUN := $(VENV)/bin/python -m
+SYSTEM_TORCH ?=
+
+# the first that can make a virtual environment; else the first that is new enough, so that the message says what it lacks
+NEW := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for program in 'import venv, ensurepip; $(NEW)' '$(NEW)'; do for name in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$name -c "$$program" >/dev/null 2>&1 && { command -v $$name; exit; }; done; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format venv
+
+help:
+	@echo "make demo    train a small model whose weights stream, and compare the prediction with the measurement"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff, mypy, import rules"
+	@echo "make format  rewrite the code in the house format"
+	@echo "make venv    make or refresh $(VENV); PYTHON=... chooses the interpreter, SYSTEM_TORCH=1 keeps its torch"
+
+demo: venv
+	$(RUN) megatrain.experiments.demo --out demo
+
+test: venv
+	$(RUN) pytest -n 2
+
+lint: venv
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	PYTHONPATH=typings $(VENV)/bin/lint-imports
+
+format: venv
+	$(RUN) ruff check --fix-only --quiet .
+	$(RUN) ruff format .
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@PYTHON="$(PYTHON)" SYSTEM_TORCH="$(SYSTEM_TORCH)" bash .ci/make-venv $(VENV)
+	@touch $@

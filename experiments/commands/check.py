@@ -1,0 +1,121 @@
+"""Whether a model fits a machine, how fast it trains there, and what binds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from megatrain.experiments import options
+
+if TYPE_CHECKING:
+    from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.planner import Choice
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b")
+    options.add_hardware(parser)
+    options.add_policy(parser)
+    parser.add_argument("--cores", type=options.whole("--cores"), help="processor cores of the host; the CPU optimizer's rate scales with them")
+    options.add_workload(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
+
+
+def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardware_name: str) -> list[Choice]:
+    """The best plan of each policy that `args.policy` names, best first."""
+    from megatrain.simulator.planner import search
+    from megatrain.simulator.specs import ModelSpec
+
+    named = None if args.policy in ("best", "all") else [args.policy]
+    model = ModelSpec.load(args.model)
+    return search(
+        model, hardware, options.workload(args), source=source, hardware_name=hardware_name,
+        device_limit=args.device_memory, host_limit=args.host_memory, policies=named,
+    )  # fmt: skip
+
+
+def as_json(choice: Choice, hardware: HardwareSpec) -> dict[str, object]:
+    """What `--json` prints of a plan; sizes in bytes, times in seconds."""
+    from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
+
+    plan, account = choice.plan, choice.account
+    peak = hardware.peak_tflops.get(plan.workload.dtype)
+    speed = (plan.model, plan.workload, choice.step_seconds)
+    return {
+        "feasible": choice.feasible, "binding": choice.bounds.binding if choice.feasible else account.binding, "policy": plan.policy,
+        "step_seconds": choice.step_seconds, "tokens_per_second": tokens_per_second(plan.workload, choice.step_seconds), "tflops_6n": tflops_6n(*speed),
+        "mfu": mfu(*speed, peak) if peak else None, "device_peak_bytes": account.device_peak_bytes, "device_limit_bytes": account.device_limit_bytes,
+        "host_peak_bytes": account.host_peak_bytes, "host_limit_bytes": account.host_limit_bytes, "pools": dict(account.pools),
+        "lower_bound_seconds": choice.bounds.lower_bound_ns / 1e9, "advice": account.advice, "extrapolated": list(choice.extrapolated),
+        "knobs": {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__},
+    }  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from megatrain.simulator.hardware import HardwareSpec
+
+    hardware = HardwareSpec.load(args.hardware)
+    if args.cores:
+        hardware = msgspec.structs.replace(hardware, cores=args.cores, cpu_update_per_s=hardware.cpu_update_per_s * args.cores / hardware.cores)
+    found = choices(args, hardware, args.model, args.hardware)
+    if args.json:
+        reports = [as_json(choice, hardware) for choice in found]
+        print(json.dumps({"policies": reports} if args.policy == "all" else reports[0]))
+    elif args.policy == "all":
+        print(table(found))
+    else:
+        print(verdict(found[0], hardware))
+    return 0 if found[0].feasible else 2
+
+
+def table(found: list[Choice]) -> str:
+    """Every policy, a line each."""
+    from megatrain.simulator.metrics import tokens_per_second
+    from megatrain.simulator.units import format_bytes, format_seconds
+
+    lines = [f"{'policy':<15} {'step':>11} {'tokens/s':>10} {'device':>11} {'host':>11}  binds"]
+    for choice in found:
+        memory = [format_bytes(size) for size in (choice.account.device_peak_bytes, choice.account.host_peak_bytes)]
+        if choice.feasible:
+            speed = f"{format_seconds(choice.step_seconds):>11} {tokens_per_second(choice.plan.workload, choice.step_seconds):>10,.0f}"
+            lines.append(f"{choice.plan.policy:<15} {speed} {memory[0]:>11} {memory[1]:>11}  {choice.bounds.binding}")
+        else:
+            lines.append(f"{choice.plan.policy:<15} {'does not fit':>22} {memory[0]:>11} {memory[1]:>11}  {choice.account.binding}; {choice.account.advice}")
+    return "\n".join(lines)
+
+
+def verdict(choice: Choice, hardware: HardwareSpec) -> str:
+    """One plan in full: does it fit, how fast, what fills the memory."""
+    from megatrain.simulator.metrics import tflops_6n, tokens_per_second
+    from megatrain.simulator.units import format_bytes, format_seconds
+
+    plan, account = choice.plan, choice.account
+    work = plan.workload
+    lines = [
+        f"{plan.model.name} ({plan.model.parameters / 1e9:.3f} G parameters) on {hardware.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}",
+        f"{'fits' if choice.feasible else 'DOES NOT FIT'} with policy {plan.policy}: "
+        + ", ".join(f"{field} {getattr(plan.knobs, field)}" for field in plan.knobs.__struct_fields__ if field != "chunk_bytes")
+        + f", copies of {format_bytes(plan.knobs.chunk_bytes)}",
+    ]
+    if choice.feasible:
+        lines.append(
+            f"step {format_seconds(choice.step_seconds)}, {tokens_per_second(work, choice.step_seconds):,.0f} tokens/s, "
+            f"{tflops_6n(plan.model, work, choice.step_seconds):.3g} TFLOPS (6N); the {choice.bounds.binding} lane has the most work, "
+            f"no order of these ops beats {format_seconds(choice.bounds.lower_bound_ns / 1e9)}"
+        )
+    else:
+        lines.append(f"{account.binding} binds: {account.advice}")
+    for place, peak, limit in (("device", account.device_peak_bytes, account.device_limit_bytes), ("host", account.host_peak_bytes, account.host_limit_bytes)):
+        filled = min(round(30 * peak / limit), 30)
+        lines.append(f"{place:<7}[{'#' * filled}{'.' * (30 - filled)}] {format_bytes(peak)} of {format_bytes(limit)}")
+        lines += [
+            f"    {pool.partition('.')[2]:<22}{format_bytes(bytes_):>12}"
+            for pool, bytes_ in account.pools.items()
+            if pool.startswith(place) and bytes_ >= peak / 1000
+        ]
+    source = f"measured {hardware.costs.date}" if hardware.costs else "not measured: from datasheet rates"
+    lines.append(f"costs: {source}" + (f"; outside what was measured: {', '.join(choice.extrapolated)}" if choice.extrapolated and hardware.costs else ""))
+    return "\n".join(lines)

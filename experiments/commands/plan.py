@@ -1,0 +1,36 @@
+"""Chooses policy, slots, copy size and checkpoint interval for a model on a machine, and writes the plan."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatrain.experiments import options
+from megatrain.experiments.commands import check
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b")
+    options.add_hardware(parser)
+    options.add_policy(parser)
+    options.add_workload(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="PLAN", help="the plan to write, e.g. plan.toml")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatrain.simulator.hardware import HardwareSpec
+
+    if args.policy == "all":
+        args.policy = "best"
+    hardware = HardwareSpec.load(args.hardware)
+    source = options.relative(Path(args.model), args.out.parent) if Path(args.model).exists() else args.model
+    named = options.relative(Path(args.hardware), args.out.parent) if Path(args.hardware).exists() else args.hardware
+    best, *others = check.choices(args, hardware, source, named)
+    print(check.verdict(best, hardware))
+    if others:
+        print("\nevery policy at its best:\n" + check.table([best, *others]))
+    if not best.feasible:
+        return 2
+    best.plan.save(args.out)
+    print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
+    return 0

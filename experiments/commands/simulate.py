@@ -1,0 +1,50 @@
+"""Plays a plan in the simulator: the predicted step, lane by lane and kind by kind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megatrain.experiments import options
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan written by `megatrain plan`")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline for Perfetto")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatrain.experiments.commands.check import as_json
+    from megatrain.simulator.costs import cost_model
+    from megatrain.simulator.engine import simulate
+    from megatrain.simulator.plan import Plan
+    from megatrain.simulator.planner import assess
+    from megatrain.simulator.policies import verified
+    from megatrain.simulator.trace import save_trace
+    from megatrain.simulator.units import format_seconds
+
+    plan = Plan.load(args.plan)
+    hardware = options.hardware_of(args.plan, plan.hardware)
+    schedule, costs = verified(plan), cost_model(hardware, plan.model, plan.workload)
+    timeline = simulate(schedule, costs)
+    if args.trace:
+        save_trace(args.trace, [timeline], schedule)
+    lanes = {lane: timeline.busy_ns(lane) / 1e9 for lane in schedule.lanes}
+    kinds: dict[str, tuple[int, float]] = {}
+    for span in timeline.spans:
+        count, seconds = kinds.get(span.kind, (0, 0.0))
+        kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
+    choice = assess(plan, costs)
+    if args.json:
+        report = as_json(choice, hardware) | {"ops": len(schedule.ops), "digest": schedule.digest, "lane_busy_seconds": lanes}
+        print(json.dumps(report | {"kinds": {kind: {"ops": count, "seconds": seconds} for kind, (count, seconds) in kinds.items()}}))
+        return 0
+    print(f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}: {len(schedule.ops)} ops")
+    print(f"step {format_seconds(choice.step_seconds)}, of which {format_seconds(timeline.makespan_ns / 1e9)} in the schedule")
+    print("\n".join(f"  lane {lane:<8} busy {format_seconds(busy):>11}  {busy * 1e9 / timeline.makespan_ns:6.1%}" for lane, busy in lanes.items()))
+    print("\n".join(f"  {kind:<22}{count:>6} ops {format_seconds(seconds):>11}" for kind, (count, seconds) in kinds.items()))
+    if args.trace:
+        print(f"wrote {args.trace}: open it at https://ui.perfetto.dev")
+    return 0

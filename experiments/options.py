@@ -1,0 +1,116 @@
+"""Command-line options that several commands share, and what they mean. Heavy imports stay inside: `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.specs import Workload
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error of the command."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(self.prog, found=message, allowed="the options of --help", fix=f"see `{self.prog} --help`")
+
+
+def number(kind: type, least: float, text: str, name: str) -> int | float:
+    """`text` as an int or float of at least `least`. Raises UserError otherwise."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not math.isfinite(value) or value < least:
+        allowed = f"a {'whole ' if kind is int else ''}number >= {least:g}"
+        raise UserError(name, found=repr(text), allowed=allowed, fix=f"write it like {name} {max(least, 1):g}")
+    checked: int | float = value
+    return checked
+
+
+def whole(name: str, least: int = 1) -> Callable[[str], int | float]:
+    """An argparse type: a whole number of at least `least`."""
+    return lambda text: number(int, least, text, name)
+
+
+def real(name: str, least: float = 0.0) -> Callable[[str], int | float]:
+    """An argparse type: a finite number of at least `least`."""
+    return lambda text: number(float, least, text, name)
+
+
+def size(name: str) -> Callable[[str], int]:
+    """An argparse type: bytes, written like 24GiB."""
+    return lambda text: parse_bytes(text, name)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device-memory", type=size("--device-memory"), metavar="SIZE", help="use at most this much device memory, e.g. 24GiB")
+    parser.add_argument("--host-memory", type=size("--host-memory"), metavar="SIZE", help="use at most this much host memory, e.g. 512GiB")
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hardware", required=True, metavar="H", help="a calibrated TOML file, or a name in the library, e.g. h200")
+    add_limits(parser)
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--batch", type=whole("--batch"), default=32, help="sequences per micro-batch (default 32)")
+    group.add_argument("--seq", type=whole("--seq"), default=1024, help="tokens per sequence (default 1024)")
+    group.add_argument("--accumulation", type=whole("--accumulation"), default=1, help="micro-batches per optimizer step (default 1)")
+    group.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="what layers compute in; masters are fp32 always (default bf16)")
+    group.add_argument("--clipping", choices=("global", "none"), default="global", help="gradient clipping (default global)")
+    group.add_argument("--loss-chunk", type=whole("--loss-chunk"), default=1024, help="tokens whose logits exist at one time (default 1024)")
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    from megatrain.simulator.specs import Workload
+
+    return Workload(batch=args.batch, sequence=args.seq, accumulation=args.accumulation, dtype=args.dtype, clipping=args.clipping, loss_chunk=args.loss_chunk)
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", default="best", metavar="NAME", help="a scheduling policy, `best` (default), or for check `all`")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run: CUDA, or a capped pool in RAM (default: CUDA where there is one)"
+    )
+
+
+def device(args: argparse.Namespace) -> torch.device:
+    import torch
+
+    from megatrain.runtime.machine import default_device
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device", found="cuda, which torch does not see", allowed="cuda with a driver and a CUDA build of torch, cpu, or auto", fix="use --device auto"
+        )
+    return torch.device("cpu") if args.device == "cpu" else default_device()
+
+
+def relative(path: Path, base: Path) -> str:
+    """`path` as seen from the folder `base`, so that a folder with a plan can be moved as a whole."""
+    import os
+
+    return os.path.relpath(path.resolve(), base.resolve())
+
+
+def hardware_of(plan_path: Path, name: str) -> HardwareSpec:
+    """The hardware that a plan names: a file relative to the plan, or a name in the library."""
+    from megatrain.simulator.hardware import HardwareSpec
+
+    beside = plan_path.parent / name
+    return HardwareSpec.load(str(beside) if beside.suffix == ".toml" else name)

@@ -1,0 +1,72 @@
+"""What a run leaves to look at: timelines one above the other, memory against its limit, loss; and memory predicted against allocated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.draw import loss_png, memory_png, timeline_png
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_json, read_text
+from megatrain.simulator.memory import usage
+from megatrain.simulator.metrics import tflops_6n, tokens_per_second
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.planner import plan_account
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.units import format_bytes
+
+MemoryRow = dict[str, object]
+"""`what`, `predicted_bytes`, `measured_bytes`"""
+
+
+def draw_run(folder: Path, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel) -> None:
+    """`timeline.png`, `memory.png` and `loss.png` in the run's folder."""
+    machine = read_json(folder / "environment.json")
+    metrics = [json.loads(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
+    work, seconds = plan.workload, measured.makespan_ns / 1e9
+    what = f"{plan.model.name}, {plan.model.parameters / 1e6:,.0f} M parameters, policy {plan.policy}"
+    where = f"{machine['device']}, {machine['cores']} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
+    speed = f"{tokens_per_second(work, seconds):,.0f} tokens/s, {tflops_6n(plan.model, work, seconds):.3g} TFLOPS (6N)"
+    timeline_png(folder / "timeline.png", [predicted, measured], f"One optimizer step: {what}", f"{where}; {speed}")
+    shape = f"{plan.model.shape}/{work.shape}"
+    account = plan_account(plan, schedule, costs)
+    fixed = {pool: size for pool, size in account.pools.items() if pool == "device.workspace"}
+    memory_png(
+        folder / "memory.png", usage(schedule, measured, costs.activations_bytes(shape)), plan.device_limit_bytes, plan.host_limit_bytes,
+        f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns,
+    )  # fmt: skip
+    loss_png(
+        folder / "loss.png",
+        [row["step"] for row in metrics],
+        [row["loss"] for row in metrics],
+        [row["tokens_per_second"] for row in metrics],
+        f"Training loss: {what}",
+        where,
+    )
+
+
+def memory_rows(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> list[MemoryRow]:
+    """Predicted and allocated bytes: of the pools that the plan sizes, in each place, and with CUDA of the whole device."""
+    measured = read_json(folder / "memory.json")
+    account = plan_account(plan, schedule, costs)
+    try:
+        rows: list[MemoryRow] = []
+        for place in ("device", "host"):
+            sized = sum(buffer.allocated for buffer in schedule.buffers if buffer.place == place and not buffer.dynamic)
+            rows.append({"what": f"{place} pools", "predicted_bytes": sized, "measured_bytes": measured[f"{place}_pool_bytes"]})
+        if "device_peak_bytes" in measured:
+            rows.append({"what": "whole device peak", "predicted_bytes": account.device_peak_bytes, "measured_bytes": measured["device_peak_bytes"]})
+        return rows
+    except (KeyError, TypeError):
+        raise UserError(str(folder / "memory.json"), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
+
+
+def format_memory(rows: list[MemoryRow]) -> str:
+    """The rows as a table."""
+    lines = [f"{'memory':<18} {'predicted':>12} {'measured':>12}   error"]
+    for row in rows:
+        predicted, measured = int(str(row["predicted_bytes"])), int(str(row["measured_bytes"]))
+        lines.append(f"{row['what']:<18} {format_bytes(predicted):>12} {format_bytes(measured):>12} {(predicted - measured) / measured:+8.2%}")
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""Calibrate: measures this machine for one model and workload, as a HardwareSpec with a CostTable.
+
+Op durations come from the executor itself: a cut-down model (same layers, fewer of them) runs a few steps under `sequential`, so that
+each op is timed alone, and under `resident`. Copies are timed by size on top of that; how lanes slow each other, by running them in pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+import torch
+from transformers import PretrainedConfig
+
+from megatrain.runtime import machine
+from megatrain.runtime.executor import Executor, lane_threads
+from megatrain.runtime.model_files import ModelState, random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.rates import Rates, measure_rates
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, CostTable, HardwareSpec
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.timeline import Timeline
+
+_LAYERS = 3
+_WARM_UP, _STEPS = 2, 6
+Samples = dict[tuple[str, str | int], list[int]]
+"""(cost table's key, size or shape) -> durations in ns"""
+
+
+class _Measured(NamedTuple):
+    schedule: Schedule
+    timelines: list[Timeline]
+    seconds: list[float]
+    peak_bytes: int
+    """the most that was ever allocated on the device; 0 without CUDA"""
+    pool_bytes: int
+
+
+def calibrate(
+    name: str, model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, *,
+    host_bytes: int | None = None, device_bytes: int | None = None, progress: Callable[[str], None] = lambda _: None,
+) -> HardwareSpec:  # fmt: skip
+    """Measures `model`'s layers under `workload` on `device` and the machine around it; some 30 s.
+
+    `host_bytes` and `device_bytes` replace what the machine reports of itself. `progress` hears what is measured next. Raises UserError
+    where even the cut-down model does not fit.
+    """
+    limits = (device_bytes or machine.device_bytes(device), host_bytes or machine.host_bytes())
+    small = msgspec.structs.replace(model, layers=min(_LAYERS, model.layers))
+    samples: Samples = {}
+    progress("layers, one op at a time")
+    alone = _run(_plan("sequential", small, workload, limits), config, device)
+    _collect(alone, samples)
+    progress("gradient accumulation")
+    _collect(_run(_plan("sequential", small, _with_accumulation(workload, 2), limits), config, device), samples)
+    progress("everything resident")
+    with contextlib.suppress(UserError):  # too large for this device even so: then the whole model will not be resident either
+        _collect(_run(_plan("resident", small, workload, limits), config, device), samples, only=("update", "norm", "clip"))
+    progress("lanes together")
+    together = _run(_plan("double_buffer", small, workload, limits), config, device)
+    progress("copies and rates")
+    rates = measure_rates(small, workload, config, device, lane_threads(device))
+    table = _table(samples, rates, together, model, workload, device)
+    described = machine.describe(device)
+    return HardwareSpec(
+        name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
+        device_bytes=limits[0], host_bytes=limits[1], cores=machine.cores(),
+        peak_tflops={workload.dtype: rates.matmul_flops / 1e12}, compute_efficiency=min(1.0, _efficiency(samples, alone.schedule, rates)),
+        device_gb_per_s=rates.device_bytes_per_s / 1e9, h2d_gb_per_s=_largest(rates.copies["load_weights"]), d2h_gb_per_s=_largest(rates.copies["save_gradients"]),
+        duplex_fraction=min(rates.contention.get("h2d", {}).get("d2h", 1.0), rates.contention.get("d2h", {}).get("h2d", 1.0)),
+        link_latency_ns=rates.copies["load_weights"][0][1], host_gb_per_s=rates.host_bytes_per_s / 1e9,
+        cpu_update_per_s=_rate(table.curves["cpu_update"]), contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
+    )  # fmt: skip
+
+
+def _with_accumulation(workload: Workload, accumulation: int) -> Workload:
+    return msgspec.structs.replace(workload, accumulation=accumulation)
+
+
+def _plan(policy: str, model: ModelSpec, workload: Workload, limits: tuple[int, int]) -> Plan:
+    knobs = Knobs(weight_slots=1 if policy == "sequential" else 2)
+    return Plan(policy=policy, hardware="", source="", device_limit_bytes=limits[0], host_limit_bytes=limits[1], model=model, workload=workload, knobs=knobs)
+
+
+def _run(plan: Plan, config: PretrainedConfig, device: torch.device) -> _Measured:
+    """Steady steps of `plan` on random weights and tokens."""
+    cuda, work = device.type == "cuda", plan.workload
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    generator = torch.Generator().manual_seed(0)
+    with Executor(plan, config, AdamW(), device, schedule=lower(plan)) as executor:
+        ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
+        timelines, seconds = [], []
+        for number in range(1, _WARM_UP + _STEPS + 1):
+            drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
+            result = executor.step([(ids, labels) for ids, labels in drawn], rate=1e-4, number=number)
+            if number > _WARM_UP:
+                timelines.append(result.timeline)
+                seconds.append(result.seconds)
+        peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
+        return _Measured(executor.schedule, timelines, seconds, peak, executor.arenas.total("device"))
+
+
+def _key(op: Op) -> tuple[str, str | int]:
+    """Where the cost table keeps the duration of `op`."""
+    if op.kind in COMPUTE_KINDS:
+        return op.kind, op.shape
+    adds = ":add" if set(op.reads) & set(op.writes) else ""
+    other_lane = f"@{op.lane}" if op.kind in ("norm", "clip") and op.lane != "cpu" else ""
+    return f"{op.kind}{adds}{other_lane}", op.parameters
+
+
+def _collect(measured: _Measured, samples: Samples, only: Iterable[str] = ()) -> None:
+    for op in measured.schedule.ops:
+        if op.kind not in COPY_KINDS and (not only or op.kind in only):
+            samples.setdefault(_key(op), []).extend(timeline.by_op[op.id].duration_ns for timeline in measured.timelines)
+
+
+def _table(samples: Samples, rates: Rates, together: _Measured, model: ModelSpec, workload: Workload, device: torch.device) -> CostTable:
+    curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
+    compute: dict[str, dict[str, int]] = {}
+    spread: dict[str, list[float]] = {}
+    for (kind, size), durations in sorted(samples.items(), key=str):
+        typical = round(statistics.median(durations))
+        if isinstance(size, str):
+            compute.setdefault(kind, {})[size] = typical
+        else:
+            curves.setdefault(kind, []).append((size, typical))
+        low, _, high = statistics.quantiles(durations, n=4)
+        spread.setdefault(kind, []).append((high - low) / max(typical, 1))
+    shape = f"{model.shape}/{workload.shape}"
+    sizes: dict[str, dict[str, int]] = {}
+    if rates.activations_bytes:
+        saved = rates.activations_bytes
+        sizes = {"activations": {shape: saved}, "workspace": {shape: max(together.peak_bytes - together.pool_bytes - saved, 0)}}
+    overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
+    return CostTable(
+        measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
+        compute=compute, **sizes, contention=rates.contention, dispatch_ns=_dispatch(together),
+        spread={kind: round(statistics.median(values), 4) for kind, values in spread.items()}, step_overhead_ns=max(round(statistics.median(overhead)), 0),
+    )  # fmt: skip
+
+
+def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sizes ascending, and a proportional point where there is only one and it is no constant: a rate."""
+    ordered = sorted(points)
+    if len(ordered) == 1 and ordered[0][0] > 0:
+        size, duration = ordered[0]
+        return (ordered[0], (2 * size, 2 * duration))
+    return tuple(ordered)
+
+
+def _dispatch(measured: _Measured) -> dict[str, int]:
+    """Per lane, the median time from an op being ready (its lane free, its dependencies ended) to its start."""
+    waits: dict[str, list[int]] = {}
+    for timeline in measured.timelines:
+        free = dict.fromkeys(measured.schedule.lanes, 0)
+        for op in measured.schedule.ops:
+            span = timeline.by_op[op.id]
+            ready = max([free[op.lane], *(timeline.by_op[other].end_ns for other in op.after)])
+            waits.setdefault(op.lane, []).append(max(span.start_ns - ready, 0))
+            free[op.lane] = span.end_ns
+    return {lane: round(statistics.median(values)) for lane, values in waits.items()}
+
+
+def _efficiency(samples: Samples, schedule: Schedule, rates: Rates) -> float:
+    """What a decoder layer's forward reaches of the matrix product's rate."""
+    op = next(op for op in schedule.ops if op.kind == "forward")
+    return op.flops / (statistics.median(samples[_key(op)]) / 1e9) / rates.matmul_flops
+
+
+def _largest(points: list[tuple[int, int]]) -> float:
+    """GB/s of the largest copy."""
+    size, duration = points[-1]
+    return size / duration
+
+
+def _rate(points: tuple[tuple[int, int], ...]) -> float:
+    size, duration = points[-1]
+    return size / (duration / 1e9)

@@ -1,0 +1,64 @@
+"""What machine this is: the device to train on, and a description to stand beside every number."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+import transformers
+
+
+def default_device() -> torch.device:
+    """The first CUDA device; without one the CPU, with a capped pool of its memory as the device."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.init()
+    return torch.device("cuda", 0)
+
+
+def cores() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of the device; of the whole machine without CUDA."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else psutil.virtual_memory().total
+
+
+def host_bytes() -> int:
+    """Host memory this process may use: the machine's, or less where a control group says so.
+
+    A virtual machine whose memory grows on use shows too little here; then pass the limit to the command.
+    """
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    except OSError:
+        return total
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """The machine and the software, as plain values for a file."""
+    described: dict[str, object] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, memory pool as device",
+        "device_bytes": device_bytes(device), "processor": _processor(), "cores": cores(), "host_bytes": host_bytes(),
+        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(), "torch": str(torch.__version__), "transformers": transformers.__version__,
+    }  # fmt: skip
+    if device.type == "cuda":
+        described["cuda"] = torch.version.cuda
+    return described

@@ -1,0 +1,210 @@
+"""Rates of the bare machine: copies by size, matrix products, memory, and how much lanes that work at once slow each other."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.lanes import DEVICE_LANES
+from megatrain.runtime.optimizer import Blocks, BlockThreads, accumulate, one_by_one, sum_of_squares
+from megatrain.runtime.templates import Templates, layer_tensors
+from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
+
+_COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
+_PAIR_SECONDS = 0.25
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured; rates per second."""
+
+    copies: dict[str, list[tuple[int, int]]]
+    """`load_weights` and `save_gradients`: (bytes, ns)"""
+    contention: dict[str, dict[str, float]]
+    """lane -> other lane -> share of its speed that the first keeps"""
+    matmul_flops: float
+    device_bytes_per_s: float
+    host_bytes_per_s: float
+    activations_bytes: int
+    """of one recomputed decoder layer; 0 where it cannot be measured (no CUDA)"""
+
+
+def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int]) -> Rates:
+    """Some 10 s. `model` gives the sizes of the layer and the optimizer step that stand for the compute and cpu lanes."""
+    layer, width = model.stack["0"], DTYPE_BYTES[workload.dtype]
+    largest = _COPY_SIZES[-1] if device.type == "cuda" else _COPY_SIZES[-2]
+    sizes = {"host.weights:0": largest, "host.gradients:0": largest, "device.weights:0": largest, "device.gradients:0": largest}
+    sizes |= {"device.layer:0": width * layer.elements, "host.layer:0": 4 * layer.elements}
+    schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
+    arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
+    block_threads = BlockThreads(threads["cpu"]) if threads["cpu"] > 1 else None
+    try:
+        for name, size in sizes.items():
+            arenas.flat(name, torch.uint8, size).random_(
+                1, 60
+            )  # touched, and not zeros: a product of zeros runs 13 % too fast; bytes below 60 keep floats finite
+        torch.set_num_threads(1)
+        copies = {
+            "load_weights": [
+                (size, _time_copy(arenas, "host.weights:0", "device.weights:0", size, largest, device)) for size in _COPY_SIZES if size <= largest
+            ],
+            "save_gradients": [
+                (size, _time_copy(arenas, "device.gradients:0", "host.gradients:0", size, largest, device)) for size in _COPY_SIZES if size <= largest
+            ],
+        }
+        torch.set_num_threads(threads["compute"])
+        templates = Templates(model, workload, config, device)
+        blocks = block_threads or one_by_one
+        work, activations = _lane_work(templates, arenas, layer, largest, device, blocks)
+        contention = _contention(work, threads, device)
+        return Rates(copies, contention, _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), activations)
+    finally:
+        torch.set_num_threads(threads["compute"])
+        if block_threads is not None:
+            block_threads.close()
+        arenas.close()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds(work: Work, device: torch.device, repeats: int = 7) -> float:
+    """Median wall time of `work`, finished, after two warm-up calls."""
+    times = []
+    for turn in range(repeats + 2):
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        if turn >= 2:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> int:
+    """ns of one copy of `size` bytes. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
+    places = range(0, largest - size + 1, size)
+    pairs = [(arenas.flat(source, torch.uint8, size, place), arenas.flat(target, torch.uint8, size, place)) for place in places]
+    times = []
+    for turn in range(12):
+        read, write = pairs[(turn * 7) % len(pairs)]
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            write.copy_(read, non_blocking=True)
+            end.record()
+            end.synchronize()
+            times.append(round(start.elapsed_time(end) * 1e6))
+        else:
+            begin = time.perf_counter_ns()
+            write.copy_(read)
+            times.append(time.perf_counter_ns() - begin)
+    return round(statistics.median(times[2:]))
+
+
+def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, blocks: Blocks) -> tuple[dict[str, Work], int]:
+    """A unit of what each lane does while others are busy (on the cpu lane: summing gradients and their squares), and the bytes of a layer's saved activations (0 without CUDA)."""
+    work, model = templates.workload, templates.model
+    width = templates.dtype.itemsize
+    weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
+    for tensor in weights.values():
+        tensor.normal_(0, 0.02)
+    x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(templates.dtype)
+    chunk = min(largest, width * layer.elements)
+    flat = {name: arenas.flat(name, torch.uint8, chunk) for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")}
+    total, gradient = arenas.flat("host.layer:0", torch.float32, layer.elements), torch.randn(layer.elements).to(templates.dtype)
+
+    def layer_both_ways() -> None:
+        saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
+        templates.backward(saved, "device.layer:0", x)
+
+    def sum_gradients() -> None:
+        accumulate(total, gradient, first=True)
+        sum_of_squares(total, blocks)
+
+    activations = 0
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
+        activations = torch.cuda.memory_allocated(device) - before
+        del saved
+    return {
+        "compute": layer_both_ways,
+        "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
+        "d2h": lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True),
+        "cpu": sum_gradients,
+    }, activations
+
+
+def _contention(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, dict[str, float]]:
+    """Each pair of lanes at once, against each alone."""
+    alone = {lane: _together({lane: run}, threads, device)[lane] for lane, run in work.items()}
+    kept: dict[str, dict[str, float]] = {}
+    lanes = list(work)
+    for index, first in enumerate(lanes):
+        for second in lanes[index + 1 :]:
+            both = _together({first: work[first], second: work[second]}, threads, device)
+            for lane, other in ((first, second), (second, first)):
+                kept.setdefault(lane, {})[other] = round(min(1.0, max(both[lane] / alone[lane], 0.01)), 3)
+    return kept
+
+
+def _together(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, float]:
+    """Units of work a second on each lane while all run: counted from when all have begun to when the first stops."""
+    counts: dict[str, list[float]] = {lane: [] for lane in work}
+    stop = threading.Event()
+
+    def loop(lane: str) -> None:
+        torch.set_num_threads(threads[lane])
+        stream = torch.cuda.Stream(device) if device.type == "cuda" and lane in DEVICE_LANES else None
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+        while not stop.is_set():
+            work[lane]()
+            if stream is not None:
+                stream.synchronize()
+            counts[lane].append(time.perf_counter())
+
+    workers = [threading.Thread(target=loop, args=(lane,)) for lane in work]
+    for worker in workers:
+        worker.start()
+    while not all(len(stamps) >= 2 for stamps in counts.values()):
+        time.sleep(0.005)
+    time.sleep(_PAIR_SECONDS)
+    while not all(len(stamps) >= 5 for stamps in counts.values()):
+        time.sleep(0.005)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    begin, end = max(stamps[1] for stamps in counts.values()), min(stamps[-1] for stamps in counts.values())
+    speeds = {}
+    for lane, stamps in counts.items():
+        inside = [stamp for stamp in stamps if begin <= stamp <= end]
+        speeds[lane] = (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 1 else (len(stamps) - 2) / (stamps[-1] - stamps[1])
+    return speeds
+
+
+def _matmul(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a large square matrix product on random numbers."""
+    size = 8192 if device.type == "cuda" else 768
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: left @ right, device)
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes read and written a second by a copy inside `device`."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device)

@@ -1,0 +1,158 @@
+"""Trainer: executes a plan for some steps on a corpus and leaves a run folder.
+
+The folder holds `plan.toml`, `environment.json`, `metrics.jsonl` (a line a step), `measured.json` (the timeline of the steady step whose
+duration is the median), `memory.json` (bytes allocated), and the trained model in Hugging Face format.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatrain.runtime.data import Corpus
+from megatrain.runtime.executor import Executor, StepResult
+from megatrain.runtime.machine import describe
+from megatrain.runtime.model_files import ModelState, export, folder_weights, random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.templates import config_of
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_text, write_json, write_text
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import verified
+from megatrain.simulator.timeline import Timeline, median_timeline
+
+WARM_UP_STEPS = 2
+"""not counted as steady: memory is touched and libraries are initialised for the first time"""
+_KEPT_TIMELINES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """What the plan does not say: nothing of it changes the schedule."""
+
+    steps: int
+    rate: float = 1e-3
+    """learning rate after warm-up"""
+    warm_up_steps: int = 10
+    """of the learning rate, linear from 0"""
+    seed: int = 0
+    """of the order of the corpus, and of random weights"""
+    random_init: bool = False
+    """random weights instead of the model folder's"""
+    export: bool = True
+    settings: AdamW = field(default_factory=AdamW)
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("rate", 0), ("warm_up_steps", 0)):
+            if not getattr(self, name) >= least:
+                raise UserError(f"training: {name}", found=getattr(self, name), allowed=f">= {least}", fix=f"set {name} to a sensible number")
+
+    def rate_at(self, number: int) -> float:
+        """Learning rate of step `number`, from 1."""
+        return self.rate * min(1.0, number / max(self.warm_up_steps, 1))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step, as told to the caller while training."""
+
+    number: int
+    steps: int
+    result: StepResult
+    tokens_per_second: float
+
+
+def train(
+    plan_path: Path, data: Path, out: Path, options: TrainingOptions, device: torch.device, *,
+    on_step: Callable[[Progress], None] = lambda _: None, on_load: Callable[[int], None] = lambda _: None,
+) -> Timeline:  # fmt: skip
+    """Trains; returns the steady step's measured timeline.
+
+    `on_load` hears of each layer's parameters as they are read. Raises UserError, before anything is written, for a plan that does not
+    fit or is not its digest's, a missing model or corpus, or an `out` that is taken.
+    """
+    plan = Plan.load(plan_path)
+    schedule = verified(plan)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
+    folder = plan_path.parent / plan.source
+    from_folder = (folder / "config.json").exists()
+    if not from_folder and not options.random_init:
+        raise UserError(
+            f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random"
+        )
+    corpus = Corpus.read(data, plan.workload, vocabulary=plan.model.vocabulary, seed=options.seed)
+    config = config_of(plan.model, str(folder) if from_folder else None)
+    if device.type == "cuda":
+        gc.collect()  # what earlier work in this process left is not this run's
+        torch.cuda.reset_peak_memory_stats(device)
+    with Executor(plan, config, options.settings, device, schedule=schedule) as executor:
+        state = ModelState(plan, executor.schedule, executor.arenas)
+        if options.random_init:
+            state.load(random_weights(options.seed), on_load)
+        else:
+            with folder_weights(folder) as weights:
+                state.load(weights, on_load)
+        out.mkdir(parents=True, exist_ok=True)
+        _save_plan(plan, plan_path, out)
+        write_json(out / "environment.json", describe(device))
+        timelines = _loop(executor, corpus, out / "metrics.jsonl", options, on_step)
+        write_json(out / "memory.json", measured_memory(executor))
+        measured = median_timeline(timelines)
+        measured.save(out / "measured.json")
+        if options.export:
+            export(state, plan, config, out / "model")
+    return measured
+
+
+def _save_plan(plan: Plan, origin: Path, out: Path) -> None:
+    """The plan, and the hardware file that it was made for, so that the run can be compared wherever its folder goes."""
+    hardware = origin.parent / plan.hardware
+    if hardware.suffix == ".toml" and hardware.is_file():
+        write_text(out / "hardware.toml", read_text(hardware))
+        plan = msgspec.structs.replace(plan, hardware="hardware.toml")
+    source = origin.parent / plan.source
+    if source.exists():
+        plan = msgspec.structs.replace(plan, source=os.path.relpath(source.resolve(), out.resolve()))
+    plan.save(out / "plan.toml")
+
+
+def _loop(executor: Executor, corpus: Corpus, metrics: Path, options: TrainingOptions, on_step: Callable[[Progress], None]) -> list[Timeline]:
+    """All steps; the timelines of the last steady ones."""
+    timelines: list[Timeline] = []
+    tokens = executor.plan.workload.step_tokens
+    with metrics.open("w", encoding="utf-8") as file:
+        for number in range(1, options.steps + 1):
+            rate = options.rate_at(number)
+            result = executor.step(corpus.step(number), rate=rate, number=number)
+            if number > WARM_UP_STEPS or options.steps <= WARM_UP_STEPS:
+                timelines = [*timelines[1 - _KEPT_TIMELINES :], result.timeline]
+            speed = tokens / result.seconds
+            row = {
+                "step": number,
+                "loss": result.loss,
+                "gradient_norm": result.gradient_norm,
+                "rate": rate,
+                "seconds": result.seconds,
+                "tokens_per_second": speed,
+            }
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            on_step(Progress(number, options.steps, result, speed))
+    return timelines
+
+
+def measured_memory(executor: Executor) -> dict[str, object]:
+    """Bytes: each pool as allocated, and with CUDA the most that was ever allocated on the device."""
+    sizes: dict[str, object] = {"pools": dict(executor.arenas.pool_bytes)}
+    sizes.update({f"{place}_pool_bytes": executor.arenas.total(place) for place in ("device", "host")})
+    if executor.device.type == "cuda":
+        sizes["device_peak_bytes"] = torch.cuda.max_memory_allocated(executor.device)
+    return sizes

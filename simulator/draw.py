@@ -1,0 +1,307 @@
+"""Pictures of contract objects: timelines, memory over a step, a run's loss. PNG files 1600 pixels wide, written whole or not at all.
+
+Colours are of families that stay apart in every common colour blindness, and differ in lightness inside a family, so that a page
+printed in grey reads too: blue computes, green comes to the device, orange leaves it, purple updates, grey is bookkeeping.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megatrain.simulator.compare import signed_percent
+from megatrain.simulator.files import write_bytes
+from megatrain.simulator.schedule import LANES
+from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.units import format_bytes, format_seconds
+
+WIDTH_PIXELS, DPI = 1600, 150
+STYLE: Any = {
+    "font.family": "DejaVu Sans", "font.size": 9.0, "text.color": "#1f2933", "axes.labelcolor": "#52606d", "axes.edgecolor": "#9aa5b1",
+    "axes.linewidth": 0.8, "xtick.color": "#52606d", "ytick.color": "#1f2933", "xtick.labelsize": 8.5, "ytick.labelsize": 9.0, "legend.frameon": False,
+    "figure.facecolor": "white", "axes.facecolor": "white", "grid.color": "#d9dee3", "grid.linewidth": 0.6,
+}  # fmt: skip
+SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
+INK, MUTED, ALARM, ROW, UNKNOWN = "#1f2933", "#66727f", "#b3261e", "#f3f5f7", "#c9b27c"
+KIND_COLOURS = {
+    "embed": "#7fc8c2", "forward": "#6aaee0", "head": "#f2c94c", "recompute": "#bcdcf4", "backward": "#1f5f9e", "embed_backward": "#2b7a78",
+    "load_weights": "#2e9e6b", "load_activations": "#8ed1a8", "load_gradients": "#bfe5c8", "load_state": "#186a46",
+    "save_gradients": "#e07b39", "save_activations": "#f3b27f", "save_state": "#a84f16",
+    "accumulate_gradients": "#d9b3dd", "update": "#7b3f98", "cpu_update": "#8e5aa8", "norm": "#8a949e", "clip": "#4a5560",
+}  # fmt: skip
+"""In the order of the legend."""
+POOL_COLOURS = {
+    "weights": "#2e9e6b", "low": "#8ed1a8", "moments": "#8e5aa8", "gradients": "#e07b39", "slabs": "#f3b27f", "activations": "#6aaee0",
+    "checkpoints": "#1f5f9e", "hidden": "#bcdcf4", "workspace": "#b9c1c9", "context": "#8a949e", "other": "#dfe3e7",
+}  # fmt: skip
+_SPARE_COLOURS = ("#f2c94c", "#7fc8c2", "#d9b3dd", "#2b7a78", "#c9b27c", "#a84f16")
+DOTS = (0, (1, 1.5))
+_ROW_INCHES, _LEFT_INCHES, _RIGHT_INCHES = 0.34, 0.95, 0.75
+_GLYPH_PIXELS = 12.0  # of an id's letter or digit at 8 points, the space beside the id included
+
+
+def timeline_png(path: Path, timelines: Sequence[Timeline], title: str, subtitle: str = "") -> None:
+    """Draws timelines one above the other on one time axis: a row per lane, bars coloured by op kind, ids where they fit.
+
+    Each shows its step's length and, where one is named `measured`, its signed error against it; at the right, how busy a lane was.
+    Kinds too short to be seen, less than a pixel in all, are left out of the legend. Raises ValueError where there is nothing to draw.
+    """
+    lanes = [lane for lane in LANES if any(span.lane == lane for timeline in timelines for span in timeline.spans)]
+    end_ns = max((timeline.makespan_ns for timeline in timelines), default=0)
+    if not lanes or not end_ns:
+        raise ValueError(f"{path.name}: no span of any length to draw")
+    busy: Counter[str] = Counter()
+    for span in (span for timeline in timelines for span in timeline.spans):
+        busy[span.kind] += span.duration_ns
+    kinds = sorted((kind for kind in busy if busy[kind] > end_ns / WIDTH_PIXELS), key=[*KIND_COLOURS, *busy].index)
+    reference = next((timeline for timeline in timelines if timeline.name == "measured"), None)
+    handles: list[Artist] = [Patch(facecolor=KIND_COLOURS.get(kind, UNKNOWN), label=kind) for kind in kinds]
+    if reference is not None and len(timelines) > 1:
+        handles.append(Line2D([], [], color=INK, linewidth=1.0, linestyle=DOTS, label="end of measured"))
+    legend_rows, rows = -(-len(handles) // 7), _ROW_INCHES * len(lanes)
+    panel, top, bottom = rows + 0.44, 0.6 if subtitle else 0.34, 0.62 + 0.24 * legend_rows
+    scale, unit = _time_unit(end_ns)
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(top + bottom + len(timelines) * panel - 0.1, title, subtitle)
+        for index, timeline in enumerate(timelines):
+            axes = _axes(figure, bottom + (len(timelines) - 1 - index) * panel, rows, _RIGHT_INCHES)
+            axes.set_xlim(0, end_ns * scale * 1.012)
+            axes.set_ylim(len(lanes) - 0.5, -0.5)
+            _rows(axes, timeline, lanes)
+            _bars(axes, timeline, lanes, scale)
+            _step_mark(axes, timeline, reference, scale)
+            axes.tick_params(axis="x", length=3, labelbottom=timeline is timelines[-1])
+        axes.set_xlabel(f"time from the start of the step ({unit})")
+        place = (0.5, 0.08 / figure.get_figheight())
+        figure.legend(handles=handles, loc="lower center", ncol=-(-len(handles) // legend_rows), bbox_to_anchor=place, columnspacing=1.6, **SWATCHES)
+        _save(figure, path)
+
+
+def _time_unit(end_ns: float) -> tuple[float, str]:
+    """(units per nanosecond, the unit) in which `end_ns` reads best."""
+    return (1e-9, "s") if end_ns >= 2e9 else (1e-6, "ms") if end_ns >= 2e6 else (1e-3, "us")
+
+
+def _rows(axes: Axes, timeline: Timeline, lanes: Sequence[str]) -> None:
+    """Lane names at the left, shares of the step that each was busy at the right, every row on a pale band."""
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.tick_params(axis="y", length=0, pad=8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
+    axes.set_axisbelow(True)
+    for row, lane in enumerate(lanes):
+        axes.axhspan(row - 0.4, row + 0.4, color=ROW, linewidth=0, zorder=0)
+        busy = timeline.busy_ns(lane) / timeline.makespan_ns if timeline.makespan_ns else 0.0
+        axes.text(1.05, row, f"{100 * busy:.0f} %", transform=axes.get_yaxis_transform(), ha="right", va="center", color=MUTED, fontsize=8.5)
+    axes.annotate("busy", (1.05, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", ha="right", va="baseline", color=MUTED, fontsize=8.5)
+
+
+def _bars(axes: Axes, timeline: Timeline, lanes: Sequence[str], scale: float) -> None:
+    """One bar per op, a pixel apart where the kind's bars are wide enough to bear it, else joined to a neighbour of the kind; ids where they fit."""
+    pixels = axes.get_position().width * WIDTH_PIXELS / (axes.get_xlim()[1] / scale)  # per nanosecond
+    kinds: dict[str, list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda span: span.start_ns):
+        kinds.setdefault(span.kind, []).append(span)
+    corners, colours = [], []
+    for kind, spans in kinds.items():
+        apart, colour = statistics.median(span.duration_ns for span in spans) * pixels >= 8, KIND_COLOURS.get(kind, UNKNOWN)
+        bars: list[tuple[float, float, int]] = []
+        for span in spans:
+            start, end, row = float(span.start_ns), span.end_ns - apart / pixels, lanes.index(span.lane)
+            if bars and not apart and row == bars[-1][2] and start - bars[-1][1] < 0.2 / pixels:
+                start = bars.pop()[0]
+            bars.append((start, max(start, end), row))
+        corners += [[(x * scale, row + y) for x, y in ((start, -0.4), (end, -0.4), (end, 0.4), (start, 0.4))] for start, end, row in bars]
+        colours += [colour] * len(bars)
+        lengths = [(max(len(span.op.rsplit(".", parts)[0]) for span in spans), parts) for parts in (0, 1, 2)]
+        for span in spans:
+            fitting = next((parts for length, parts in lengths if length * _GLYPH_PIXELS <= span.duration_ns * pixels), None)
+            if fitting is not None:
+                text = span.op.rsplit(".", fitting)[0]
+                place = ((span.start_ns + span.end_ns) / 2 * scale, lanes.index(span.lane))
+                axes.text(*place, text, ha="center", va="center_baseline", fontsize=8, color=_readable(colour), zorder=4, clip_on=True)
+    axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="none", linewidths=0, zorder=2), autolim=False)
+
+
+def _readable(colour: str) -> str:
+    """Ink or white, whichever stands out on `colour`."""
+    red, green, blue = to_rgb(colour)
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.58 else INK
+
+
+def _step_mark(axes: Axes, timeline: Timeline, reference: Timeline | None, scale: float) -> None:
+    """The panel's heading, the step's length and its error, and a line at its end."""
+    axes.axvline(timeline.makespan_ns * scale, color=INK, linewidth=1.0, zorder=5)
+    text = f"step {format_seconds(timeline.makespan_ns / 1e9)}"
+    if reference is not None and timeline is not reference and reference.makespan_ns:
+        text += f"   {signed_percent(timeline.makespan_ns / reference.makespan_ns - 1)} against measured"
+        axes.axvline(reference.makespan_ns * scale, color=INK, linewidth=1.0, linestyle=DOTS, zorder=5)
+    _heading(axes, timeline.name, text)
+
+
+def memory_png(
+    path: Path, usage: Mapping[str, Sequence[tuple[int, int]]], device_limit_bytes: int, host_limit_bytes: int, title: str,
+    fixed: Mapping[str, int] | None = None, subtitle: str = "", step_ns: int = 0,
+) -> None:  # fmt: skip
+    """Draws the bytes held by each pool over a step, stacked, the device above the host, each below its limit.
+
+    `usage`: pool (`device.weights`, ...) -> ascending (time_ns, bytes held from then on). `fixed`: pools whose bytes never
+    change, e.g. `device.workspace`. `step_ns`: end of the step, if later than the last change. Raises ValueError for nothing to draw.
+    """
+    steps = {**{pool: [(0, size)] for pool, size in (fixed or {}).items()}, **usage}
+    most = {pool: max((held for _, held in points), default=0) for pool, points in steps.items()}
+    limits = {"device": device_limit_bytes, "host": host_limit_bytes}
+    places = [place for place in limits if any(most[pool] for pool in steps if pool.startswith(f"{place}."))]
+    end_ns = max([step_ns, *(time for points in steps.values() for time, _ in points)])
+    if not places or not end_ns:
+        raise ValueError(f"{path.name}: no pool that holds anything over time, nothing to draw")
+    scale, unit = _time_unit(end_ns)
+    top, bottom, panel, gap = 0.98 if subtitle else 0.72, 0.62, 2.75, 0.62
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(top + bottom + len(places) * (panel + gap) - gap, title, subtitle)
+        for index, place in enumerate(reversed(places)):
+            axes = _axes(figure, bottom + index * (panel + gap), panel, 3.15)
+            axes.set_xlim(0, end_ns * scale)
+            if index == 0:
+                axes.set_xlabel(f"time from the start of the step ({unit})")
+            pools = {pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")}
+            _stack(axes, place, pools, limits[place], end_ns, scale)
+        _save(figure, path)
+
+
+def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]], limit: int, end_ns: int, scale: float) -> None:
+    """One place's pools as stacked areas, with heading, limit and legend."""
+    times = sorted({0, end_ns, *(time for points in pools.values() for time, _ in points)})
+    held = {pool.partition(".")[2]: _held_at(points, times) for pool, points in pools.items()}
+    peak = int(np.sum(list(held.values()), axis=0).max())
+    small = [pool for pool, values in held.items() if values.max() < 0.004 * peak]
+    if len(small) > 1:
+        held[f"other, {len(small)} pools"] = np.sum([held.pop(pool) for pool in small], axis=0)
+    most = {pool: int(values.max()) for pool, values in held.items()}
+    swing = {pool: np.ptp(values) / max(1, most[pool]) for pool, values in held.items()}
+    order = sorted(held, key=lambda pool: (swing[pool] > 0, swing[pool] > 0.5, -most[pool]))
+    colours = _pool_colours(order)
+    factor, unit = next(((size, name) for size, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")) if peak >= 2 * size), (2**10, "KiB"))
+    below, x = np.zeros(len(times)), np.array(times) * scale
+    for pool in order:
+        above = below + held[pool] / factor
+        axes.fill_between(x, below, above, step="post", color=colours[pool], linewidth=0, zorder=2)
+        if not swing[pool] and most[pool] > 0.01 * peak:
+            axes.plot(x, above, color="white", linewidth=0.6, zorder=3)
+        below = above
+    near, over = limit <= 2.2 * peak, peak > limit
+    axes.set_ylim(0, max(1.12 * peak, 1.12 * limit if near else 0) / factor)
+    if near:
+        axes.axhline(limit / factor, color=ALARM if over else INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=4)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+        axes.annotate("limit", (0, limit / factor), (5, 5), textcoords="offset points", fontsize=8.5, color=ALARM if over else INK, bbox=box, zorder=5)
+    text = f"peak {format_bytes(peak)} of {format_bytes(limit)}" + (": does not fit" if over else "" if near else " (limit above the axis)")
+    _heading(axes, place, text, ALARM if over else INK)
+    axes.set_ylabel(unit)
+    _plain(axes)
+    handles = [Patch(facecolor=colours[pool], label=f"{pool}   {format_bytes(most[pool])}") for pool in reversed(order)]
+    corner, heading = (1.015, 1.02), "pool, most bytes held"
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, title=heading, alignment="left", title_fontsize=8.5, **SWATCHES)
+
+
+def _held_at(points: Sequence[tuple[int, int]], times: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Bytes held at each of `times`."""
+    starts, values = np.array([time for time, _ in points], dtype=np.int64), np.array([0, *(held for _, held in points)], dtype=np.int64)
+    return values[np.searchsorted(starts, np.array(times, dtype=np.int64), side="right")]
+
+
+def _pool_colours(pools: Iterable[str]) -> dict[str, str]:
+    """By what the pool's name begins with; a second pool of one class (`weights_vocabulary`) is paler."""
+    colours: dict[str, str] = {}
+    spare = cycle(_SPARE_COLOURS)
+    for pool in sorted(pools, key=len):
+        chosen = next((colour for name, colour in POOL_COLOURS.items() if pool.startswith(name)), "") or next(spare)
+        while chosen in colours.values():
+            red, green, blue = (part + 0.45 * (1 - part) for part in to_rgb(chosen))
+            chosen = to_hex((red, green, blue))
+        colours[pool] = chosen
+    return colours
+
+
+def loss_png(path: Path, steps: Sequence[int], losses: Sequence[float], tokens_per_second: Sequence[float], title: str, subtitle: str = "") -> None:
+    """Draws a run: the loss of each step, thin, its running mean where the run is long enough, and tokens/s below.
+
+    Raises ValueError for sequences of unequal length or none.
+    """
+    if not steps or not len(steps) == len(losses) == len(tokens_per_second):
+        raise ValueError(f"{path.name}: {len(steps)} steps, {len(losses)} losses, {len(tokens_per_second)} rates; want as many of each, at least one")
+    window, marker = len(steps) // 25, "o" if len(steps) < 30 else ""
+    smooth = window > 1
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(5.75 + (0.84 if subtitle else 0.58), title, subtitle)
+        upper, lower = _axes(figure, 2.2, 3.4, 0.35), _axes(figure, 0.62, 1.1, 0.35)
+        upper.plot(steps, losses, marker=marker, markersize=4, color="#9cc4e6" if smooth else "#1f5f9e", linewidth=0.8 if smooth else 1.6)
+        if smooth:
+            means = np.convolve(losses, np.full(window, 1 / window), "valid")
+            upper.plot(steps[window // 2 :][: len(means)], means, color="#1f5f9e", linewidth=1.8)
+        _heading(upper, "loss", f"last {losses[-1]:.4f}" + (f", mean of the last {window} steps {statistics.fmean(losses[-window:]):.4f}" if smooth else ""))
+        lower.plot(steps, tokens_per_second, marker=marker, markersize=3.5, color="#2e9e6b", linewidth=1.2)
+        lower.set_ylim(0, 1.2 * max(tokens_per_second) or 1)
+        lower.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        lower.yaxis.set_major_locator(MaxNLocator(nbins=3))
+        lower.set_xlabel("step")
+        _heading(lower, "tokens/s", f"median {statistics.median(tokens_per_second):,.1f}")
+        margin = 0.02 * (steps[-1] - steps[0]) or 1
+        for axes in (upper, lower):
+            _plain(axes)
+            axes.set_xlim(steps[0] - margin, steps[-1] + margin)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, steps=[1, 2, 5, 10]))
+        upper.tick_params(axis="x", labelbottom=False)
+        _save(figure, path)
+
+
+def _figure(height_inches: float, title: str, subtitle: str) -> Figure:
+    """An empty picture with title and subtitle at the top left, at a fixed distance from the edge."""
+    figure = Figure(figsize=(WIDTH_PIXELS / DPI, height_inches), dpi=DPI)
+    for text, down, size, weight, colour in ((title, 0.14, 13, "bold", INK), (subtitle, 0.42, 9.5, "normal", MUTED)):
+        figure.text(0.14 / (WIDTH_PIXELS / DPI), 1 - down / height_inches, text, ha="left", va="top", fontsize=size, fontweight=weight, color=colour)
+    return figure
+
+
+def _axes(figure: Figure, base: float, height: float, right: float) -> Axes:
+    """Axes `height` tall, `base` above the lower edge and `right` from the right one, all in inches."""
+    width, total = WIDTH_PIXELS / DPI, figure.get_figheight()
+    return figure.add_axes((_LEFT_INCHES / width, base / total, 1 - (_LEFT_INCHES + right) / width, height / total))
+
+
+def _heading(axes: Axes, name: str, text: str, colour: str = INK) -> None:
+    """What a panel shows, in bold at its left, and what came out, at its right."""
+    axes.annotate(name, (0, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", va="baseline", ha="left", fontsize=10.5, fontweight="bold")
+    axes.annotate(text, (1, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", va="baseline", ha="right", fontsize=10, color=colour)
+
+
+def _plain(axes: Axes) -> None:
+    """Two spines, horizontal grid lines behind the data."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y")
+    axes.tick_params(length=3)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
+    write_bytes(path, picture.getvalue())

@@ -1,0 +1,162 @@
+"""HardwareSpec and CostTable: the machine, as its datasheet says and as it was measured.
+
+Models one GPU, its link and its host: rates, capacities, and how much busy lanes slow each other. Does not model several GPUs, NUMA
+nodes, disks or temperature. While others are busy too, a lane runs at
+
+    rate(lane) = product over the other busy lanes of contention[lane][other]
+
+of its full speed; a pair that is not named does not disturb each other. What both directions of the link and the CPU share is
+the host's DRAM, which is why `contention` is a property of the machine and not of the schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import msgspec
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_toml
+from megatrain.simulator.schedule import CODES, LANES
+
+COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
+"""Kinds whose duration hangs on `Op.shape`; every other kind has a curve over its size."""
+CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS)
+COPY_KINDS = ("load_weights", "save_gradients")
+"""Kinds whose size is bytes; that of the other curve kinds is parameters."""
+_FIX = "correct the file, or make it again with `megatrain calibrate`"
+
+
+class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Durations measured on one machine. Sizes in bytes (copies) or parameters (elementwise ops), times in integer nanoseconds."""
+
+    measured_on: str
+    """the machine"""
+    date: str
+    curves: dict[str, tuple[tuple[int, int], ...]]
+    """(size, duration_ns) points, sizes ascending, by op kind; by `KIND@LANE` where a kind costs other times on another lane (`norm@compute`),
+    and by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`). A single point of size 0 is a constant (`clip`)."""
+    compute: dict[str, dict[str, int]]
+    """op kind -> Op.shape -> duration_ns"""
+    activations: dict[str, int] = {}
+    """Op.shape -> bytes of one decoder layer's saved activations"""
+    workspace: dict[str, int] = {}
+    """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
+    contention: dict[str, dict[str, float]] = {}
+    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
+    dispatch_ns: dict[str, int] = {}
+    """lane -> time from an op being ready to its start"""
+    spread: dict[str, float] = {}
+    """op kind -> interquartile range over median; for the reader, not used"""
+    step_overhead_ns: int = 0
+    """host time per step outside the schedule"""
+
+    def __post_init__(self) -> None:
+        for key, points in self.curves.items():
+            _known(f"costs.curves.{key}", key.partition("@")[0].removesuffix(":add"), CURVE_KINDS)
+            if "@" in key:
+                _known(f"costs.curves.{key}", key.partition("@")[2], LANES)
+            if not points or any(size < 0 or duration < 0 for size, duration in points):
+                raise UserError(f"costs.curves.{key}", found="no point" if not points else "a negative number", allowed="points (size, ns) >= 0", fix=_FIX)
+            for (left, _), (right, _) in itertools.pairwise(points):
+                if left >= right:
+                    raise UserError(f"costs.curves.{key}", found=f"size {right} after {left}", allowed="ascending sizes", fix=_FIX)
+        for kind, durations in self.compute.items():
+            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS)
+            for shape, duration in durations.items():
+                _at_least(f"costs.compute.{kind}.{shape}", duration, 0)
+        for field in ("activations", "workspace"):
+            for shape, size in getattr(self, field).items():
+                _at_least(f"costs.{field}.{shape}", size, 0)
+        _at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
+        _check_lanes("costs", self.contention, self.dispatch_ns)
+
+
+class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine. GB are 10^9 bytes; rates are those reached by one lane that works alone."""
+
+    name: str
+    source: str
+    """where the numbers come from"""
+    device_bytes: int
+    """GPU memory that a process can use"""
+    host_bytes: int
+    cores: int
+    peak_tflops: dict[str, float]
+    """dense matrix products, by dtype (`bf16`, `fp32`)"""
+    compute_efficiency: float
+    """what a decoder layer reaches of the peak, (0, 1]"""
+    device_gb_per_s: float
+    """GPU memory, read and write together"""
+    h2d_gb_per_s: float
+    d2h_gb_per_s: float
+    duplex_fraction: float
+    """rate of each direction of the link, of its rate alone, while both are busy, (0, 1]"""
+    link_latency_ns: int
+    """fixed time of one copy"""
+    host_gb_per_s: float
+    """bytes that the host's elementwise ops (sum of squares, accumulation) read and write a second"""
+    cpu_update_per_s: float
+    """parameters that AdamW on the host updates a second"""
+    contention: dict[str, dict[str, float]] = {}
+    """as in CostTable; for the two directions of the link it wins over `duplex_fraction`"""
+    dispatch_ns: dict[str, int] = {}
+    """as in CostTable"""
+    costs: CostTable | None = None
+    """what was measured here, where somebody did; used instead of the rates above"""
+
+    def __post_init__(self) -> None:
+        where = f"hardware {self.name}"
+        for field in ("device_bytes", "host_bytes", "cores", "device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "cpu_update_per_s"):
+            value = getattr(self, field)
+            if not 0 < value < math.inf:
+                raise UserError(f"{where}: {field}", found=value, allowed="a positive number", fix=f"correct {field}")
+        _at_least(f"{where}: link_latency_ns", self.link_latency_ns, 0)
+        for field in ("compute_efficiency", "duplex_fraction"):
+            if not 0 < getattr(self, field) <= 1:
+                raise UserError(f"{where}: {field}", found=getattr(self, field), allowed="above 0, at most 1", fix=f"correct {field}")
+        for dtype, peak in self.peak_tflops.items():
+            _known(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32"))
+            if not 0 < peak < math.inf:
+                raise UserError(f"{where}: peak_tflops.{dtype}", found=peak, allowed="a positive number", fix=f"correct {dtype}")
+        _check_lanes(where, self.contention, self.dispatch_ns)
+
+    @classmethod
+    def load(cls, source: str) -> HardwareSpec:
+        """From a TOML file or a name in the library (`simulator/library/hardware`). Raises UserError where it is missing or wrong."""
+        path = Path(source)
+        if path.suffix != ".toml" and not path.exists():
+            library = Path(__file__).parent / "library" / "hardware"
+            known = {file.stem: file for file in sorted(library.glob("*.toml"))}
+            if source not in known:
+                raise UserError(
+                    f"hardware {source}", found="no such file", allowed=f"a calibrated TOML file, or one of {', '.join(known)}", fix="check the name"
+                )
+            path = known[source]
+        return read_toml(path, cls)
+
+
+def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise UserError(where, found=repr(found), allowed=", ".join(allowed), fix="correct its spelling, or remove it")
+
+
+def _at_least(where: str, found: int, least: int) -> None:
+    if found < least:
+        raise UserError(where, found=found, allowed=f">= {least}", fix="correct this value")
+
+
+def _check_lanes(where: str, contention: dict[str, dict[str, float]], dispatch_ns: dict[str, int]) -> None:
+    for lane, others in contention.items():
+        _known(f"{where}: contention", lane, LANES)
+        for other, rate in others.items():
+            _known(f"{where}: contention.{lane}", other, tuple(name for name in LANES if name != lane))
+            if not 0.001 <= rate <= 1:
+                raise UserError(
+                    f"{where}: contention.{lane}.{other}", found=rate, allowed="a rate from 0.001 to 1", fix="give the share of its speed that is left"
+                )
+    for lane, latency in dispatch_ns.items():
+        _known(f"{where}: dispatch_ns", lane, LANES)
+        _at_least(f"{where}: dispatch_ns.{lane}", latency, 0)

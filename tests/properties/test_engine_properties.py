@@ -1,0 +1,175 @@
+"""Properties of the two players, on random programs and on the plans that policies make, each checked from the spans alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.engine import DeadlockError, simulate
+from megatrain.simulator.evaluator import bounds, evaluate, makespan_ns
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import LANES, Op, Schedule
+from megatrain.simulator.timeline import Timeline
+
+
+class Given:
+    """A cost model of given durations."""
+
+    step_overhead_ns = 0
+
+    def __init__(
+        self, durations: Mapping[str, int], contention: Mapping[str, Mapping[str, float]] | None = None, dispatch_ns: Mapping[str, int] | None = None
+    ) -> None:
+        self.durations, self.contention, self.dispatch_ns = durations, contention or {}, dispatch_ns or {}
+
+    def duration_ns(self, op: Op) -> int:
+        return self.durations[op.id]
+
+    def extrapolated(self, op: Op) -> bool:
+        return False
+
+    def activations_bytes(self, shape: str) -> int | None:
+        return None
+
+    def workspace_bytes(self, shape: str) -> int | None:
+        return None
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Schedule:
+    """Up to 16 ops on any lanes, each behind any earlier ops of other lanes."""
+    ops: list[Op] = []
+    for index in range(draw(st.integers(1, 16))):
+        lane = draw(st.sampled_from(LANES))
+        others = [op.id for op in ops if op.lane != lane]
+        after = draw(st.lists(st.sampled_from(others), unique=True, max_size=3)) if others else []
+        ops.append(Op(id=f"F{index}", lane=lane, after=tuple(after)))
+    return Schedule(policy="random", buffers=(), ops=tuple(ops))
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, contention: bool, dispatch: bool) -> tuple[Schedule, Given]:
+    schedule = draw(programs())
+    durations = {op.id: draw(st.integers(0, 30)) for op in schedule.ops}
+    rates = {lane: {other: draw(st.sampled_from([1.0, 0.9, 0.75, 0.5, 0.333])) for other in LANES if other != lane} for lane in LANES} if contention else {}
+    latencies = {lane: draw(st.integers(0, 5)) for lane in LANES} if dispatch else {}
+    return schedule, Given(durations, rates, latencies)
+
+
+def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
+    """Every start is the earliest that lanes and dependencies allow, every end the first nanosecond by which the work is done."""
+    assert [span.op for span in timeline.spans] == [op.id for op in schedule.ops]
+    span = timeline.by_op
+    for lane, queue in schedule.lanes.items():
+        for before, op in itertools.pairwise((None, *queue)):
+            ready = max([span[before.id].end_ns if before else 0] + [span[other].end_ns for other in op.after])
+            assert span[op.id].start_ns == ready + costs.dispatch_ns.get(lane, 0), op.id  # causality, FIFO, no overlap, work conservation
+            assert span[op.id].lane == lane
+    for one in timeline.spans:
+        done = []
+        for time in range(one.start_ns, one.end_ns):
+            rate = 1
+            for other in LANES:
+                busy = other != one.lane and any(each.lane == other and each.start_ns <= time < each.end_ns for each in timeline.spans)
+                rate *= round(1000 * costs.contention.get(one.lane, {}).get(other, 1.0)) if busy else 1000
+            done.append(rate)
+        work = costs.durations[one.op] * 1000 ** len(LANES)
+        assert sum(done) >= work, f"{one.op} ends before its work is done"
+        assert not done or sum(done[:-1]) < work, f"{one.op} goes on after its work is done"
+
+
+@given(cases(contention=True, dispatch=True))
+def test_the_engine_plays_every_program_by_the_rules(case: tuple[Schedule, Given]) -> None:
+    schedule, costs = case
+    timeline = simulate(schedule, costs)
+    assert_played(schedule, costs, timeline)
+    assert simulate(schedule, costs) == timeline
+
+
+@given(cases(contention=False, dispatch=True))
+def test_without_contention_engine_and_evaluator_agree(case: tuple[Schedule, Given]) -> None:
+    schedule, costs = case
+    timeline = evaluate(schedule, costs)
+    assert simulate(schedule, costs) == timeline
+    assert makespan_ns(schedule, costs) == timeline.makespan_ns
+
+
+@given(cases(contention=False, dispatch=False))
+def test_the_makespan_lies_between_its_bounds(case: tuple[Schedule, Given]) -> None:
+    schedule, costs = case
+    limits, makespan = bounds(schedule, costs), evaluate(schedule, costs).makespan_ns
+    assert limits.lanes_ns == {lane: sum(costs.durations[op.id] for op in queue) for lane, queue in schedule.lanes.items()}
+    assert max(limits.lanes_ns.values()) <= limits.lower_bound_ns
+    assert limits.critical_path_ns <= limits.lower_bound_ns <= makespan <= limits.sum_ns == sum(costs.durations.values())
+
+
+@given(cases(contention=True, dispatch=False))
+def test_contention_never_helps_below_the_bounds(case: tuple[Schedule, Given]) -> None:
+    schedule, costs = case
+    assert simulate(schedule, costs).makespan_ns >= bounds(schedule, costs).lower_bound_ns
+
+
+@given(cases(contention=False, dispatch=False), st.integers(2, 1000))
+def test_durations_scaled_scale_all_times(case: tuple[Schedule, Given], factor: int) -> None:
+    schedule, costs = case
+    slower = simulate(schedule, Given({op: factor * duration for op, duration in costs.durations.items()}))
+    for before, after in zip(simulate(schedule, costs).spans, slower.spans, strict=True):
+        assert (after.start_ns, after.end_ns) == (factor * before.start_ns, factor * before.end_ns)
+
+
+@given(cases(contention=False, dispatch=True), st.data())
+def test_without_contention_longer_ops_end_nothing_earlier(case: tuple[Schedule, Given], data: st.DataObject) -> None:
+    schedule, costs = case
+    longer = {op: duration + data.draw(st.integers(0, 10)) for op, duration in costs.durations.items()}
+    for before, after in zip(simulate(schedule, costs).spans, simulate(schedule, Given(longer, {}, costs.dispatch_ns)).spans, strict=True):
+        assert after.start_ns >= before.start_ns
+        assert after.end_ns >= before.end_ns
+
+
+@given(programs(), st.data())
+def test_a_dependency_on_what_comes_later_is_played_or_named(schedule: Schedule, data: st.DataObject) -> None:
+    """Turning one dependency round either leaves an order in which everything runs, or ends in a deadlock that names a blocked op."""
+    late = [(a, b) for a, b in itertools.combinations(schedule.ops, 2) if a.lane != b.lane]
+    if not late:
+        return
+    first, second = data.draw(st.sampled_from(late))
+    turned = tuple(msgspec.structs.replace(op, after=(*op.after, second.id)) if op is first else op for op in schedule.ops)
+    cyclic = Schedule(policy="random", buffers=(), ops=turned)
+    costs = Given({op.id: 1 for op in turned})
+    ahead = {op.id: set(op.after) for op in turned}
+    for queue in cyclic.lanes.values():
+        for before, op in itertools.pairwise(queue):
+            ahead[op.id].add(before.id)
+    runnable: set[str] = set()
+    while more := {op for op in ahead if op not in runnable and ahead[op] <= runnable}:
+        runnable |= more
+    if len(runnable) == len(turned):
+        assert_played(cyclic, costs, simulate(cyclic, costs))
+    else:
+        with pytest.raises(DeadlockError) as deadlock:
+            simulate(cyclic, costs)
+        for lane, queue in cyclic.lanes.items():
+            stuck = next((op for op in queue if op.id not in runnable), None)
+            assert (f"{lane} is blocked at {stuck.id}," in str(deadlock.value)) if stuck else (f"{lane} is blocked" not in str(deadlock.value))
+
+
+@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize("changes", [{}, {"accumulation": 2, "checkpoint_interval": 3}, {"tied": True, "gradient_slots": 1, "clipping": "none"}])
+def test_lowered_plans_are_played_by_the_rules(make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]) -> None:
+    schedule = policies.lower(make_plan(policy, **changes))
+    durations = {op.id: 1 + (len(op.id) * 7 + index * 5) % 23 for index, op in enumerate(schedule.ops)}
+    free = Given(durations, {}, {"compute": 2, "cpu": 3})
+    assert simulate(schedule, free) == evaluate(schedule, free)
+    assert_played(schedule, free, evaluate(schedule, free))
+    shared = Given(durations, {"h2d": {"d2h": 0.9, "cpu": 0.5}, "d2h": {"h2d": 0.9, "cpu": 0.4}, "cpu": {"h2d": 0.8}, "compute": {"h2d": 0.99}})
+    timeline = simulate(schedule, shared)
+    assert_played(schedule, shared, timeline)
+    limits = bounds(schedule, shared)
+    assert limits.critical_path_ns <= limits.lower_bound_ns <= timeline.makespan_ns

@@ -1,0 +1,158 @@
+"""Every number of an error report, on timelines whose answers are known by hand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from megatrain.simulator.compare import ErrorReport, compare, format_report, signed_percent
+from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.timeline import Span, Timeline, median_timeline
+
+MS = 1_000_000
+SCHEDULE = Schedule(
+    policy="by hand", buffers=(),
+    ops=(
+        Op(id="W0f", lane="h2d"), Op(id="F0.m0", lane="compute", after=("W0f",)), Op(id="W1f", lane="h2d"),
+        Op(id="F1.m0", lane="compute", after=("W1f",)), Op(id="B1.m0", lane="compute"),
+    ),
+)  # fmt: skip
+LANE = {op.id: op.lane for op in SCHEDULE.ops}
+PREDICTED = {"W0f": (0, 10), "F0.m0": (10, 30), "W1f": (10, 20), "F1.m0": (30, 50), "B1.m0": (50, 90)}
+MEASURED = {"W0f": (0, 8), "F0.m0": (9, 34), "W1f": (8, 20), "F1.m0": (34, 54), "B1.m0": (60, 100)}
+REPLAYED = {"W0f": (0, 8), "F0.m0": (8, 33), "W1f": (8, 20), "F1.m0": (33, 53), "B1.m0": (53, 93)}
+
+
+def timeline(name: str, times_ms: dict[str, tuple[float, float]], digest: str = "") -> Timeline:
+    spans = tuple(Span(op=op, lane=LANE[op], start_ns=int(start * MS), end_ns=int(end * MS)) for op, (start, end) in times_ms.items())
+    return Timeline(name=name, digest=digest or SCHEDULE.digest, spans=spans)
+
+
+def report(measured: dict[str, tuple[float, float]] | None = None, **options: object) -> ErrorReport:
+    return compare(timeline("predicted", PREDICTED), timeline("measured", measured or MEASURED), SCHEDULE, **options)  # type: ignore[arg-type]
+
+
+def test_end_to_end_and_engine_error() -> None:
+    result = report(replayed=timeline("replayed", REPLAYED))
+    assert (result.predicted_seconds, result.measured_seconds, result.replayed_seconds) == (0.09, 0.1, 0.093)
+    assert result.error == pytest.approx(-0.1)
+    assert result.engine_error == pytest.approx(-0.07)
+    assert (result.policy, result.digest, result.ops) == ("by hand", SCHEDULE.digest, 5)
+
+
+def test_error_of_each_kind() -> None:
+    kinds = {kind.kind: kind for kind in report().kinds}
+    assert list(kinds) == ["forward", "backward", "load_weights"], "longest measured total first"
+    load = kinds["load_weights"]  # 10 for 8, 10 for 12
+    assert (load.count, load.predicted_seconds, load.measured_seconds, load.error) == (2, 0.02, 0.02, 0.0)
+    assert load.median_error == pytest.approx((0.25 - 1 / 6) / 2)
+    assert (load.p95_abs_error, load.worst_op, load.worst_error) == (0.25, "W0f", 0.25)
+    forward = kinds["forward"]  # 20 for 25, 20 for 20
+    assert (forward.error, forward.median_error) == (pytest.approx(-5 / 45), pytest.approx(-0.1))
+    assert (forward.p95_abs_error, forward.worst_op, forward.worst_error) == (0.2, "F0.m0", -0.2)
+    assert (kinds["backward"].error, kinds["backward"].worst_error) == (0.0, 0.0)
+
+
+def test_p95_is_an_error_that_happened() -> None:
+    ops = tuple(Op(id=f"F{index}.m0", lane="compute") for index in range(20))
+    schedule = Schedule(policy="one lane", buffers=(), ops=ops)
+    edges = [1000 * index for index in range(21)]
+
+    def played(name: str, durations: list[int]) -> Timeline:
+        spans = tuple(Span(op=op.id, lane=op.lane, start_ns=edge, end_ns=edge + duration) for op, edge, duration in zip(ops, edges, durations, strict=False))
+        return Timeline(name=name, digest=schedule.digest, spans=spans)
+
+    result = compare(played("predicted", [100 + index for index in range(20)]), played("measured", [100] * 20), schedule)
+    assert result.kinds[0].p95_abs_error == pytest.approx(0.18), "the 19th of 20"
+    assert result.kinds[0].worst_error == pytest.approx(0.19)
+    assert result.kinds[0].median_error == pytest.approx(0.095)
+
+
+def test_an_op_that_took_no_time_has_no_relative_error() -> None:
+    result = report({**MEASURED, "B1.m0": (60, 60)})
+    backward = next(kind for kind in result.kinds if kind.kind == "backward")
+    assert (backward.error, backward.median_error, backward.p95_abs_error, backward.worst_op, backward.worst_error) == (None, None, None, "", None)
+    assert "backward" in format_report(result)
+
+
+def test_busy_idle_and_stalled_time_of_each_lane() -> None:
+    compute, h2d = report().lanes
+    assert (compute.lane, compute.predicted_busy_seconds, compute.measured_busy_seconds) == ("compute", 0.08, 0.085)
+    assert compute.busy_error == pytest.approx(-5 / 85)
+    assert (compute.predicted_idle_seconds, compute.measured_idle_seconds) == (0.01, 0.015)
+    assert compute.measured_stalled_seconds == pytest.approx(0.007), "1 ms before F0 after its load, 6 ms before B1"
+    assert (h2d.lane, h2d.predicted_idle_seconds, h2d.measured_idle_seconds, h2d.measured_stalled_seconds) == ("h2d", 0.07, 0.08, 0.0)
+
+
+def test_order_violations_are_found_beyond_the_tolerance() -> None:
+    assert report().violations == ()
+    broken = {**MEASURED, "F0.m0": (7, 32), "B1.m0": (53.99, 100)}
+    result = report(broken)  # F0 1 ms before its load has ended; B1 10 us before F1: within the clocks' skew
+    assert [msgspec.structs.astuple(bad) for bad in result.violations] == [("F0.m0", "W0f", "dependency", MS)]
+    strict = report(broken, tolerance_ns=0)
+    assert [(bad.op, bad.waits_for, bad.rule, bad.early_ns) for bad in strict.violations][1:] == [("B1.m0", "F1.m0", "lane", 10_000)]
+    assert report(broken, tolerance_ns=MS).violations == (), "exactly the tolerance is allowed"
+    assert "F0.m0 started 1.000 ms before the end of W0f (dependency)" in format_report(result)
+
+
+def test_first_divergence_is_the_first_start_that_durations_do_not_explain() -> None:
+    replayed = timeline("replayed", REPLAYED)
+    late = report(replayed=replayed).first_divergence  # F0 and F1 start 1 ms late, not more than 1 % of the step; B1 7 ms
+    assert late is not None
+    assert (late.op, late.measured_start_ns, late.replayed_start_ns, late.late_ns) == ("B1.m0", 60 * MS, 53 * MS, 7 * MS)
+    sooner = report(replayed=replayed, divergence=0.005).first_divergence
+    assert sooner is not None
+    assert sooner.op == "F0.m0"
+    assert report(replayed=replayed, divergence=0.07).first_divergence is None
+    assert report().first_divergence is None
+
+
+def test_timelines_of_other_schedules_or_other_ops_are_refused() -> None:
+    predicted, measured = timeline("predicted", PREDICTED), timeline("measured", MEASURED)
+    with pytest.raises(ValueError, match="of schedule 0123, not of"):
+        compare(predicted, timeline("measured", MEASURED, digest="0123"), SCHEDULE)
+    with pytest.raises(ValueError, match="replayed: of schedule 0123"):
+        compare(predicted, measured, SCHEDULE, replayed=timeline("replayed", REPLAYED, digest="0123"))
+    with pytest.raises(ValueError, match=r"4 spans for 5 ops; .* B1\.m0"):
+        report({op: times for op, times in MEASURED.items() if op != "B1.m0"})
+    with pytest.raises(ValueError, match="no length"):
+        report(dict.fromkeys(MEASURED, (0, 0)))
+
+
+def test_median_timeline_is_a_step_that_happened() -> None:
+    steps = [timeline("measured", {**MEASURED, "B1.m0": (60, end)}) for end in (104, 98, 101, 99)]
+    assert median_timeline(steps) is steps[3], "the lower of two in the middle"
+    assert median_timeline(steps[:3]) is steps[2]
+    with pytest.raises(ValueError, match="0 timelines"):
+        median_timeline([])
+    with pytest.raises(ValueError, match="all of one schedule"):
+        median_timeline([steps[0], timeline("measured", MEASURED, digest="0123")])
+
+
+def test_report_is_plain_data() -> None:
+    result = report(replayed=timeline("replayed", REPLAYED))
+    assert msgspec.json.decode(msgspec.json.encode(result), type=ErrorReport) == result
+    rows = result.to_rows()
+    assert [(row["scope"], row["name"]) for row in rows] == [
+        ("step", "step"), ("kind", "forward"), ("kind", "backward"), ("kind", "load_weights"), ("lane", "compute"), ("lane", "h2d"),
+    ]  # fmt: skip
+    assert len({tuple(row) for row in rows}) == 1, "the same keys in every row"
+    assert (rows[0]["predicted_seconds"], rows[0]["measured_seconds"], rows[1]["count"]) == (0.09, 0.1, 2)
+
+
+def test_report_as_text_is_aligned_and_signed() -> None:
+    text = format_report(report(replayed=timeline("replayed", REPLAYED)))
+    lines = text.splitlines()
+    assert lines[0].split() == ["step", "predicted", "90.000", "ms", "measured", "100.000", "ms", "error", "-10.0", "%"]
+    assert lines[1].split() == ["engine", "replayed", "93.000", "ms", "error", "-7.0", "%"]
+    load = next(line for line in lines if line.startswith("load_weights"))
+    assert load.split() == ["load_weights", "2", "20.000", "ms", "20.000", "ms", "+0.0", "%", "+4.2", "%", "25.0", "%", "+25.0", "%", "W0f"]
+    table = lines[lines.index("") + 1 :][:4]
+    assert len({line.rindex("%") for line in table[1:]}) == 1, "columns are aligned"
+    assert max(map(len, lines)) <= 120
+    assert text.endswith("first divergence: B1.m0 started at 60.000 ms instead of 53.000 ms, 7.000 ms later than the measured durations explain\n")
+
+
+@pytest.mark.parametrize(("error", "text"), [(0.0123, "+1.2 %"), (-0.5, "-50.0 %"), (0.0, "+0.0 %"), (-1e-9, "+0.0 %"), (None, "-")])
+def test_signs_are_always_shown(error: float | None, text: str) -> None:
+    assert signed_percent(error) == text

@@ -1,0 +1,189 @@
+"""Cost models: interpolation, what is flagged, what is refused, and the datasheet against figures that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model, interpolate, work
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.timeline import Span, Timeline
+
+SHAPE = "qwen2-2048x11008-16:2x128-v151936/{}x1024-bf16"
+
+
+def table(**changes: Any) -> CostTable:
+    base: dict[str, Any] = {
+        "measured_on": "here",
+        "date": "2026-11-21",
+        "curves": {"load_weights": ((1000, 110), (2000, 210), (4000, 350)), "clip": ((0, 7),), "norm": ((1000, 50),), "norm@compute": ((1000, 5),)},
+        "compute": {"forward": {SHAPE.format(8): 800, SHAPE.format(32): 3000}},
+    }
+    return msgspec.convert({**base, **changes}, CostTable)
+
+
+def load(size: int) -> Op:
+    return Op(id="W0.c0", lane="h2d", bytes=size)
+
+
+def forward(shape: str) -> Op:
+    return Op(id="F0.m0", lane="compute", flops=1, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("size", "duration", "flagged"),
+    [(1000, 110, False), (1500, 160, False), (2000, 210, False), (3000, 280, False), (4000, 350, False), (6000, 490, True), (500, 60, True)],
+)
+def test_curves_are_lines_between_points_and_beyond_the_ends(size: int, duration: int, flagged: bool) -> None:
+    costs = Calibrated(table())
+    assert (costs.duration_ns(load(size)), costs.extrapolated(load(size))) == (duration, flagged)
+
+
+@given(st.dictionaries(st.integers(0, 1000), st.integers(0, 1000), min_size=2, max_size=6), st.integers(0, 1500))
+def test_interpolation_stays_between_its_neighbours(points: dict[int, int], size: int) -> None:
+    curve = tuple(sorted(points.items()))
+    duration, flagged = interpolate(curve, size)
+    assert duration >= 0
+    assert flagged == (not curve[0][0] <= size <= curve[-1][0])
+    if size in points:
+        assert duration == points[size]
+    elif not flagged:
+        below = max(point for point in curve if point[0] < size)
+        above = min(point for point in curve if point[0] > size)
+        assert min(below[1], above[1]) <= duration <= max(below[1], above[1])
+
+
+def test_a_steep_curve_never_goes_below_zero() -> None:
+    assert interpolate(((1000, 10), (2000, 1000)), 100) == (0, True)
+
+
+def test_a_lane_may_have_a_curve_of_its_own() -> None:
+    costs = Calibrated(table())
+    assert costs.duration_ns(Op(id="N0", lane="compute", parameters=1000)) == 5
+    assert costs.duration_ns(Op(id="N0", lane="cpu", parameters=1000)) == 50
+    assert costs.duration_ns(Op(id="C", lane="cpu")) == 7
+    assert not costs.extrapolated(Op(id="C", lane="cpu"))
+
+
+def test_adding_may_have_a_curve_of_its_own() -> None:
+    curves = {"accumulate_gradients": ((1000, 10),), "accumulate_gradients:add": ((1000, 15),)}
+    costs, target = Calibrated(table(curves=curves)), "host.gradients:0"
+    first = Op(id="A0.m0", lane="cpu", reads=("host.slabs:0",), writes=(target,), parameters=1000)
+    assert costs.duration_ns(first) == 10
+    assert costs.duration_ns(msgspec.structs.replace(first, id="A0.m1", reads=("host.slabs:0", target))) == 15
+
+
+def test_a_single_point_stands_for_a_proportion() -> None:
+    assert interpolate(((1000, 50),), 1000) == (50, False)
+    assert interpolate(((1000, 50),), 3000) == (150, True)
+
+
+def test_a_measured_shape_is_taken_as_it_is() -> None:
+    costs = Calibrated(table())
+    assert (costs.duration_ns(forward(SHAPE.format(8))), costs.extrapolated(forward(SHAPE.format(8)))) == (800, False)
+
+
+def test_another_shape_is_scaled_by_flops_from_the_nearest_and_flagged() -> None:
+    costs = Calibrated(table())
+    assert (costs.duration_ns(forward(SHAPE.format(12))), costs.extrapolated(forward(SHAPE.format(12)))) == (1200, True)
+    assert costs.duration_ns(forward(SHAPE.format(64))) == 6000
+
+
+def test_the_same_model_is_nearer_than_the_same_flops() -> None:
+    other = SHAPE.replace("11008", "11009").format(16)
+    costs = Calibrated(table(compute={"forward": {SHAPE.format(8): 800, other: 10**9}}))
+    assert costs.duration_ns(forward(SHAPE.format(16))) == 1600
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Op(id="U0", lane="update", parameters=4),
+        Op(id="B0.m0", lane="compute", shape=SHAPE.format(8)),
+        forward("unreadable"),
+        forward(SHAPE.format(8).replace("bf16", "fp32")),
+    ],
+)
+def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
+    with pytest.raises(UserError, match="run `megatrain calibrate` for this model and workload") as error:
+        Calibrated(table()).duration_ns(op)
+    assert op.kind in str(error.value)
+
+
+def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
+    costs = Calibrated(table(activations={SHAPE.format(8): 800}, workspace={SHAPE.format(8): 70}))
+    assert [costs.activations_bytes(SHAPE.format(batch)) for batch in (8, 32)] == [800, 3200]
+    assert costs.activations_bytes(SHAPE.format(8).replace("11008", "11009")) is None
+    assert [costs.workspace_bytes(SHAPE.format(batch)) for batch in (8, 32)] == [70, None]
+
+
+def test_work_is_the_flops_that_the_policies_give(make_plan: Callable[..., Plan]) -> None:
+    for op in policies.lower(make_plan("resident")).ops:
+        if op.kind in COMPUTE_KINDS and op.flops:
+            assert work(op.kind, op.shape) == op.flops
+
+
+@pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
+def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float) -> None:
+    """GB/s of pinned H2D copies of so many MiB, measured 2026-11-21 on an H200 (PCIe 5.0 x16)."""
+    costs = Datasheet(HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
+    assert size * 2**20 / costs.duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "measured_ms"), [("7b", 24.17), ("14b", 28.98)])
+def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, measured_ms: float) -> None:
+    """Forward of one compiled decoder layer at 32 x 1024, measured 2026-11-21 on an H200."""
+    model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=32, sequence=1024)
+    costs = cost_model(HardwareSpec.load("h200"), model, workload)
+    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops(workload.tokens, workload.sequence), shape="any")
+    assert costs.duration_ns(op) / 1e6 == pytest.approx(measured_ms, rel=0.03)
+
+
+@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., Plan], policy: str, dtype: str) -> None:
+    plan = make_plan(policy, dtype=dtype, accumulation=2)
+    costs = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
+    for op in policies.lower(plan).ops:
+        assert costs.duration_ns(op) > 0 or op.kind == "clip"
+
+
+def test_both_directions_of_the_link_share_by_the_duplex_fraction() -> None:
+    hardware = HardwareSpec.load("h200")
+    costs = Datasheet(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
+    assert costs.contention["h2d"] == {"d2h": 0.908, "cpu": 0.467}
+    assert "d2h" not in hardware.contention["h2d"]
+
+
+def test_adding_to_a_gradient_takes_longer_than_writing_it(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("double_buffer", accumulation=2)
+    costs, ops = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload), policies.lower(plan).by_id
+    assert costs.duration_ns(ops["A0b.m1"]) / costs.duration_ns(ops["A0b.m0"]) == pytest.approx(10 / 6, rel=0.01)
+
+
+def test_a_machine_without_a_rate_for_the_dtype_is_refused() -> None:
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), peak_tflops={"bf16": 989.0})
+    with pytest.raises(UserError, match="no rate for fp32"):
+        cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=8, dtype="fp32"))
+
+
+def test_measured_costs_win_over_rates() -> None:
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), costs=table())
+    assert isinstance(cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=8)), Calibrated)
+
+
+def test_a_replay_of_another_schedule_is_refused() -> None:
+    costs = Replayed(Timeline(name="measured", digest="", spans=(Span(op="F0.m0", lane="compute", start_ns=3, end_ns=10),)))
+    assert costs.duration_ns(forward("any")) == 7
+    with pytest.raises(UserError, match=r"no span of W0\.c0"):
+        costs.duration_ns(load(1))

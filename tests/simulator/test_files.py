@@ -1,0 +1,304 @@
+"""Files are written whole or not at all, and no content of a file does worse than a UserError of one line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator import files
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_json, read_text, read_toml, write_json, write_text
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.timeline import Span, Timeline
+
+Make = Callable[..., Plan]
+fuzz = settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+# ---- writing
+
+
+def test_text_is_written_with_its_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "note.txt"
+    write_text(path, "größer\n")
+    assert path.read_text(encoding="utf-8") == "größer\n"
+    write_text(path, "again")
+    assert path.read_text() == "again"
+    assert os.listdir(path.parent) == ["note.txt"]
+
+
+def test_a_written_file_has_the_permissions_that_the_user_s_mask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "note.txt", "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "note.txt").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")], ids=str)
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failure: OSError) -> None:
+    path = tmp_path / "note.txt"
+    write_text(path, "old")
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, step, fail)
+        with pytest.raises(UserError) as caught:
+            write_text(path, "new")
+    assert str(caught.value) == f"{path}: found {failure.strerror.lower()}; allowed: a disk with room; fix: free some space or name another folder"
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "note.txt"
+    write_text(path, "old")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_a_text_that_is_not_unicode_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "note.txt"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):  # our own mistake, not the user's
+        write_text(path, "\ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import write_json
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_json(Path(sys.argv[1]), ["x" * 100] * 1000)
+except UserError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    write_json(path, {"old": True})
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == f"{path}: found file too large; allowed: a disk with room; fix: free some space or name another folder\n"
+    assert read_json(path) == {"old": True}
+    assert os.listdir(tmp_path) == ["timeline.json"]
+
+
+@pytest.mark.parametrize("target", ["file/note.txt", "folder", "no\0name"])
+def test_where_nothing_can_be_written_is_one_line(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError) as caught:
+        write_text(tmp_path / target, "x")
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+# ---- reading
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfte")
+    (tmp_path / "large.txt").write_text("12345")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setattr(files, "_LARGEST_BYTES", 4)
+    for name, found in [
+        ("missing.txt", "found no such file or directory"),
+        ("latin.txt/below", "found not a directory"),
+        (".", "found a folder"),
+        ("loop", "found too many levels of symbolic links"),
+        ("latin.txt", "found 6 bytes; allowed: at most 4"),
+        ("large.txt", "found 5 bytes; allowed: at most 4"),
+        ("no\0name", "found "),
+        ("a" * 5000, "found file name too long"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            read_text(tmp_path / name)
+        assert found in str(caught.value)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(files, "_LARGEST_BYTES", 100)
+    with pytest.raises(UserError, match=r"latin.txt: found bytes that are not utf-8 text; allowed: a readable text file; fix: "):
+        read_text(tmp_path / "latin.txt")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "secret.toml").write_text("")
+    (tmp_path / "secret.toml").chmod(0)
+    with pytest.raises(UserError, match="found permission denied"):
+        read_text(tmp_path / "secret.toml")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="allowed: "):
+        read_text(tmp_path / "pipe")
+
+
+def test_a_mistake_in_a_list_names_its_place() -> None:
+    with pytest.raises(UserError) as caught:
+        files.convert({"name": "x", "digest": "", "spans": [{"op": "F0.m0", "lane": "compute", "start_ns": 0, "end_ns": "1"}]}, Timeline, "t.json")
+    assert str(caught.value) == "t.json: spans[0].end_ns: found `str`; allowed: `int`; fix: correct this value"
+    with pytest.raises(UserError) as caught:
+        files.convert({"name": "x", "digest": "", "spans": [{"op": "F0.m0"}]}, Timeline, "t.json")
+    assert "t.json: spans[0]: found no key `lane`; allowed: end_ns, lane, op, start_ns; fix: add `lane`" in str(caught.value)
+
+
+def test_a_user_error_survives_the_way_between_processes() -> None:
+    error = UserError("plan.toml: knobs", found=3, allowed=[1, 2], fix="set 2")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_very_long_value_is_cut() -> None:
+    assert len(str(UserError("here", found="x" * 10**6, allowed="less", fix="shorten it"))) < 500
+
+
+# ---- fuzz: whatever stands in a file, the worst is a UserError
+
+
+def survives(load: Callable[[], object]) -> None:
+    message = "none"
+    try:
+        load()
+    except UserError as error:
+        message = str(error)
+    assert len(message.splitlines()) == 1
+
+
+def mutations(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Garbage, and `valid` with some of its bytes cut out or replaced."""
+    place = st.integers(0, len(valid))
+    cut = st.tuples(
+        place, st.integers(0, 40), st.binary(max_size=12) | st.sampled_from([b"9" * 5000, b"[" * 2000, b"-1", b"nan", b"1e999", b'"', b"null", b"{}", b"\n"])
+    )
+    edited = st.lists(cut, min_size=1, max_size=3).map(lambda cuts: apply(valid, cuts))
+    return st.binary(max_size=200) | edited | edited
+
+
+def apply(content: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
+    for start, length, inserted in cuts:
+        content = content[:start] + inserted + content[start + length :]
+    return content
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([2**64, -(2**70), 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+VALID_PLAN = b"""format = 1
+policy = "double_buffer"
+hardware = "h.toml"
+source = "m"
+device_limit_bytes = 16777216
+host_limit_bytes = 67108864
+[model]
+name = "small"
+family = "llama"
+layers = 4
+hidden = 32
+intermediate = 96
+heads = 4
+kv_heads = 2
+head_dim = 8
+vocabulary = 256
+tied = false
+[workload]
+batch = 2
+sequence = 16
+dtype = "bf16"
+[knobs]
+weight_slots = 2
+"""
+VALID_TIMELINE = b'{"name":"measured","digest":"0123456789abcdef","spans":[{"op":"F0.m0","lane":"compute","start_ns":0,"end_ns":12},{"op":"H.m0","lane":"compute","start_ns":12,"end_ns":20}]}'
+VALID_CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 100, "hidden_act": "silu", "head_dim": 16, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
+}  # fmt: skip
+
+
+def test_the_fuzz_starts_from_what_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_bytes(VALID_PLAN)
+    assert Plan.load(tmp_path / "plan.toml").knobs == Knobs()
+    (tmp_path / "timeline.json").write_bytes(VALID_TIMELINE)
+    assert Timeline.load(tmp_path / "timeline.json").spans[1] == Span(op="H.m0", lane="compute", start_ns=12, end_ns=20)
+    (tmp_path / "config.json").write_text(json.dumps(VALID_CONFIG))
+    assert ModelSpec.load(str(tmp_path)).layers == 2
+
+
+@fuzz
+@given(content=mutations(VALID_PLAN))
+def test_any_plan_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "plan.toml").write_bytes(content)
+    survives(lambda: Plan.load(tmp_path / "plan.toml"))
+
+
+@fuzz
+@given(content=mutations(VALID_TIMELINE))
+def test_any_timeline_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "timeline.json").write_bytes(content)
+    survives(lambda: Timeline.load(tmp_path / "timeline.json"))
+
+
+@fuzz
+@given(content=mutations(json.dumps(VALID_CONFIG).encode()))
+def test_any_config_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    survives(lambda: ModelSpec.load(str(tmp_path)))
+
+
+@fuzz
+@given(changes=st.dictionaries(st.sampled_from(sorted(VALID_CONFIG)), json_values, min_size=1, max_size=3))
+def test_any_value_in_a_config_file(changes: dict[str, Any]) -> None:
+    survives(lambda: ModelSpec.from_config({**VALID_CONFIG, **changes}, "config.json"))
+
+
+@fuzz
+@given(value=json_values)
+def test_any_json_as_a_timeline(value: object) -> None:
+    survives(lambda: files.convert(value, Timeline, "timeline.json"))
+    survives(lambda: files.convert({"name": "x", "digest": "", "spans": value}, Timeline, "timeline.json"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nul", b"[" * 100_000, b"{" * 1000, b'{"a": 1', b"\xef\xbb\xbf{}", b"9" * 5000, b"NaN", b'"\\ud800"'],
+    ids=lambda content: repr(content[:8]),
+)
+def test_a_corrupt_json_file_is_one_line_or_a_value(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    survives(lambda: read_json(tmp_path / "x.json"))
+    survives(lambda: Timeline.load(tmp_path / "x.json"))
+    survives(lambda: read_toml(tmp_path / "x.json", Plan))

@@ -1,0 +1,117 @@
+"""Memory: every pool's bytes by hand, verdicts at the very limit, advice that holds when it is followed, usage over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import Replayed
+from megatrain.simulator.evaluator import evaluate
+from megatrain.simulator.memory import account, usage, workspace_estimate
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import Buffer, Op, Schedule
+from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.timeline import Span, Timeline
+
+SCHEDULE = Schedule(
+    policy="test",
+    buffers=(
+        Buffer(id="host.weights:0", bytes=5000, persistent=True),
+        Buffer(id="device.weights:0", bytes=300),
+        Buffer(id="device.weights:1", bytes=300),
+        Buffer(id="device.activations:0", bytes=10_000, dynamic=True),
+    ),
+    ops=(
+        Op(id="W0", lane="h2d", writes=("device.weights:0",), acquires=("device.weights:0",)),
+        Op(id="W1", lane="h2d", writes=("device.weights:1",), acquires=("device.weights:1",)),
+        Op(id="F0", lane="compute", after=("W0",), reads=("device.weights:0",), releases=("device.weights:0",)),
+        Op(id="F1", lane="compute", after=("W1",), reads=("device.weights:1",), releases=("device.weights:1",)),
+    ),
+)
+
+
+def test_buffers_are_rounded_up_and_pools_summed() -> None:
+    verdict = account(SCHEDULE, 2**20, 2**20, None, 77, {"device.context": 5})
+    assert verdict.pools == {"device.activations": 10_240, "host.weights": 8192, "device.weights": 1024, "device.workspace": 77, "device.context": 5}
+    assert (verdict.device_peak_bytes, verdict.host_peak_bytes) == (10_240 + 1024 + 77 + 5, 8192)
+    assert (verdict.fits, verdict.advice, verdict.excess_bytes) == (True, "", 0)
+
+
+def test_measured_activations_win_over_the_estimate() -> None:
+    assert account(SCHEDULE, 2**20, 2**20, 1234, 0).pools["device.activations"] == 1234
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "fits", "binding"),
+    [
+        (11_341, 8192, True, "device.activations"),
+        (11_342, 8192, True, "host.weights"),
+        (11_340, 9000, False, "device.activations"),
+        (12_000, 8191, False, "host.weights"),
+    ],
+)
+def test_the_limit_is_the_last_byte_that_fits(device: int, host: int, fits: bool, binding: str) -> None:
+    verdict = account(SCHEDULE, device, host, None, 77)
+    assert (verdict.fits, verdict.binding, verdict.advice == "") == (fits, binding, fits)
+
+
+def test_advice_names_the_knob_that_gives_up_least() -> None:
+    verdict = account(SCHEDULE, 11_000, 8192, None, 77)
+    assert verdict.advice == "weight_slots = 1 would save 512 B"
+
+
+def test_advice_without_a_knob_names_the_memory_to_add() -> None:
+    assert (
+        account(SCHEDULE, 9000, 8000, None, 77).advice
+        == "2.29 KiB more of device memory (--device-memory) would be enough; 192 B more of host memory (--host-memory) would be enough"
+    )
+
+
+@pytest.mark.parametrize("knob", ["weight_slots", "gradient_slots", "gradient_slabs"])
+def test_advice_holds_when_it_is_followed(make_plan: Callable[..., Plan], knob: str) -> None:
+    plan = make_plan("k_buffer", **{"weight_slots": 1, "gradient_slots": 1, knob: 4})
+    full = account(policies.lower(plan), 2**40, 2**40, None, 0)
+    device, host = full.device_peak_bytes - (knob != "gradient_slabs"), full.host_peak_bytes - (knob == "gradient_slabs")
+    verdict = account(policies.lower(plan), device, host, None, 0)
+    assert verdict.advice.startswith(f"{knob} = 3 ")
+    better = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, **{knob: 3}))
+    assert account(policies.lower(better), device, host, None, 0).fits
+
+
+def costs(duration: int) -> Replayed:
+    return Replayed(Timeline(name="measured", digest="", spans=tuple(Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration) for op in SCHEDULE.ops)))
+
+
+def test_slots_are_held_from_acquire_to_release() -> None:
+    steps = usage(SCHEDULE, evaluate(SCHEDULE, costs(10)))
+    assert steps["device.weights"] == [(0, 512), (10, 1024), (20, 512), (30, 0)]
+    assert steps["host.weights"] == [(0, 8192)]
+    assert steps["device.activations"] == [(0, 0)]
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_usage_never_exceeds_the_account_and_ends_where_it_began(make_plan: Callable[..., Plan], policy: str) -> None:
+    schedule = policies.lower(make_plan(policy, checkpoint_interval=2))
+    durations = Timeline(
+        name="measured", digest="", spans=tuple(Span(op=op.id, lane=op.lane, start_ns=0, end_ns=1 + index % 7) for index, op in enumerate(schedule.ops))
+    )
+    pools = account(schedule, 2**40, 2**40, 500, 0).pools
+    steps = usage(schedule, evaluate(schedule, Replayed(durations)), 500)
+    persistent = {buffer.pool for buffer in schedule.buffers if buffer.persistent}
+    for pool, points in steps.items():
+        assert [time for time, _ in points] == sorted({time for time, _ in points})
+        assert max(size for _, size in points) <= pools[pool]
+        assert points[-1][1] == (pools[pool] if pool in persistent else 0)
+    assert max(size for _, size in steps["device.activations"]) == pools["device.activations"] == 1000
+
+
+def test_the_workspace_of_a_large_vocabulary_is_the_head_s() -> None:
+    """The formula, in figures: 1024 x 152064 logits at 12 bytes, the 152064 x 3584 matrix's gradient at 2, and its sum at 4."""
+    model = ModelSpec.load("qwen2.5-7b")
+    assert workspace_estimate(model, Workload(batch=4, sequence=1024)) == 1024 * 152_064 * 12 + 152_064 * 3584 * 6
+    assert workspace_estimate(model, Workload(batch=1, sequence=1024)) == 1024 * 152_064 * 12 + 152_064 * 3584 * 2
+    many = Workload(batch=64, sequence=1024)
+    assert workspace_estimate(model, many) == model.stack["0"].elements * 2 + 3 * many.tokens * 18_944 * 2

@@ -1,0 +1,148 @@
+"""Plan files: they read back as they were written, and whatever is wrong with one is said in one line that names the key."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import FORMAT, Knobs, Plan, Prediction
+from megatrain.simulator.specs import ModelSpec, Workload
+
+Make = Callable[..., Plan]
+
+size = st.integers(1, 2**20)
+text = st.text(st.characters(codec="utf-8"), max_size=20)
+seconds = st.floats(0, 1e9)
+heads = st.tuples(st.integers(1, 64), st.integers(1, 64))
+models = st.builds(
+    lambda groups, **fields: ModelSpec(kv_heads=groups[0], heads=groups[0] * groups[1], **fields),
+    heads, name=text, family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), layers=size, hidden=size, intermediate=size, head_dim=size,
+    vocabulary=size, tied=st.booleans(),
+)  # fmt: skip
+workloads = st.builds(
+    Workload,
+    batch=size,
+    sequence=size,
+    accumulation=size,
+    dtype=st.sampled_from(["bf16", "fp32"]),
+    clipping=st.sampled_from(["global", "none"]),
+    loss_chunk=size,
+)
+knobs = st.builds(
+    Knobs, weight_slots=size, gradient_slots=size, gradient_slabs=st.integers(0, 99), chunk_bytes=st.integers(4096, 2**40), checkpoint_interval=size
+)
+predictions = st.builds(Prediction, step_seconds=seconds, lower_bound_seconds=seconds, device_peak_bytes=size, host_peak_bytes=size, binding=text)
+plans = st.builds(
+    Plan, policy=text, digest=text, hardware=text, source=text, device_limit_bytes=size, host_limit_bytes=size, model=models, workload=workloads,
+    knobs=knobs, prediction=st.none() | predictions,
+)  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(plan=plans)
+def test_a_plan_reads_back_as_it_was_written(tmp_path: Path, plan: Plan) -> None:
+    plan.save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == plan
+
+
+def test_a_plan_is_a_small_file_that_people_can_read(tmp_path: Path, make_plan: Make) -> None:
+    make_plan().save(tmp_path / "plan.toml")
+    written = (tmp_path / "plan.toml").read_text()
+    assert written.startswith("# A megatrain plan.")
+    assert 'policy = "double_buffer"' in written
+    assert "[knobs]\nweight_slots = 2" in written
+    assert "[prediction]" not in written
+    assert len(written.splitlines()) < 50
+
+
+def table_of(plan: Plan) -> dict[str, Any]:
+    return tomllib.loads(tomli_w.dumps(msgspec.to_builtins(plan) | {"prediction": msgspec.to_builtins(PREDICTION)}))
+
+
+PREDICTION = Prediction(step_seconds=1.5, lower_bound_seconds=1.0, device_peak_bytes=5, host_peak_bytes=6, binding="h2d")
+GONE = object()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        # unknown
+        ("slots", 3, ["top level", "unknown key `slots`", "allowed: device_limit_bytes, digest, format", "fix: remove `slots`"]),
+        ("knobs.weight_slot", 3, ["knobs: ", "unknown key `weight_slot`", "allowed: checkpoint_interval, chunk_bytes", "fix: remove `weight_slot`"]),
+        ("model.experts", 8, ["model: ", "unknown key `experts`", "allowed: family, head_dim", "fix: remove `experts`"]),
+        ("prediction.eta", 8, ["prediction: ", "unknown key `eta`", "allowed: binding, device_peak_bytes", "fix: remove `eta`"]),
+        # missing
+        ("policy", GONE, ["top level", "no key `policy`", "fix: add `policy`"]),
+        ("model.hidden", GONE, ["model: ", "no key `hidden`", "fix: add `hidden`"]),
+        ("workload", GONE, ["top level", "no key `workload`", "fix: add `workload`"]),
+        # of a wrong type
+        ("policy", 3, ["policy: ", "found `int`", "allowed: `str`", "fix: correct this value"]),
+        ("knobs", 3, ["knobs: ", "found `int`", "allowed: `object`", "fix: correct this value"]),
+        ("knobs.weight_slots", "2", ["knobs.weight_slots: ", "found `str`", "allowed: `int`", "fix: correct this value"]),
+        ("knobs.weight_slots", 2.5, ["knobs.weight_slots: ", "found `float`", "allowed: `int`", "fix: correct this value"]),
+        ("knobs.weight_slots", True, ["knobs.weight_slots: ", "found `bool`", "allowed: `int`", "fix: correct this value"]),
+        ("model.tied", "no", ["model.tied: ", "found `str`", "allowed: `bool`", "fix: correct this value"]),
+        ("device_limit_bytes", "24GiB", ["device_limit_bytes: ", "found `str`", "allowed: `int`", "fix: correct this value"]),
+        ("prediction.step_seconds", [1], ["prediction.step_seconds: ", "found `array`", "allowed: `float`", "fix: correct this value"]),
+        # out of range
+        ("format", FORMAT + 1, ["format: ", f"found {FORMAT + 1}", f"allowed: {FORMAT}", "megatrain plan"]),
+        ("workload.dtype", "fp8", ["workload.dtype: ", "found 'fp8'", "allowed: 'bf16', 'fp32'", "fix: "]),
+        ("workload.clipping", "layer", ["workload.clipping: ", "found 'layer'", "allowed: 'global', 'none'", "fix: "]),
+        ("workload.batch", 0, ["workload: batch: ", "found 0", "allowed: >= 1", "fix: set batch"]),
+        ("workload.sequence", -5, ["workload: sequence: ", "found -5", "allowed: >= 1", "fix: set sequence"]),
+        ("knobs.weight_slots", 0, ["knobs: weight_slots: ", "found 0", "allowed: >= 1", "fix: set weight_slots = 1"]),
+        ("knobs.gradient_slabs", -1, ["knobs: gradient_slabs: ", "found -1", "allowed: >= 0", "fix: set gradient_slabs"]),
+        ("knobs.chunk_bytes", 1, ["knobs: chunk_bytes: ", "found 1", "allowed: >= 4096", "fix: set chunk_bytes = 4096"]),
+        ("knobs.checkpoint_interval", 2**63, ["knobs: checkpoint_interval: ", "found 9223372036854775808", "allowed: >= 1", "fix: set checkpoint_interval = 1"]),
+        ("model.layers", 0, ["model small: layers: ", "found 0", "allowed: 1 to", "fix: "]),
+        ("model.kv_heads", 3, ["model small: kv_heads: ", "found 3", "a divisor of the 4", "fix: "]),
+        ("model.family", "gpt2", ["model small: model_type: ", "found 'gpt2'", "llama, mistral", "fix: "]),
+        ("device_limit_bytes", 0, ["device_limit_bytes: ", "found 0", "allowed: >= 1", "fix: "]),
+        ("host_limit_bytes", -1, ["host_limit_bytes: ", "found -1", "allowed: >= 1", "fix: "]),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_is_one_line_that_names_it(tmp_path: Path, make_plan: Make, key: str, value: object, words: list[str]) -> None:
+    table = table_of(make_plan())
+    *inner, last = key.split(".")
+    target = table
+    for part in inner:
+        target = target[part]
+    if value is GONE:
+        del target[last]
+    else:
+        target[last] = value
+    path = tmp_path / "plan.toml"
+    path.write_text(tomli_w.dumps(table))
+    with pytest.raises(UserError) as caught:
+        Plan.load(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n", b"policy", b"policy = ", b"[knobs\n", b"\x00\xff\xfe", "policy = 'ä'".encode("latin-1"), b"{}", b"a = 1\na = 2\n", b"[[model]]\n", b"x = " + b"[" * 5000, b"x = " + b"9" * 5000],
+    ids=lambda content: repr(content[:12]),
+)  # fmt: skip
+def test_a_corrupt_plan_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        Plan.load(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "found " in message
+    assert "allowed: " in message
+    assert "fix: " in message
+    assert "\n" not in message

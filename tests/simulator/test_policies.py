@@ -1,0 +1,168 @@
+"""Every policy: it lowers over a grid of knobs, its schedules are sound, and they do the work that the step consists of."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import Order, Schedule
+from megatrain.simulator.specs import DTYPE_BYTES
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FIXED_SLOTS = {"sequential": 1, "double_buffer": 2}
+
+Make = Callable[..., Plan]
+
+
+def loaded_bytes(schedule: Schedule) -> int:
+    return sum(op.bytes for op in schedule.ops if op.kind == "load_weights")
+
+
+def layers_of(schedule: Schedule, kind: str) -> Counter[str]:
+    return Counter(op.layer for op in schedule.ops if op.kind == kind)
+
+
+def verify_step(plan: Plan, schedule: Schedule) -> None:
+    """The schedule is sound, and computes, counts and updates each layer exactly as often as one optimizer step must."""
+    schedule.check()
+    micros, model = plan.workload.accumulation, plan.model
+    decoders = {str(index): micros for index in range(model.layers)}
+    for kind in ("forward", "recompute", "backward"):
+        assert layers_of(schedule, kind) == decoders
+    for kind in ("embed", "head", "embed_backward"):
+        assert layers_of(schedule, kind) == {"": micros}
+    clipped = plan.workload.clipping == "global"
+    assert layers_of(schedule, "norm") == (dict.fromkeys(model.stack, 1) if clipped else {})
+    assert layers_of(schedule, "clip") == ({"": 1} if clipped else {})
+    assert layers_of(schedule, "update") + layers_of(schedule, "cpu_update") == dict.fromkeys(model.stack, 1)
+    for op in schedule.ops:  # copies stay inside their buffers
+        assert all(op.offset + op.bytes <= schedule.buffer[name].bytes for name in op.buffers), op
+    used = {name for op in schedule.ops for name in op.buffers}
+    assert used <= set(schedule.buffer)
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_it_lowers_over_a_grid(make_plan: Make, policy: str) -> None:
+    for interval, slots, micros, tied, clipping in itertools.product((1, 2, 3, 4, 9), (1, 2, 3, 6), (1, 3), (False, True), ("global", "none")):
+        if slots != FIXED_SLOTS.get(policy, slots):
+            continue
+        plan = make_plan(policy, checkpoint_interval=interval, weight_slots=slots, accumulation=micros, tied=tied, clipping=clipping)
+        verify_step(plan, policies.lower(plan))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_it_lowers_whatever_the_plan(make_plan: Make, data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from(policies.names()))
+    changes: dict[str, Any] = {
+        "checkpoint_interval": data.draw(st.integers(1, 8)),
+        "gradient_slots": data.draw(st.integers(1, 4)),
+        "gradient_slabs": data.draw(st.integers(1, 4)),
+        "chunk_bytes": data.draw(st.sampled_from([4096, 5000, 2**14, 2**26])),
+        "layers": data.draw(st.integers(1, 7)),
+        "accumulation": data.draw(st.integers(1, 4)),
+        "tied": data.draw(st.booleans()),
+        "clipping": data.draw(st.sampled_from(["global", "none"])),
+        "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
+        "family": data.draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        "weight_slots": FIXED_SLOTS.get(policy) or data.draw(st.integers(1, 9)),
+    }
+    plan = make_plan(policy, **changes)
+    schedule = policies.lower(plan)
+    verify_step(plan, schedule)
+    assert policies.lower(plan).digest == schedule.digest
+
+
+@pytest.mark.parametrize("policy", ["sequential", "double_buffer", "k_buffer"])
+def test_the_chunks_of_a_copy_cover_its_layer_once(make_plan: Make, policy: str) -> None:
+    plan = make_plan(policy, chunk_bytes=5000, tied=True)
+    schedule = policies.lower(plan)
+    for kind in ("load_weights", "save_gradients"):
+        copies: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for op in schedule.ops:
+            if op.kind == kind:
+                copies.setdefault((op.layer, op.id.partition(".c")[0]), []).append((op.offset, op.bytes))
+        assert {layer for layer, _ in copies} == set(plan.model.stack)
+        for (layer, _), chunks in copies.items():
+            assert [offset for offset, _ in chunks] == list(itertools.accumulate((size for _, size in chunks[:-1]), initial=0))
+            assert sum(size for _, size in chunks) == DTYPE_BYTES[plan.workload.dtype] * plan.model.stack[layer].elements
+            assert max(size for _, size in chunks) <= 5000
+
+
+@pytest.mark.parametrize("policy", ["sequential", "double_buffer", "k_buffer"])
+def test_every_gradient_reaches_the_host(make_plan: Make, policy: str) -> None:
+    plan = make_plan(policy, accumulation=2, chunk_bytes=2**26)
+    assert layers_of(policies.lower(plan), "save_gradients") == dict.fromkeys(plan.model.stack, 2)
+    assert layers_of(policies.lower(plan), "accumulate_gradients") == dict.fromkeys(plan.model.stack, 2)
+
+
+def test_resident_copies_nothing(make_plan: Make) -> None:
+    assert set(policies.lower(make_plan("resident", accumulation=2)).lanes) == {"compute", "update"}
+
+
+def test_sequential_is_totally_ordered(make_plan: Make) -> None:
+    for changes in ({}, {"accumulation": 3, "tied": True}, {"checkpoint_interval": 2, "clipping": "none"}):
+        schedule, order = policies.lower(make_plan("sequential", **changes)), Order()
+        for op in schedule.ops:
+            order.add(op.id, op.lane, op.after)
+        assert all(order.precedes(first.id, second.id) for first, second in itertools.pairwise(schedule.ops))
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_more_slots_never_load_more(make_plan: Make, interval: int) -> None:
+    for micros, tied in itertools.product((1, 2), (False, True)):
+        loads = [
+            loaded_bytes(policies.lower(make_plan("k_buffer", layers=6, weight_slots=slots, checkpoint_interval=interval, accumulation=micros, tied=tied)))
+            for slots in range(1, 9)
+        ]
+        assert loads == sorted(loads, reverse=True), loads
+
+
+def test_with_a_slot_for_every_layer_each_is_loaded_once(make_plan: Make) -> None:
+    plan = make_plan("k_buffer", layers=5, weight_slots=5, tied=True, accumulation=3)
+    assert loaded_bytes(policies.lower(plan)) == sum(DTYPE_BYTES[plan.workload.dtype] * layer.elements for layer in plan.model.stack.values())
+
+
+def test_two_slots_are_the_paper_s_double_buffer(make_plan: Make) -> None:
+    double, general = policies.lower(make_plan("double_buffer")), policies.lower(make_plan("k_buffer", weight_slots=2))
+    assert double.ops == general.ops
+    assert double.buffers == general.buffers
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "words"),
+    [
+        ("double_buffers", {}, ["policy", "'double_buffers'", "double_buffer, k_buffer", "fix: name one"]),
+        ("_builder", {}, ["policy", "'_builder'", "allowed: "]),
+        ("../plan", {}, ["policy", "'../plan'", "allowed: "]),
+        ("", {}, ["policy", "''", "allowed: "]),
+        ("double_buffer", {"weight_slots": 3}, ["weight_slots", "found 3", "allowed: 2", "k_buffer"]),
+        ("sequential", {"weight_slots": 2}, ["weight_slots", "found 2", "allowed: 1", "k_buffer"]),
+        ("k_buffer", {"gradient_slabs": 0, "accumulation": 2}, ["gradient_slabs", "found 0", "allowed: >= 1", "fix: set gradient_slabs = 2"]),
+        ("double_buffer", {"gradient_slabs": 0, "tied": True}, ["gradient_slabs", "found 0", "allowed: >= 1", "fix: set gradient_slabs = 2"]),
+    ],
+)
+def test_what_a_policy_cannot_do_is_one_line(make_plan: Make, policy: str, changes: dict[str, Any], words: list[str]) -> None:
+    plan = msgspec.structs.replace(make_plan(**changes), policy=policy)
+    with pytest.raises(UserError) as caught:
+        policies.lower(plan)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_a_small_schedule_is_what_it_was(make_plan: Make) -> None:
+    """A changed schedule is a changed digest, and every plan made before it is refused: let that be on purpose."""
+    plan = make_plan("double_buffer", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, vocabulary=64, checkpoint_interval=2)
+    assert policies.lower(plan).to_text() == (GOLDEN / "double_buffer.txt").read_text()

@@ -1,0 +1,68 @@
+"""Sizes and durations as text, and every example in the docstrings of the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatrain.simulator
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.units import format_bytes, format_seconds, parse_bytes
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(megatrain.simulator.__path__, "megatrain.simulator."))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_the_docstrings_hold(name: str) -> None:
+    failures, _ = doctest.testmod(importlib.import_module(name))
+    assert failures == 0
+
+
+def test_there_are_examples_in_the_docstrings() -> None:
+    attempted = {name: doctest.testmod(importlib.import_module(name)).attempted for name in ("megatrain.simulator.units", "megatrain.simulator.schedule")}
+    assert all(attempted.values()), attempted
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("512B", 512), ("1kB", 1000), ("1 KiB", 1024), ("1.5GiB", 3 * 2**29), ("2tb", 2 * 10**12), (" 64mib ", 2**26), ("0.5 KiB", 512)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "0", "1e9", "1.5.2 GB", "12 parsecs", "1,5GiB", "nan", "inf", "9999999999 TiB", "1 GiB 2", "٣GiB", "9" * 400]
+)
+def test_other_texts_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_bytes(text, "--device-memory")
+    message = str(caught.value)
+    assert message.startswith("--device-memory: found ")
+    assert "allowed: " in message
+    assert "fix: " in message
+    assert "\n" not in message
+
+
+@given(st.text(max_size=30))
+def test_no_text_does_worse_than_a_user_error(text: str) -> None:
+    with contextlib.suppress(UserError):
+        assert parse_bytes(text) >= 0
+
+
+@given(st.integers(0, 2**59))
+def test_what_is_written_reads_back_to_three_digits(size: int) -> None:
+    text = format_bytes(size)
+    if size:
+        assert abs(parse_bytes(text) - size) <= 0.005 * size + 1
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.000 s"), (0.25, "250.000 ms"), (0.0, "0.0 us"), (-0.002, "-2.000 ms"), (1e-6, "1.0 us")])
+def test_durations_are_written_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,66 @@
+"""The worked example of CONTRIBUTING.md is a policy that works."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+
+GUIDE = Path(__file__).parent.parent / "CONTRIBUTING.md"
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The guide's one block of Python as a policy; its name."""
+    text = GUIDE.read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (name,) = re.findall(r"Saved as `simulator/policies/(\w+)\.py`", text)
+    assert code.count("\n") < 80
+    (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    module = f"{policies.__name__}.{name}"
+    yield name
+    sys.modules.pop(module, None)
+    if hasattr(policies, name):
+        delattr(policies, name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_example_lowers_to_a_sound_schedule(make_plan: Callable[..., Plan], example: str, accumulation: int, interval: int, tied: bool) -> None:
+    changes = {"layers": 7, "accumulation": accumulation, "checkpoint_interval": interval, "tied": tied}
+    assert example in policies.names()
+    schedule = policies.lower(make_plan(example, **changes))
+    schedule.check()
+    assert schedule.policy == example
+    loads = [op.layer for op in schedule.ops if op.kind == "load_weights" and op.offset == 0]
+    assert loads.count("0") == loads.count("1") == 1
+    plain = [op.layer for op in policies.lower(make_plan("k_buffer", **changes)).ops if op.kind == "load_weights" and op.offset == 0]
+    assert len(loads) < len(plain)
+    assert sorted(op.id for op in schedule.ops if op.lane == "compute") == sorted(
+        op.id for op in policies.lower(make_plan("k_buffer", **changes)).ops if op.lane == "compute"
+    )
+
+
+def test_the_example_says_what_it_cannot_do(make_plan: Callable[..., Plan], example: str) -> None:
+    with pytest.raises(UserError, match="policy pinned: layers: found 2; allowed: >= 3; fix: use policy k_buffer"):
+        policies.lower(make_plan(example, layers=2))
+
+
+def test_the_commands_of_the_guide_exist() -> None:
+    makefile = (GUIDE.parent / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_only_existing_files_are_named() -> None:
+    for path in re.findall(r"`((?:tests|simulator)/[\w/]+\.py)`", GUIDE.read_text(encoding="utf-8")):
+        assert path == "simulator/policies/pinned.py" or (GUIDE.parent / path).exists(), path
