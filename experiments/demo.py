@@ -20,7 +20,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.units import format_bytes
 
 BATCH, SEQUENCE, ACCUMULATION, LOSS_CHUNK = 2, 128, 1, 128
-CAP = 0.5
+CAP = 0.2
 """device memory, as a share of what weights, gradients and optimizer state take"""
 STEPS = 300
 

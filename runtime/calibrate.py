@@ -31,6 +31,7 @@ from megatrain.simulator.timeline import Timeline
 
 _LAYERS = 3
 _WARM_UP, _STEPS = 2, 6
+_SECONDS = 6.0  # of steps at least, under each policy: a shared machine's speed wanders by 10 % within seconds
 Samples = dict[tuple[str, str | int], list[int]]
 """(cost table's key, size or shape) -> durations in ns"""
 
@@ -100,10 +101,14 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device) -> _Measure
     with Executor(plan, config, AdamW(), device, schedule=lower(plan)) as executor:
         ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
         timelines, seconds = [], []
-        for number in range(1, _WARM_UP + _STEPS + 1):
+        number, steady_since = 0, 0.0
+        while number < _WARM_UP + _STEPS or time.monotonic() - steady_since < _SECONDS:
+            number += 1
             drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
             result = executor.step([(ids, labels) for ids, labels in drawn], rate=1e-4, number=number)
-            if number > _WARM_UP:
+            if number == _WARM_UP:
+                steady_since = time.monotonic()
+            elif number > _WARM_UP:
                 timelines.append(result.timeline)
                 seconds.append(result.seconds)
         peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0

@@ -19,7 +19,7 @@ from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
-_PAIR_SECONDS = 0.25
+_PAIR_SECONDS = 0.5
 Work = Callable[[], object]
 
 
