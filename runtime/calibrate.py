@@ -94,9 +94,8 @@ def _plan(policy: str, model: ModelSpec, workload: Workload, limits: tuple[int, 
 def _run(plan: Plan, config: PretrainedConfig, device: torch.device) -> _Measured:
     """Steady steps of `plan` on random weights and tokens."""
     cuda, work = device.type == "cuda", plan.workload
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    machine.forget_device_memory(device)
+    before = torch.cuda.memory_allocated(device) if cuda else 0
     generator = torch.Generator().manual_seed(0)
     with Executor(plan, config, AdamW(), device, schedule=lower(plan)) as executor:
         ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
-from megatrain.runtime.optimizer import AdamW, BlockThreads
+from megatrain.runtime.optimizer import AdamW, WorkerThreads
 from megatrain.runtime.templates import IGNORED, Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import verified
@@ -69,7 +69,7 @@ class Executor:
         self._number = 0
         self._marks: dict[str, HostMark | StreamMark] = {}
         threads = threads or lane_threads(device)
-        self._block_threads = BlockThreads(threads["cpu"]) if threads["cpu"] > 1 else None
+        self._worker_threads = WorkerThreads(threads["cpu"]) if threads["cpu"] > 1 else None
         self._crew = Crew(self._lanes(threads))
 
     def __enter__(self) -> Self:
@@ -81,8 +81,8 @@ class Executor:
     def close(self) -> None:
         """Ends the lanes' threads and frees all memory: tasks hold tensors, so they go too."""
         self._crew.close()
-        if self._block_threads is not None:
-            self._block_threads.close()
+        if self._worker_threads is not None:
+            self._worker_threads.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._saved.clear()
@@ -265,14 +265,14 @@ class Executor:
         wide = self.schedule.buffer[buffer].bytes == 4 * elements
         return self.arenas.flat(buffer, torch.float32 if wide else self.dtype, elements)
 
-    def _blocks(self, op: Op) -> optimizer.Blocks:
-        """How the blocks of an elementwise op are walked: in threads on the host's lane, where it has several."""
-        return self._block_threads if op.lane == "cpu" and self._block_threads is not None else optimizer.one_by_one
+    def _workers(self, op: Op) -> optimizer.Workers:
+        """Who shares an elementwise op: threads on the host's lane, where it has several."""
+        return self._worker_threads if op.lane == "cpu" and self._worker_threads is not None else optimizer.alone
 
     def _norm(self, op: Op) -> Run:
         gradient, total = self._gradient(op.layer, op.reads[0]), self.arenas.flat(op.writes[0], torch.float32, 1)
-        blocks = self._blocks(op)
-        return lambda: total.copy_(optimizer.sum_of_squares(gradient, blocks))
+        workers = self._workers(op)
+        return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
     def _clip(self, op: Op) -> Run:
         sums = [self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads]
@@ -286,7 +286,9 @@ class Executor:
         moments = self.arenas.tensor(op.writes[-1], torch.float32, (2, elements))
         gradient = self._gradient(op.layer, op.reads[0])
         clip = self.arenas.flat(op.reads[1], torch.float32, 1)[0] if len(op.reads) > 1 else None
-        blocks = self._blocks(op)
-        return lambda: optimizer.update(weights, low, moments, gradient, settings=self.settings, rate=self._rate, number=self._number, clip=clip, blocks=blocks)
+        workers = self._workers(op)
+        return lambda: optimizer.update(
+            weights, low, moments, gradient, settings=self.settings, rate=self._rate, number=self._number, clip=clip, workers=workers
+        )
 
     _cpu_update = _update

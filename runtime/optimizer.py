@@ -10,7 +10,7 @@ one block or many, agree bit for bit. The work goes in blocks that stay in cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,8 +19,10 @@ import torch
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
 _CPU_BLOCK, _GPU_BLOCK = 2**17, 2**25  # elements: 0.5 MiB a temporary, three of them in a core's L2; on a GPU 128 MiB, launches negligible
 _CPU_NORM_BLOCK = 2**20  # elements: folding takes 24 small ops a block, so larger ones; 0.2 -> 0.4 G/s on one core
-Blocks = Callable[[Callable[[int], object], Sequence[int]], list[object]]
-"""calls a function on the start of each block and returns its results in order; blocks are independent, so it may do so in threads"""
+Share = tuple[int, int]
+"""(first element, one past the last) of a run of blocks"""
+Workers = Callable[[Callable[[Share], object], int, int], object]
+"""calls a function on shares of `n` elements, each a multiple of `block` but the last; shares are independent, so it may do so in threads"""
 
 
 @dataclass(frozen=True)
@@ -59,54 +61,56 @@ def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
     return high
 
 
-def one_by_one(work: Callable[[int], object], starts: Sequence[int]) -> list[object]:
-    """Blocks one after the other: on a GPU, and where one thread is to be used."""
-    return [work(start) for start in starts]
+def alone(work: Callable[[Share], object], count: int, _block: int) -> None:
+    """All elements as one share: on a GPU, and where one thread is to be used."""
+    work((0, count))
 
 
-class BlockThreads:
-    """Blocks spread over threads. Each thread runs torch on one: a block's ops are too small to share (some 20 us of work each)."""
+class WorkerThreads:
+    """A share for each of some threads. Each runs torch on one thread: the ops of a block are too short to split (20 to 100 us)."""
 
     def __init__(self, threads: int) -> None:
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="optimizer", initializer=torch.set_num_threads, initargs=(1,))
 
-    def __call__(self, work: Callable[[int], object], starts: Sequence[int]) -> list[object]:
-        return list(self._pool.map(work, starts))
+    def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
+        size = -(-count // (block * self._threads)) * block
+        list(self._pool.map(work, [(start, min(start + size, count)) for start in range(0, count, size)]))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _starts(flat: torch.Tensor, cpu_block: int = _CPU_BLOCK) -> tuple[range, int]:
-    block = cpu_block if flat.device.type == "cpu" else _GPU_BLOCK
-    return range(0, flat.numel(), block), block
-
-
 def update(
     weights: torch.Tensor, low: torch.Tensor | None, moments: torch.Tensor, gradient: torch.Tensor, *,
-    settings: AdamW, rate: float, number: int, clip: torch.Tensor | None, blocks: Blocks = one_by_one,
+    settings: AdamW, rate: float, number: int, clip: torch.Tensor | None, workers: Workers = alone,
 ) -> None:  # fmt: skip
     """One AdamW update in place.
 
     `weights` [n] bf16 with `low` [n] int16, or fp32 with None; `moments` [2, n] fp32; `gradient` [n] bf16 or fp32; `rate` the learning
     rate; `number` of this step, from 1; `clip` a 0-dimensional fp32 factor on the gradient, on the same device, or None.
     """
-    starts, block = _starts(weights)
+    count, device = weights.numel(), weights.device
+    block = min(_CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK, count)
 
-    def work(start: int) -> None:
-        part = slice(start, start + block)
-        _update_block(weights[part], None if low is None else low[part], moments[0, part], moments[1, part], gradient[part], settings, rate, number, clip)
+    def work(share: Share) -> None:
+        scratch = torch.empty(3, block, dtype=torch.float32, device=device)  # once a share: 1.5 MiB a block from the system would cost its page faults
+        for start in range(*share, block):
+            part = slice(start, min(start + block, share[1]))
+            temporaries = scratch[:, : part.stop - part.start]
+            planes = weights[part], None if low is None else low[part]
+            _update_block(*planes, moments[0, part], moments[1, part], gradient[part], temporaries, settings, rate, number, clip)
 
-    blocks(work, starts)
+    workers(work, count, block)
 
 
 def _update_block(
     weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-    settings: AdamW, rate: float, number: int, clip: torch.Tensor | None,
+    temporaries: torch.Tensor, settings: AdamW, rate: float, number: int, clip: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """In three temporaries. Scalars multiply, never divide: a GPU divides by a scalar as a product with its reciprocal, a CPU does not."""
+    """Scalars multiply, never divide: a GPU divides by a scalar as a product with its reciprocal, a CPU does not."""
     beta1, beta2 = settings.betas
-    g, scratch, joined = torch.empty(3, weights.numel(), dtype=torch.float32, device=weights.device)
+    g, scratch, joined = temporaries
     master = weights if low is None else _join(weights, low, joined, scratch)
     g.copy_(gradient)
     if clip is not None:
@@ -115,7 +119,7 @@ def _update_block(
         master.mul_(1 - rate * settings.weight_decay)
     first.mul_(beta1).add_(torch.mul(g, 1 - beta1, out=scratch))
     second.mul_(beta2).add_(torch.mul(g, g, out=scratch).mul_(1 - beta2))
-    denominator = torch.sqrt(second, out=scratch).mul_((1 - beta2**number) ** -0.5).add_(settings.epsilon)
+    denominator = scratch.copy_(rounded_sqrt(second)).mul_((1 - beta2**number) ** -0.5).add_(settings.epsilon)
     master.sub_(torch.mul(first, rate / (1 - beta1**number), out=g).div_(denominator))
     if low is not None:
         split(master, weights, low)
@@ -129,24 +133,27 @@ def accumulate(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> N
         total.add_(gradient)
 
 
-def sum_of_squares(gradient: torch.Tensor, blocks: Blocks = one_by_one) -> torch.Tensor:
+def sum_of_squares(gradient: torch.Tensor, workers: Workers = alone) -> torch.Tensor:
     """Of `gradient` [n], 0-dimensional fp32: rows of 4096 folded in halves, then the rows' sums folded in halves.
 
     Adding halves elementwise fixes the order of additions whatever the device, the threads or the block; its rounding error grows with log n.
     """
-    starts, block = _starts(gradient, _CPU_NORM_BLOCK)
-    rows = -(-gradient.numel() // _ROW)
-    sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=gradient.device)
+    count, device = gradient.numel(), gradient.device
+    rows = -(-count // _ROW)
+    block = min(_CPU_NORM_BLOCK if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)
+    sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
 
-    def work(start: int) -> None:
-        part = gradient[start : start + block]
-        squares = torch.zeros(-(-part.numel() // _ROW) * _ROW, dtype=torch.float32, device=gradient.device)
-        squares[: part.numel()] = part
-        first = start // _ROW
-        folded = _fold(squares.mul_(squares).view(-1, _ROW))
-        sums[first : first + folded.numel()] = folded
+    def work(share: Share) -> None:
+        scratch = torch.empty(block, dtype=torch.float32, device=device)
+        for start in range(*share, block):
+            part = gradient[start : min(start + block, share[1])]
+            squares = scratch[: -(-part.numel() // _ROW) * _ROW]
+            squares[part.numel() :].zero_()
+            squares[: part.numel()] = part
+            folded = _fold(squares.mul_(squares).view(-1, _ROW))
+            sums[start // _ROW : start // _ROW + folded.numel()] = folded
 
-    blocks(work, starts)
+    workers(work, count, block)
     return _fold(sums.view(1, -1))[0]
 
 
@@ -159,10 +166,15 @@ def _fold(values: torch.Tensor) -> torch.Tensor:
     return values[:, 0]
 
 
+def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
+    """Square roots of fp32 values, correctly rounded. CUDA's fp32 root is off by one unit for 7 values in 1,000; its fp64 root, rounded to fp32, is exact."""
+    return values.sqrt() if values.device.type == "cpu" else values.double().sqrt_().float()
+
+
 def clip_coefficient(sums: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(factor, norm), 0-dimensional fp32: min(1, max_norm / (norm + 1e-6)) as torch's clip_grad_norm_, the norm over all layers' sums in their order."""
     total = sums[0].clone()
     for part in sums[1:]:
         total += part
-    norm = total.sqrt()
+    norm = rounded_sqrt(total)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0), norm

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.arenas import TORCH_DTYPE
-from megatrain.runtime.optimizer import AdamW, clip_coefficient, round_to_bf16, sum_of_squares
+from megatrain.runtime.optimizer import AdamW, clip_coefficient, round_to_bf16, rounded_sqrt, sum_of_squares
 from megatrain.runtime.templates import IGNORED
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
 
@@ -121,4 +121,4 @@ class Reference:
             master *= 1 - rate * self.settings.weight_decay
         first.copy_(first * beta1 + g * (1 - beta1))
         second.copy_(second * beta2 + g * g * (1 - beta2))
-        master -= first * (rate / (1 - beta1**number)) / (second.sqrt() * (1 - beta2**number) ** -0.5 + self.settings.epsilon)
+        master -= first * (rate / (1 - beta1**number)) / (rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + self.settings.epsilon)

@@ -6,7 +6,6 @@ duration is the median), `memory.json` (bytes allocated), and the trained model 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.executor import Executor, StepResult
-from megatrain.runtime.machine import describe
+from megatrain.runtime.machine import describe, forget_device_memory
 from megatrain.runtime.model_files import ModelState, export, folder_weights, random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import config_of
@@ -90,9 +89,7 @@ def train(
         )
     corpus = Corpus.read(data, plan.workload, vocabulary=plan.model.vocabulary, seed=options.seed)
     config = config_of(plan.model, str(folder) if from_folder else None)
-    if device.type == "cuda":
-        gc.collect()  # what earlier work in this process left is not this run's
-        torch.cuda.reset_peak_memory_stats(device)
+    forget_device_memory(device)
     with Executor(plan, config, options.settings, device, schedule=schedule) as executor:
         state = ModelState(plan, executor.schedule, executor.arenas)
         if options.random_init:
