@@ -1,0 +1,1 @@
+"""The `megatrain` command, the demo, and committed results."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,14 +27,35 @@ def parser() -> OneLineParser:
     return top
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one verb. Raises UserError, also for options that the verb does not have."""
+    top = parser()
+    args, unknown = top.parse_known_args(arguments)
+    if unknown:
+        verb = OneLineParser(prog=f"megatrain {args.verb}")
+        VERBS[args.verb].describe(verb)
+        verb.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command: 0 for success, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C."""
     try:
-        args = parser().parse_args(arguments)
+        args = parse(arguments)
         status: int = VERBS[args.verb].run(args)
+        sys.stdout.flush()
         return status
     except UserError as error:
         print(f"megatrain: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `megatrain ... | head`: the reader has seen enough; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:  # a path that no check of ours foresaw: a name too long, a folder that may not be entered, a full disk
+        if error.filename is None or error.strerror is None:
+            raise
+        shown = UserError(str(error.filename), found=error.strerror.lower(), allowed="a path that can be used", fix="check the path and its permissions")
+        print(f"megatrain: {shown}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("megatrain: interrupted", file=sys.stderr)

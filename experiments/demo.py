@@ -22,6 +22,8 @@ from megatrain.simulator.units import format_bytes
 BATCH, SEQUENCE, ACCUMULATION, LOSS_CHUNK = 2, 128, 1, 128
 CAP = 0.2
 """device memory, as a share of what weights, gradients and optimizer state take"""
+CUDA_WORKSPACE_BYTES = 112 * 2**20
+"""device memory on top with CUDA: cuBLAS takes 32 MiB for every thread that multiplies, more than this whole model's slots"""
 STEPS = 300
 
 
@@ -71,11 +73,11 @@ def demo(out: Path, steps: int, device: str) -> None:
     stage(1, "a small model in Hugging Face format, and the Python standard library's sources as its corpus")
     model, corpus = out / "input" / "demo-11m", Path(sysconfig.get_paths()["stdlib"])
     parameters = make_model(model, seed=0)
-    cap = int(CAP * 16 * parameters)
+    on_cuda = options.device(argparse.Namespace(device=device)).type == "cuda"
+    cap = int(CAP * 16 * parameters) + (CUDA_WORKSPACE_BYTES if on_cuda else 0)
     print(f"{model}: {parameters / 1e6:.1f} M parameters; training state {format_bytes(16 * parameters)}; device memory capped at {format_bytes(cap)}")
     print(f"corpus: {corpus}")
 
-    on_cuda = options.device(argparse.Namespace(device=device)).type == "cuda"
     work = ["--batch", BATCH, "--seq", SEQUENCE, "--accumulation", ACCUMULATION, "--dtype", "bf16" if on_cuda else "fp32", "--loss-chunk", LOSS_CHUNK]
     hardware, plan, run = out / "input" / "hardware.toml", out / "input" / "plan.toml", out / "run"
     stage(2, "calibrate: measure this machine")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.units import parse_bytes
@@ -21,26 +23,35 @@ if TYPE_CHECKING:
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other error of the command."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(self.prog, found=message, allowed="the options of --help", fix=f"see `{self.prog} --help`")
+    def error(self, message: str) -> NoReturn:
+        where, found, allowed = self.prog, message, ", ".join(option for action in self._actions for option in action.option_strings)
+        if match := re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
+            where, found, allowed = match[1], match[2], match[3].replace("'", "")
+        elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
+            found, allowed = f"no {match[1]}", " ".join(self.format_usage().removeprefix("usage:").split())
+        elif match := re.fullmatch(r"unrecognized arguments: (.*)", message):
+            found = match[1]
+        elif match := re.fullmatch(r"argument (\S+): expected one argument", message):
+            where, found, allowed = match[1], "nothing after it", "one value"
+        raise UserError(where, found=found, allowed=allowed, fix=f"see `{self.prog} --help`")
 
 
-def number(kind: type, least: float, text: str, name: str) -> int | float:
-    """`text` as an int or float of at least `least`. Raises UserError otherwise."""
+def number(kind: type, least: float, text: str, name: str, most: float = math.inf) -> int | float:
+    """`text` as an int or float from `least` to `most`. Raises UserError otherwise."""
     try:
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not math.isfinite(value) or value < least:
-        allowed = f"a {'whole ' if kind is int else ''}number >= {least:g}"
+    if value is None or not abs(value) < math.inf or not least <= value <= most:
+        allowed = f"a {'whole ' if kind is int else ''}number " + (f">= {least:g}" if most == math.inf else f"from {least:g} to {most}")
         raise UserError(name, found=repr(text), allowed=allowed, fix=f"write it like {name} {max(least, 1):g}")
     checked: int | float = value
     return checked
 
 
-def whole(name: str, least: int = 1) -> Callable[[str], int | float]:
-    """An argparse type: a whole number of at least `least`."""
-    return lambda text: number(int, least, text, name)
+def whole(name: str, least: int = 1, most: float = math.inf) -> Callable[[str], int | float]:
+    """An argparse type: a whole number from `least` to `most`."""
+    return lambda text: number(int, least, text, name, most)
 
 
 def real(name: str, least: float = 0.0) -> Callable[[str], int | float]:
@@ -103,8 +114,6 @@ def device(args: argparse.Namespace) -> torch.device:
 
 def relative(path: Path, base: Path) -> str:
     """`path` as seen from the folder `base`, so that a folder with a plan can be moved as a whole."""
-    import os
-
     return os.path.relpath(path.resolve(), base.resolve())
 
 
@@ -113,4 +122,13 @@ def hardware_of(plan_path: Path, name: str) -> HardwareSpec:
     from megatrain.simulator.hardware import HardwareSpec
 
     beside = plan_path.parent / name
-    return HardwareSpec.load(str(beside) if beside.suffix == ".toml" else name)
+    return HardwareSpec.load(str(beside) if beside.suffix == ".toml" or os.path.isfile(beside) else name)
+
+
+def check_writable(path: Path) -> None:
+    """Refuses, before long work, a file that could not be written after it. Raises UserError."""
+    parent = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if os.path.exists(folder))
+    if os.path.isdir(path):
+        raise UserError(str(path), found="a folder", allowed="a file to write", fix=f"name a file in it, like {path / 'NAME.toml'}")
+    if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
+        raise UserError(str(path), found=f"{parent}, where nothing can be written", allowed="a file in a folder that can be written", fix="name another place")

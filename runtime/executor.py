@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
-from megatrain.runtime.optimizer import AdamW, WorkerThreads
+from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import IGNORED, Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import verified
@@ -69,7 +69,7 @@ class Executor:
         self._number = 0
         self._marks: dict[str, HostMark | StreamMark] = {}
         threads = threads or lane_threads(device)
-        self._worker_threads = WorkerThreads(threads["cpu"]) if threads["cpu"] > 1 else None
+        self._host_workers = optimizer.workers(threads["cpu"])
         self._crew = Crew(self._lanes(threads))
 
     def __enter__(self) -> Self:
@@ -81,8 +81,7 @@ class Executor:
     def close(self) -> None:
         """Ends the lanes' threads and frees all memory: tasks hold tensors, so they go too."""
         self._crew.close()
-        if self._worker_threads is not None:
-            self._worker_threads.close()
+        self._host_workers.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._saved.clear()
@@ -266,8 +265,7 @@ class Executor:
         return self.arenas.flat(buffer, torch.float32 if wide else self.dtype, elements)
 
     def _workers(self, op: Op) -> optimizer.Workers:
-        """Who shares an elementwise op: threads on the host's lane, where it has several."""
-        return self._worker_threads if op.lane == "cpu" and self._worker_threads is not None else optimizer.alone
+        return self._host_workers if op.lane == "cpu" else optimizer.ALONE
 
     def _norm(self, op: Op) -> Run:
         gradient, total = self._gradient(op.layer, op.reads[0]), self.arenas.flat(op.writes[0], torch.float32, 1)

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 import torch
 
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
-_CPU_BLOCK, _GPU_BLOCK = 2**17, 2**25  # elements: 0.5 MiB a temporary, three of them in a core's L2; on a GPU 128 MiB, launches negligible
-_CPU_NORM_BLOCK = 2**20  # elements: folding takes 24 small ops a block, so larger ones; 0.2 -> 0.4 G/s on one core
+_GPU_BLOCK = 2**24  # elements: 64 MiB a temporary, launches negligible
 Share = tuple[int, int]
 """(first element, one past the last) of a run of blocks"""
-Workers = Callable[[Callable[[Share], object], int, int], object]
-"""calls a function on shares of `n` elements, each a multiple of `block` but the last; shares are independent, so it may do so in threads"""
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,25 @@ def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
     return high
 
 
-def alone(work: Callable[[Share], object], count: int, _block: int) -> None:
-    """All elements as one share: on a GPU, and where one thread is to be used."""
-    work((0, count))
+class Workers:
+    """Who does the blocks of an elementwise op: here, the calling thread."""
+
+    cpu_block = 2**17
+    """elements: three temporaries of 0.5 MiB, in a core's L2"""
+
+    def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
+        """Calls `work` on shares of `count` elements, each but the last a multiple of `block`. Shares are independent."""
+        work((0, count))
+
+    def close(self) -> None:
+        """Ends its threads."""
 
 
-class WorkerThreads:
-    """A share for each of some threads. Each runs torch on one thread: the ops of a block are too short to split (20 to 100 us)."""
+class WorkerThreads(Workers):
+    """A share for each of some threads, each with torch on one thread."""
+
+    cpu_block = 2**20
+    """elements: with 16 threads 1.3 G updates/s; with 2**17 they spend their time on Python's lock, 0.3 (Xeon of an H200 machine, 16 cores)"""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -81,9 +90,17 @@ class WorkerThreads:
         self._pool.shutdown(cancel_futures=True)
 
 
+ALONE = Workers()
+
+
+def workers(threads: int) -> Workers:
+    """For a host lane of `threads` threads."""
+    return WorkerThreads(threads) if threads > 1 else Workers()
+
+
 def update(
     weights: torch.Tensor, low: torch.Tensor | None, moments: torch.Tensor, gradient: torch.Tensor, *,
-    settings: AdamW, rate: float, number: int, clip: torch.Tensor | None, workers: Workers = alone,
+    settings: AdamW, rate: float, number: int, clip: torch.Tensor | None, workers: Workers = ALONE,
 ) -> None:  # fmt: skip
     """One AdamW update in place.
 
@@ -91,22 +108,23 @@ def update(
     rate; `number` of this step, from 1; `clip` a 0-dimensional fp32 factor on the gradient, on the same device, or None.
     """
     count, device = weights.numel(), weights.device
-    block = min(_CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK, count)
+    block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 
     def work(share: Share) -> None:
-        scratch = torch.empty(3, block, dtype=torch.float32, device=device)  # once a share: 1.5 MiB a block from the system would cost its page faults
+        scratch = torch.empty(3, block, dtype=torch.float32, device=device)  # once a share: fresh memory for each block would cost its page faults
+        wide = torch.empty(block, dtype=torch.float64, device=device)
         for start in range(*share, block):
             part = slice(start, min(start + block, share[1]))
-            temporaries = scratch[:, : part.stop - part.start]
+            length = part.stop - part.start
             planes = weights[part], None if low is None else low[part]
-            _update_block(*planes, moments[0, part], moments[1, part], gradient[part], temporaries, settings, rate, number, clip)
+            _update_block(*planes, moments[0, part], moments[1, part], gradient[part], scratch[:, :length], wide[:length], settings, rate, number, clip)
 
     workers(work, count, block)
 
 
 def _update_block(
     weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-    temporaries: torch.Tensor, settings: AdamW, rate: float, number: int, clip: torch.Tensor | None,
+    temporaries: torch.Tensor, wide: torch.Tensor, settings: AdamW, rate: float, number: int, clip: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Scalars multiply, never divide: a GPU divides by a scalar as a product with its reciprocal, a CPU does not."""
     beta1, beta2 = settings.betas
@@ -119,7 +137,7 @@ def _update_block(
         master.mul_(1 - rate * settings.weight_decay)
     first.mul_(beta1).add_(torch.mul(g, 1 - beta1, out=scratch))
     second.mul_(beta2).add_(torch.mul(g, g, out=scratch).mul_(1 - beta2))
-    denominator = scratch.copy_(rounded_sqrt(second)).mul_((1 - beta2**number) ** -0.5).add_(settings.epsilon)
+    denominator = scratch.copy_(wide.copy_(second).sqrt_()).mul_((1 - beta2**number) ** -0.5).add_(settings.epsilon)
     master.sub_(torch.mul(first, rate / (1 - beta1**number), out=g).div_(denominator))
     if low is not None:
         split(master, weights, low)
@@ -133,14 +151,14 @@ def accumulate(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> N
         total.add_(gradient)
 
 
-def sum_of_squares(gradient: torch.Tensor, workers: Workers = alone) -> torch.Tensor:
+def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
     """Of `gradient` [n], 0-dimensional fp32: rows of 4096 folded in halves, then the rows' sums folded in halves.
 
     Adding halves elementwise fixes the order of additions whatever the device, the threads or the block; its rounding error grows with log n.
     """
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
-    block = min(_CPU_NORM_BLOCK if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)
+    block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)  # folding takes 24 small ops a block
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
 
     def work(share: Share) -> None:
@@ -167,8 +185,8 @@ def _fold(values: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
-    """Square roots of fp32 values, correctly rounded. CUDA's fp32 root is off by one unit for 7 values in 1,000; its fp64 root, rounded to fp32, is exact."""
-    return values.sqrt() if values.device.type == "cpu" else values.double().sqrt_().float()
+    """Square roots of fp32 values, correctly rounded, by way of fp64: torch's fp32 root on a CPU is off by one unit for 6 values in 1,000, a GPU's is not."""
+    return values.double().sqrt_().float()
 
 
 def clip_coefficient(sums: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:

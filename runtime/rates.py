@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.lanes import DEVICE_LANES
-from megatrain.runtime.optimizer import Workers, WorkerThreads, accumulate, alone, sum_of_squares
 from megatrain.runtime.templates import Templates, layer_tensors
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
@@ -46,7 +46,7 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
     sizes |= {"device.layer:0": width * layer.elements, "host.layer:0": 4 * layer.elements}
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
-    worker_threads = WorkerThreads(threads["cpu"]) if threads["cpu"] > 1 else None
+    workers = optimizer.workers(threads["cpu"])
     try:
         for name, size in sizes.items():
             arenas.flat(name, torch.uint8, size).random_(
@@ -63,14 +63,12 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         }
         torch.set_num_threads(threads["compute"])
         templates = Templates(model, workload, config, device)
-        workers = worker_threads or alone
         work, activations = _lane_work(templates, arenas, layer, largest, device, workers)
         contention = _contention(work, threads, device)
         return Rates(copies, contention, _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), activations)
     finally:
         torch.set_num_threads(threads["compute"])
-        if worker_threads is not None:
-            worker_threads.close()
+        workers.close()
         arenas.close()
 
 
@@ -113,7 +111,9 @@ def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int
     return round(statistics.median(times[2:]))
 
 
-def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: Workers) -> tuple[dict[str, Work], int]:
+def _lane_work(
+    templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers
+) -> tuple[dict[str, Work], int]:
     """A unit of what each lane does while others are busy (on the cpu lane: summing gradients and their squares), and the bytes of a layer's saved activations (0 without CUDA)."""
     work, model = templates.workload, templates.model
     width = templates.dtype.itemsize
@@ -130,8 +130,8 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
         templates.backward(saved, "device.layer:0", x)
 
     def sum_gradients() -> None:
-        accumulate(total, gradient, first=True)
-        sum_of_squares(total, workers)
+        optimizer.accumulate(total, gradient, first=True)
+        optimizer.sum_of_squares(total, workers)
 
     activations = 0
     if device.type == "cuda":

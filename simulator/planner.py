@@ -61,15 +61,15 @@ def search(
     hardware: HardwareSpec,
     workload: Workload,
     *,
-    source: str,
-    hardware_name: str,
+    source: str = "",
+    hardware_name: str = "",
     device_limit: int | None = None,
     host_limit: int | None = None,
     policies: Iterable[str] | None = None,
 ) -> list[Choice]:
     """The best plan of each policy: those that fit, fastest first, then the nearest misses. Limits in bytes, the machine's by default.
 
-    `source` and `hardware_name` go into the plans. Raises UserError for an unknown policy and for costs that were not measured.
+    `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were not measured.
     """
     known = policy_library.names()
     names = known if policies is None else list(dict.fromkeys(policies))
@@ -78,8 +78,8 @@ def search(
             raise UserError("policy", found=repr(name), allowed=", ".join(known), fix="name one of these")
     first = Plan(
         policy=names[0],
-        hardware=hardware_name,
-        source=source,
+        hardware=hardware_name or hardware.name,
+        source=source or model.name,
         model=model,
         workload=workload,
         device_limit_bytes=hardware.device_bytes if device_limit is None else device_limit,

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from megatrain.experiments import options
+from megatrain.simulator.errors import UserError
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware import HardwareSpec
@@ -58,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.hardware import HardwareSpec
 
     hardware = HardwareSpec.load(args.hardware)
+    if args.cores and hardware.costs is not None and args.cores != hardware.cores:
+        raise UserError(
+            "--cores", found=args.cores, allowed=f"{hardware.cores}, with which {hardware.name} was measured", fix="calibrate on that machine, or leave it out"
+        )
     if args.cores:
         hardware = msgspec.structs.replace(hardware, cores=args.cores, cpu_update_per_s=hardware.cpu_update_per_s * args.cores / hardware.cores)
     found = choices(args, hardware, args.model, args.hardware)
@@ -69,6 +74,27 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(verdict(found[0], hardware))
     return 0 if found[0].feasible else 2
+
+
+def limits(choice: Choice) -> str:
+    """What the plan needs and may use, in each place."""
+    from megatrain.simulator.units import format_bytes
+
+    account = choice.account
+    return (
+        f"{format_bytes(account.device_limit_bytes)} of device memory (the nearest plan needs {format_bytes(account.device_peak_bytes)}) "
+        f"and {format_bytes(account.host_limit_bytes)} of host memory (it needs {format_bytes(account.host_peak_bytes)})"
+    )
+
+
+def parameters(count: int) -> str:
+    """A model's size as people say it.
+
+    >>> parameters(7_615_616_512), parameters(57_632)
+    ('7.616 G parameters', '57.63 k parameters')
+    """
+    unit, factor = next((unit, factor) for unit, factor in (("G ", 1e9), ("M ", 1e6), ("k ", 1e3), ("", 1)) if count >= factor or factor == 1)
+    return f"{count / factor:.4g} {unit}parameters" if unit else f"{count} parameters"
 
 
 def table(found: list[Choice]) -> str:
@@ -95,7 +121,7 @@ def verdict(choice: Choice, hardware: HardwareSpec) -> str:
     plan, account = choice.plan, choice.account
     work = plan.workload
     lines = [
-        f"{plan.model.name} ({plan.model.parameters / 1e9:.3f} G parameters) on {hardware.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}",
+        f"{plan.model.name} ({parameters(plan.model.parameters)}) on {hardware.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}",
         f"{'fits' if choice.feasible else 'DOES NOT FIT'} with policy {plan.policy}: "
         + ", ".join(f"{field} {getattr(plan.knobs, field)}" for field in plan.knobs.__struct_fields__ if field != "chunk_bytes")
         + f", copies of {format_bytes(plan.knobs.chunk_bytes)}",

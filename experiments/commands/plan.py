@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from megatrain.experiments import options
 from megatrain.experiments.commands import check
+from megatrain.simulator.errors import UserError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -22,15 +24,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.policy == "all":
         args.policy = "best"
+    options.check_writable(args.out)
     hardware = HardwareSpec.load(args.hardware)
-    source = options.relative(Path(args.model), args.out.parent) if Path(args.model).exists() else args.model
-    named = options.relative(Path(args.hardware), args.out.parent) if Path(args.hardware).exists() else args.hardware
+    source = options.relative(Path(args.model), args.out.parent) if os.path.exists(args.model) else args.model
+    named = options.relative(Path(args.hardware), args.out.parent) if os.path.exists(args.hardware) else args.hardware
     best, *others = check.choices(args, hardware, source, named)
     print(check.verdict(best, hardware))
     if others:
         print("\nevery policy at its best:\n" + check.table([best, *others]))
     if not best.feasible:
-        return 2
+        raise UserError(str(args.out), found="no plan that fits, so none is written", allowed=check.limits(best), fix=best.account.advice)
     best.plan.save(args.out)
     print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
     return 0

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.planner import assess
     from megatrain.simulator.policies import verified
     from megatrain.simulator.trace import save_trace
-    from megatrain.simulator.units import format_seconds
+    from megatrain.simulator.units import format_bytes, format_seconds
 
     plan = Plan.load(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
@@ -45,6 +45,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"step {format_seconds(choice.step_seconds)}, of which {format_seconds(timeline.makespan_ns / 1e9)} in the schedule")
     print("\n".join(f"  lane {lane:<8} busy {format_seconds(busy):>11}  {busy * 1e9 / timeline.makespan_ns:6.1%}" for lane, busy in lanes.items()))
     print("\n".join(f"  {kind:<22}{count:>6} ops {format_seconds(seconds):>11}" for kind, (count, seconds) in kinds.items()))
+    account = choice.account
+    for place, peak, limit in (("device", account.device_peak_bytes, account.device_limit_bytes), ("host", account.host_peak_bytes, account.host_limit_bytes)):
+        print(f"  {place:<6} memory {format_bytes(peak):>12} of {format_bytes(limit)}{'' if peak <= limit else ': DOES NOT FIT'}")
+    if not choice.feasible:
+        print(f"  {account.binding} binds: {account.advice}")
     if args.trace:
         print(f"wrote {args.trace}: open it at https://ui.perfetto.dev")
     return 0

@@ -1,0 +1,189 @@
+"""Schedule invariance: whatever plan executes a workload, its losses, norms, weights and moments are the reference's, bit for bit.
+
+This is the runtime's main test: a race, a slot reused too early, a chunk left out or a gradient summed in another order is a changed bit.
+Every plan goes the way of a user's: with its digest, under limits that leave its pools not a byte, or a few, to spare.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from megatrain.runtime.executor import Batch, Executor
+from megatrain.runtime.model_files import ModelState, random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.reference import Reference
+from megatrain.runtime.templates import IGNORED, config_of
+from megatrain.simulator import policies
+from megatrain.simulator.memory import account
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
+
+STEPS = 5
+RATE = 1e-2
+SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1)
+CPU = torch.device("cpu")
+ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
+SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deterministic_mode() -> Iterator[None]:
+    """One thread a matrix product, as in the lanes: the order of its additions hangs on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+class Trained(NamedTuple):
+    """What must not hang on the schedule."""
+
+    losses: list[float]
+    norms: list[float | None]
+    tensors: dict[str, torch.Tensor]
+    """fp32, as bits: masters and both moments by name"""
+
+
+def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: bool = False) -> ModelSpec:
+    return ModelSpec(
+        name="tiny", family=family, layers=layers, hidden=hidden, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocabulary=301, tied=tied
+    )  # fmt: skip
+
+
+def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
+    """The batches of every step. From the second on a third of the labels is ignored, in the third a whole sequence, and micro-batch where there are several."""
+    generator = torch.Generator().manual_seed(7)
+    steps = []
+    for number in range(1, STEPS + 1):
+        micro_batches = []
+        for micro in range(work.accumulation):
+            ids, labels = torch.randint(model.vocabulary, (2, work.batch, work.sequence), generator=generator)
+            if number > 1:
+                labels[torch.rand(labels.shape, generator=generator) < 1 / 3] = IGNORED
+            if number == 3:
+                labels[0 if micro != 1 else slice(None)] = IGNORED
+            micro_batches.append((ids, labels))
+        steps.append(micro_batches)
+    return steps
+
+
+@functools.lru_cache(maxsize=32)
+def reference(model: ModelSpec, work: Workload) -> Trained:
+    """The yardstick's answer; once a workload."""
+    weights = random_weights(0)
+    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in model.stack.values()}
+    yardstick = Reference(model, work, config_of(model), SETTINGS, masters, CPU)
+    results = [yardstick.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(model, work), 1)]
+    if work.clipping == "global":
+        assert all(norm is not None and norm > 2 * SETTINGS.max_norm for _, norm in results), "clipping is to be active in every step"
+    tensors = {f"{layer} {name}": tensor for layer, named in yardstick.masters.items() for name, tensor in named.items()}
+    for layer, named in yardstick.moments.items():
+        tensors |= {f"{layer} {name} moment {order}": moment for name, pair in named.items() for order, moment in enumerate(pair, 1)}
+    moved = [name for name, tensor in tensors.items() if name.endswith("moment 2") and not tensor.count_nonzero()]
+    assert not moved, f"no gradient ever reached {moved}"
+    return Trained([loss for loss, _ in results], [norm for _, norm in results], as_bits(tensors))
+
+
+def as_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous().view(torch.int32) for name, tensor in tensors.items()}
+
+
+def execute(plan: Plan) -> Trained:
+    """The runtime's answer."""
+    with Executor(plan, config_of(plan.model), SETTINGS, CPU, threads=ONE_THREAD) as executor:
+        state = ModelState(plan, executor.schedule, executor.arenas)
+        state.load(random_weights(0))
+        results = [executor.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)]
+        tensors: dict[str, torch.Tensor] = {}
+        for layer in plan.model.stack.values():
+            tensors |= {f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()}
+            home = state.home("moments", layer.name)
+            assert home is not None
+            for order, moments in enumerate(executor.arenas.tensor(home, torch.float32, (2, layer.elements)), 1):
+                tensors |= {f"{layer.name} {name} moment {order}": moment for name, moment in by_tensor(layer, moments).items()}
+        return Trained([result.loss for result in results], [result.gradient_norm for result in results], as_bits(tensors))
+
+
+def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Copies of the stretches of `flat`; what pads them must have stayed zero."""
+    made, offset = {}, 0
+    for tensor in layer.tensors:
+        made[tensor.name] = flat[offset : offset + tensor.elements].clone().view(tensor.shape)
+        assert not flat[offset + tensor.elements : offset + tensor.padded].count_nonzero(), f"{layer.name} {tensor.name}: padding has changed"
+        offset += tensor.padded
+    return made
+
+
+def planned(policy: str, model: ModelSpec, work: Workload, knobs: Knobs, spare_bytes: int = 0) -> Plan:
+    """With its digest, and limits `spare_bytes` above what its pools need."""
+    plan = Plan(policy=policy, hardware="", source="", device_limit_bytes=1, host_limit_bytes=1, model=model, workload=work, knobs=knobs)
+    schedule = policies.lower(plan)
+    need = account(schedule, 1, 1, 0, 0)
+    limits = {"device_limit_bytes": need.device_peak_bytes + spare_bytes, "host_limit_bytes": max(need.host_peak_bytes, 1) + spare_bytes}
+    return msgspec.structs.replace(plan, digest=schedule.digest, **limits)
+
+
+def assert_invariant(plan: Plan) -> None:
+    want, got = reference(plan.model, plan.workload), execute(plan)
+    assert (got.losses, got.norms) == (want.losses, want.norms)
+    assert got.tensors.keys() == want.tensors.keys()
+    changed = [name for name, bits in want.tensors.items() if not torch.equal(bits, got.tensors[name])]
+    assert not changed
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    model = model_of(
+        family=draw(st.sampled_from(["llama", "qwen2", "qwen3", "mistral"])),
+        layers=draw(st.integers(3, 5)), hidden=draw(st.sampled_from([64, 48])), tied=draw(st.booleans()),
+    )  # fmt: skip
+    sequence = draw(st.sampled_from([16, 32]))
+    work = Workload(
+        batch=2, sequence=sequence, accumulation=draw(st.sampled_from([1, 4])), dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        clipping=draw(st.sampled_from(["global", "none"])), loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
+    )  # fmt: skip
+    policy = draw(st.sampled_from(policies.names()))
+    layer_bytes = DTYPE_BYTES[work.dtype] * model.stack["0"].elements
+    summed = work.accumulation > 1 or model.tied
+    knobs = Knobs(
+        weight_slots=draw(st.integers(1, model.layers + 1)) if policy == "k_buffer" else SLOTS.get(policy, 2),
+        gradient_slots=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1 if summed and policy != "resident" else 0, 3)),
+        chunk_bytes=draw(st.sampled_from([4096, layer_bytes, 2**30]) | st.integers(4096, layer_bytes + 4096)),
+        checkpoint_interval=draw(st.integers(1, model.layers + 1)),
+    )  # fmt: skip
+    event(f"{policy}, {work.dtype}, accumulation {work.accumulation}, clipping {work.clipping}")
+    return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
+
+
+@given(plans())
+@settings(max_examples=30)
+def test_any_plan_gives_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@given(plans())
+@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+def test_a_thousand_plans_give_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", policies.names())
+def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, dtype: Any, accumulation: int) -> None:
+    """The same workload for all of them, with clipping: the cases that must never be left to chance."""
+    work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
+    knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3)
+    assert_invariant(planned(policy, model_of(family="qwen2"), work, knobs))

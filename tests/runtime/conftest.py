@@ -1,0 +1,89 @@
+"""A plan that the runtime can execute, and a session that executes it on the CPU, each lane on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from megatrain.runtime.executor import Batch, Executor
+from megatrain.runtime.lanes import Task
+from megatrain.runtime.model_files import ModelState, Weights, random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.templates import config_of
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import Schedule
+
+ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """In the main thread too; lanes have their own number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Session:
+    """An executor with weights in it; steps on random tokens."""
+
+    def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int]) -> None:
+        self.plan = plan
+        self.executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.05, weight_decay=0.1), torch.device("cpu"), schedule=schedule, threads=threads)
+        self.state = ModelState(plan, self.executor.schedule, self.executor.arenas)
+        self.state.load(weights)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.executor.close()
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """By op: the seam through which tests delay or break an op."""
+        return {task.op: task for lane in self.executor._crew._lanes for task in lane.tasks}
+
+    def batches(self, number: int) -> list[Batch]:
+        work, generator = self.plan.workload, torch.Generator().manual_seed(number)
+        pairs = [torch.randint(self.plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
+        return [(ids, labels) for ids, labels in pairs]
+
+    def step(self, number: int = 1) -> Any:
+        return self.executor.step(self.batches(number), rate=1e-2, number=number)
+
+    def bits(self, steps: int = 2) -> Bits:
+        """Of everything that `steps` steps leave."""
+        results = [self.step(number) for number in range(1, steps + 1)]
+        masters = [tensor for layer in self.plan.model.stack.values() for tensor in self.state.masters(layer).values()]
+        return Bits([(result.loss, result.gradient_norm) for result in results], b"".join(tensor.contiguous().numpy().tobytes() for tensor in masters))
+
+
+class Bits(NamedTuple):
+    results: list[tuple[float, float | None]]
+    masters: bytes
+
+
+@pytest.fixture(scope="session")
+def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    """`make_plan` with the digest that the runtime verifies, and head_dim 8 x 4 = hidden 32."""
+
+    def make(policy: str = "double_buffer", **changes: Any) -> Plan:
+        plan = make_plan(policy, **changes)
+        return msgspec.structs.replace(plan, digest=lower(plan).digest)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def session() -> Callable[..., Session]:
+    def make(plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD) -> Session:
+        return Session(plan, schedule, weights or random_weights(0), threads)
+
+    return make

@@ -1,0 +1,253 @@
+"""Executor: what it refuses, what it allocates, how it ends when an op fails or the user interrupts, and what it reports of a step."""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.lanes import Lane, LaneError
+from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.optimizer import AdamW, WorkerThreads
+from megatrain.runtime.templates import IGNORED, config_of
+from megatrain.simulator import policies
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.memory import account
+from megatrain.simulator.plan import Plan
+
+CPU = torch.device("cpu")
+EXECUTABLE = ("sequential", "double_buffer", "k_buffer", "resident")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith(("lane-", "optimizer"))]
+    assert not left
+
+
+@pytest.fixture
+def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Arenas, pool: str) -> torch.UntypedStorage:
+        raise AssertionError(f"{pool} was allocated")
+
+    monkeypatch.setattr(Arenas, "_allocate", refuse)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.parametrize("digest", ["", "0123456789abcdef"])
+def test_another_digest_is_refused(executable: Callable[..., Plan], digest: str) -> None:
+    plan = msgspec.structs.replace(executable(), digest=digest)
+    with pytest.raises(UserError, match=f"plan: digest: found '{digest}'; allowed: {policies.lower(plan).digest}, .*; fix: make the plan again"):
+        Executor(plan, config_of(plan.model), AdamW(), CPU)
+
+
+@pytest.mark.usefixtures("nothing_allocated")
+def test_a_digest_of_other_knobs_is_refused(executable: Callable[..., Plan]) -> None:
+    plan = executable()
+    changed = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, gradient_slots=1))
+    with pytest.raises(UserError, match="digest"):
+        Executor(changed, config_of(plan.model), AdamW(), CPU)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_pools_fit_to_the_byte_or_are_refused(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    plan = executable(gradient_slots=1)
+    need = account(policies.lower(plan), 1, 1, 0, 0)
+    peak = getattr(need, f"{place}_peak_bytes")
+    largest = next(pool for pool in need.pools if pool.startswith(place))
+    with session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak})) as fits:
+        assert fits.executor.arenas.total(place) == peak
+    monkeypatch.setattr(Arenas, "_allocate", lambda _, pool: pytest.fail(f"{pool} was allocated"))
+    with pytest.raises(UserError, match=f"^{place} memory: found pools of .*, of which {largest} .*; fix: raise the limit by 1 B, or ") as refusal:
+        session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak - 1}))
+    assert "\n" not in str(refusal.value)
+
+
+def test_memory_that_the_machine_does_not_give_is_one_line(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Arenas, pool: str) -> torch.UntypedStorage:
+        raise RuntimeError("out of memory\nand a long story")
+
+    monkeypatch.setattr(Arenas, "_allocate", refuse)
+    with pytest.raises(UserError, match=r"^pool \S+: found no room for .* \(out of memory\); allowed: free memory; fix: ") as refusal:
+        session(executable())
+    assert "long story" not in str(refusal.value)
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("policy", EXECUTABLE)
+@pytest.mark.parametrize(
+    "changes", [{}, {"accumulation": 2, "checkpoint_interval": 3, "gradient_slabs": 3, "dtype": "fp32"}, {"tied": True, "clipping": "none"}]
+)
+def test_pools_are_allocated_as_the_simulator_accounts_for_them(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, changes: dict[str, Any]
+) -> None:
+    plan = executable(policy, **changes)
+    with session(plan) as running:
+        arenas, schedule = running.executor.arenas, running.executor.schedule
+        predicted = account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
+        pools = {pool: size for pool, size in predicted.pools.items() if pool not in ("device.activations", "device.workspace")}
+        assert arenas.pool_bytes == pools
+        real = {buffer.pool: arenas.flat(buffer.id, torch.uint8, 1).untyped_storage().nbytes() for buffer in schedule.buffers if not buffer.dynamic}
+        assert real == pools
+        assert arenas.total("device") == account(schedule, 1, 1, 0, 0).device_peak_bytes
+        assert arenas.total("host") == predicted.host_peak_bytes
+
+
+def test_buffers_of_a_pool_do_not_overlap(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    with session(executable(accumulation=2)) as running:
+        places = []
+        for buffer in running.executor.schedule.buffers:
+            if not buffer.dynamic:
+                pool, start = running.executor.arenas.start_of(buffer.id)
+                places.append((pool + start, pool + start + buffer.bytes))
+                assert (pool + start) % 64 == 0, f"{buffer.id} is not aligned"
+        for (_, end), (start, _) in itertools.pairwise(sorted(places)):
+            assert end <= start
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize(("op", "lane"), [("F1.m0", "compute"), ("W2f.m0.c0", "h2d"), ("G1b.m0.c0", "d2h"), ("N0", "cpu"), ("UC2", "cpu")])
+def test_a_failing_op_is_named_and_ends_the_step(executable: Callable[..., Plan], session: Callable[..., Any], op: str, lane: str) -> None:
+    with session(executable(chunk_bytes=2**20)) as running:
+        task = running.tasks[op]
+        works, ended = task.run, []
+
+        def fail() -> None:
+            raise ZeroDivisionError("planted")
+
+        task.run = fail
+        last = list(running.tasks.values())[-1]
+        last.run = lambda: ended.append(True)
+        begin = time.monotonic()
+        with pytest.raises(LaneError, match=f"^{op} on lane {lane}: ZeroDivisionError: planted$") as failure:
+            running.step()
+        assert isinstance(failure.value.__cause__, ZeroDivisionError)
+        assert time.monotonic() - begin < 5
+        assert not ended, "what comes after the failure has run"
+        lanes = [thread for thread in threading.enumerate() if thread.name.startswith("lane-")]
+        assert len(lanes) == len(running.executor.schedule.lanes), "lanes wait for the next step"
+        task.run = works
+        running.step()
+        assert ended, "a step after the failure runs to its end"
+
+
+def test_ctrl_c_in_a_step_ends_it_promptly(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    ran: list[str] = []
+    with session(executable(chunk_bytes=2**20)) as running:
+        for task in running.tasks.values():
+            task.run = lambda op=task.op: (time.sleep(0.1), ran.append(op))  # type: ignore[misc]
+        assert 0.1 * len(running.executor.schedule.lanes["compute"]) > 1.2
+        timer = threading.Timer(0.4, _thread.interrupt_main)
+        timer.start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            running.step()
+        assert 0.3 < time.monotonic() - begin < 1.2
+        timer.join()
+        count = len(ran)
+        assert count < len(running.tasks)
+        time.sleep(0.25)
+        assert len(ran) == count, "a lane ran on behind the interruption"
+
+
+def test_ctrl_c_while_the_lanes_start_does_not_hang(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls between the first lane's start and the second's: the first waits for ops of a lane that never plays."""
+    play = Lane.play
+
+    def interrupted(lane: Lane) -> None:
+        if lane.name == "h2d":
+            raise KeyboardInterrupt
+        play(lane)
+
+    running = session(executable())
+    closing = threading.Thread(target=running.executor.close, daemon=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "play", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            running.step()
+    closing.start()
+    closing.join(timeout=5)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("policy", EXECUTABLE)
+@pytest.mark.parametrize("clipping", ["global", "none"])
+def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
+    def broken(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return random_weights(0)(layer, tensor, shape) * (float("nan") if (layer, tensor) == ("2", "input_layernorm.weight") else 1)
+
+    with session(executable(policy, clipping=clipping), weights=broken) as running, pytest.raises(FloatingPointError, match="^step 3: loss nan"):
+        running.step(3)
+
+
+# ---- results ----
+
+
+@pytest.mark.parametrize("policy", EXECUTABLE)
+def test_the_measured_timeline_is_one_of_the_schedule(executable: Callable[..., Plan], session: Callable[..., Any], policy: str) -> None:
+    plan = executable(policy, accumulation=2, checkpoint_interval=2)
+    with session(plan) as running:
+        for number in (1, 2):
+            begin = time.perf_counter()
+            result = running.step(number)
+            seconds = time.perf_counter() - begin
+            schedule, timeline = running.executor.schedule, result.timeline
+            assert (timeline.name, timeline.digest) == ("measured", plan.digest)
+            assert [(span.op, span.lane) for span in timeline.spans] == [(op.id, op.lane) for op in schedule.ops]
+            assert all(0 <= span.start_ns <= span.end_ns for span in timeline.spans)
+            for queue in schedule.lanes.values():
+                for before, after in itertools.pairwise(timeline.by_op[op.id] for op in queue):
+                    assert before.end_ns <= after.start_ns, f"{after.op} overlaps or overtakes {before.op}"
+            for op in schedule.ops:
+                for other in op.after:
+                    assert timeline.by_op[other].end_ns <= timeline.by_op[op.id].start_ns, f"{op.id} did not wait for {other}"
+            assert timeline.makespan_ns / 1e9 <= result.seconds <= seconds
+            assert all(span.duration_ns > 0 for span in timeline.spans if span.kind in ("forward", "backward", "update", "cpu_update"))
+
+
+def test_the_loss_is_the_mean_over_labelled_tokens(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    """Zero weights predict every token alike: a loss of ln(vocabulary), however the labels spread over the micro-batches."""
+
+    def zeros(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape)
+
+    with session(executable(accumulation=2, clipping="none", dtype="fp32"), weights=zeros) as running:
+        batches = running.batches(1)
+        batches[0][1][:, 3:] = IGNORED
+        result = running.executor.step(batches, rate=0.0, number=1)
+        assert result.loss == pytest.approx(float(torch.tensor(256.0).log()), rel=1e-6)
+        assert result.gradient_norm is None
+        for _, labels in batches:
+            labels.fill_(IGNORED)
+        assert running.executor.step(batches, rate=0.0, number=2).loss == 0.0
+
+
+def test_optimizer_threads_change_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerThreads, "cpu_block", 1024)
+    plan = executable()
+    with session(plan) as alone:
+        want = alone.bits()
+    with session(plan, threads={"compute": 1, "update": 1, "h2d": 1, "d2h": 1, "cpu": 3}) as together:
+        assert together.bits() == want

@@ -1,0 +1,192 @@
+"""Weights in and out: a transformers folder loads, trains' masters export to a folder that transformers loads, failures leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatrain.runtime import model_files
+from megatrain.runtime.model_files import export, folder_weights, random_weights
+from megatrain.runtime.optimizer import round_to_bf16
+from megatrain.runtime.templates import config_of
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def save_model(plan: Plan, folder: Path, shard: str = "5GB") -> Any:
+    """transformers' model of `plan`, fp32, with weights of its own, saved to `folder`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1).add_(1 if parameter.dim() == 1 else 0)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+@pytest.fixture
+def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
+    """A plan, and a folder with its weights."""
+    plan = executable(dtype="fp32")
+    save_model(plan, tmp_path / "model")
+    return plan, tmp_path / "model"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("family", "policy"), list(zip(FAMILIES, ("sequential", "double_buffer", "k_buffer", "resident"), strict=True)))
+def test_an_export_has_the_logits_of_what_was_loaded(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str, policy: str, tied: bool, dtype: str
+) -> None:
+    """Identical, not close: in fp32 to the model that was saved, in bf16 to that model rounded (ties away from zero, unlike torch's conversion)."""
+    plan = executable(policy, family=family, tied=tied, dtype=dtype)
+    model = save_model(plan, tmp_path / "in")
+    with folder_weights(tmp_path / "in") as weights, session(plan, weights=weights) as running:
+        for layer in plan.model.stack.values():
+            for name, master in running.state.masters(layer).items():
+                assert torch.equal(master, model.get_parameter(model_files.hub_name(layer.name, name))), f"{layer.name} {name}: not the fp32 master"
+        export(running.state, plan, config_of(plan.model), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert exported.dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
+    assert (exported.get_input_embeddings().weight is exported.get_output_embeddings().weight) is tied
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=exported.dtype).eval()
+    if dtype == "bf16":
+        with torch.no_grad():
+            for name, parameter in expected.named_parameters():
+                parameter.copy_(round_to_bf16(model.get_parameter(name)))
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, expected(ids).logits)
+
+
+def test_trained_weights_are_what_is_exported(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
+    plan = executable(dtype="fp32")
+    with session(plan) as running:
+        running.step()
+        export(running.state, plan, config_of(plan.model), tmp_path / "out")
+        tensors = load_file(tmp_path / "out" / "model.safetensors")
+        masters = {
+            model_files.hub_name(layer.name, name): master for layer in plan.model.stack.values() for name, master in running.state.masters(layer).items()
+        }
+    assert tensors.keys() == masters.keys()
+    assert all(torch.equal(tensors[name], master) for name, master in masters.items())
+    start = random_weights(0)("0", "mlp.up_proj.weight", (96, 32))
+    assert not torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], start)
+
+
+def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = executable(dtype="fp32")
+    model = save_model(plan, tmp_path / "in", shard="60KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
+    monkeypatch.setattr(model_files, "_SHARD_BYTES", 60_000)
+    with folder_weights(tmp_path / "in") as weights, session(plan, weights=weights) as running:
+        export(running.state, plan, config_of(plan.model), tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(exported.get_parameter(name), parameter)
+
+
+def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Plan]) -> None:
+    shape, stack = (8, 8), make_plan().model.stack
+    names = [(layer.name, tensor.name) for layer in stack.values() for tensor in layer.tensors if len(tensor.shape) == 2]
+    drawn = [random_weights(seed)(*name, shape) for seed in (0, 1) for name in names]
+    assert len({tensor.numpy().tobytes() for tensor in drawn}) == len(drawn)
+    assert torch.equal(random_weights(1)(*names[3], shape), random_weights(1)(*names[3], shape))
+    assert torch.equal(random_weights(0)("0", "input_layernorm.weight", (4,)), torch.ones(4))
+    assert torch.equal(random_weights(0)("0", "self_attn.q_proj.bias", (4,)), torch.zeros(4))
+
+
+# ---- failures ----
+
+
+def test_an_export_into_something_is_refused(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("mine")
+    plan = executable()
+    with session(plan) as running, pytest.raises(UserError, match="out: found something there already; allowed: .*; fix: name another one"):
+        export(running.state, plan, config_of(plan.model), tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "precious"]
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_export_that_fails_leaves_nothing_behind(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    calls = []
+
+    def full(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise failure
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(model_files, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_files, "save_file", full)
+    plan = executable()
+    with session(plan) as running, pytest.raises(UserError if isinstance(failure, OSError) else KeyboardInterrupt) as error:
+        export(running.state, plan, config_of(plan.model), tmp_path / "runs" / "out")
+    assert len(calls) == 2
+    assert not list((tmp_path / "runs").iterdir())
+    if isinstance(failure, OSError):
+        assert "no space left on device" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_an_export_below_a_file_is_one_line(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plan = executable()
+    with session(plan) as running, pytest.raises(UserError, match="found (file exists|not a directory); allowed: a folder that can be made"):
+        export(running.state, plan, config_of(plan.model), tmp_path / "file" / "out")
+
+
+def load(plan: Plan, folder: Path, session: Callable[..., Any]) -> None:
+    with folder_weights(folder) as weights, session(plan, weights=weights):
+        pass
+
+
+def test_a_folder_without_weights_is_one_line(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+    plan, folder = saved
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model: found no \*\.safetensors file; allowed: .*; fix: check the path, or pass --init random"):
+        load(plan, folder, session)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 20_000])
+def test_a_truncated_file_is_one_line(saved: tuple[Plan, Path], session: Callable[..., Any], keep: int) -> None:
+    plan, folder = saved
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model\.safetensors: found a file that cannot be read .*; allowed: a whole safetensors file; fix: ") as error:
+        load(plan, folder, session)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"), r"found no tensor model\.layers\.2\.mlp\.up_proj\.weight; allowed: .*\(96, 32\)"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight: found shape \(31,\); allowed: \(32,\)"),
+    ],
+)
+def test_a_tensor_missing_or_of_another_shape_is_one_line(
+    saved: tuple[Plan, Path], session: Callable[..., Any], change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    plan, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message) as error:
+        load(plan, folder, session)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,204 @@
+"""Optimizer: the two planes lose nothing, the arithmetic is AdamW's and clip_grad_norm_'s, and neither blocks nor threads change a bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatrain.runtime import optimizer
+from megatrain.runtime.optimizer import ALONE, AdamW, Workers, WorkerThreads, clip_coefficient, join, round_to_bf16, split, sum_of_squares, update
+
+LARGEST_SPLIT = 0x7F7F_7FFF  # 3.39e38: beyond it bf16 rounds to infinity
+BITS = st.integers(0, LARGEST_SPLIT) | st.integers(0, LARGEST_SPLIT).map(lambda bits: (bits & 0x7FFF_0000) | 0x8000) | st.integers(0, 0x00FF_FFFF)
+"""of a non-negative fp32: any; a tie between two bf16 values; a denormal or nearly"""
+
+
+@pytest.fixture
+def three_threads() -> Iterator[WorkerThreads]:
+    workers = WorkerThreads(3)
+    yield workers
+    workers.close()
+
+
+def fp32(bits: list[int]) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def planes(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    split(master, high, low)
+    return high, low
+
+
+# ---- planes ----
+
+
+@given(st.lists(st.tuples(BITS, st.sampled_from([0, 0x8000_0000])).map(sum), min_size=1, max_size=64))
+@example([0, 0x8000_0000, 1, 0x8000_0001, 0x8000, 0x7FFF, 0x007F_FFFF, 0x0080_0000, LARGEST_SPLIT, 0x3F80_8000, 0xBF80_8000, 0x3F81_8000])
+def test_split_and_join_are_exact_and_the_high_plane_is_nearest(bits: list[int]) -> None:
+    master = fp32([value - 2**32 if value >= 2**31 else value for value in bits])
+    high, low = planes(master)
+    assert torch.equal(join(high, low).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(round_to_bf16(master).view(torch.int16), high.view(torch.int16))
+    nearest = (master.double() - master.bfloat16().double()).abs()
+    assert torch.equal((master.double() - high.double()).abs(), nearest)  # as near as round to even, hence at most half a unit off
+    tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert bool((high.double().abs() > master.double().abs())[tie].all()), "ties go away from zero"
+    assert torch.equal(high[~tie].view(torch.int16), master.bfloat16()[~tie].view(torch.int16))
+
+
+def test_a_high_plane_keeps_its_shape() -> None:
+    master = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_to_bf16(master), master.bfloat16())
+
+
+# ---- AdamW ----
+
+
+@pytest.mark.parametrize("in_planes", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_twenty_steps_are_torch_s_adamw(in_planes: bool, weight_decay: float, max_norm: float | None) -> None:
+    """Tolerance: 1e-6 of a weight of about 1, for 20 steps of fp32 operations that round in another order; the planes cost nothing more."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1000, generator=generator)
+    theirs = torch.nn.Parameter(start.clone())
+    torch_optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, foreach=False)
+    settings = AdamW(weight_decay=weight_decay, max_norm=max_norm or math.inf)
+    weights, low = planes(start) if in_planes else (start.clone(), None)
+    moments = torch.zeros(2, 1000)
+    for number in range(1, 21):
+        gradient = torch.randn(1000, generator=generator) * 10.0 ** float(torch.randint(-4, 1, (), generator=generator))
+        theirs.grad = gradient.clone()
+        clip = None
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_([theirs], max_norm)
+            clip, ours = clip_coefficient([sum_of_squares(gradient)], max_norm)
+            assert float(ours) == pytest.approx(float(norm), rel=1e-6)
+        torch_optimizer.step()
+        update(weights, low, moments, gradient, settings=settings, rate=1e-2, number=number, clip=clip)
+    master = weights if low is None else join(weights, low)
+    assert float((theirs.detach() - start).abs().max()) > 0.1, "the weights have moved"
+    torch.testing.assert_close(master, theirs.detach(), rtol=1e-6, atol=1e-6)
+    state = torch_optimizer.state[theirs]
+    torch.testing.assert_close(moments[0], state["exp_avg"], rtol=1e-5, atol=1e-7)  # a sum of either sign: what cancels leaves its rounding
+    torch.testing.assert_close(moments[1], state["exp_avg_sq"], rtol=1e-5, atol=0)
+
+
+def test_a_bf16_gradient_counts_as_its_fp32_value() -> None:
+    gradient = torch.randn(100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for given_gradient in (gradient, gradient.float()):
+        weights, moments = torch.ones(100), torch.zeros(2, 100)
+        update(weights, None, moments, given_gradient, settings=AdamW(), rate=1e-2, number=1, clip=torch.tensor(0.3))
+        results.append(torch.cat([weights, moments.flatten()]))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("in_planes", [False, True])
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 1000, 5000])
+def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, in_planes: bool) -> None:
+    def three_updates(workers: Workers) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        weights, low = torch.randn(count, generator=generator), None
+        if in_planes:
+            weights, low = planes(weights)
+        moments = torch.zeros(2, count)
+        for number in (1, 2, 3):
+            gradient = torch.randn(count, generator=generator)
+            update(weights, low, moments, gradient, settings=AdamW(weight_decay=0.1), rate=1e-2, number=number, clip=torch.tensor(0.7), workers=workers)
+        return torch.cat([weights if low is None else join(weights, low), moments.flatten()]).view(torch.int32)
+
+    whole = three_updates(ALONE)
+    for block in (128, 96):
+        monkeypatch.setattr(Workers, "cpu_block", block)
+        monkeypatch.setattr(WorkerThreads, "cpu_block", block)
+        assert torch.equal(three_updates(ALONE), whole)
+        assert torch.equal(three_updates(three_threads), whole)
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000, 10_000])
+@pytest.mark.parametrize("count", [1, 6, 7, 8, 2999, 3000, 3001])
+def test_shares_cover_every_element_once_in_whole_blocks(three_threads: WorkerThreads, count: int, block: int) -> None:
+    for workers in (ALONE, three_threads):
+        shares: list[tuple[int, int]] = []
+        workers(shares.append, count, block)
+        assert [element for start, end in sorted(shares) for element in range(start, end)] == list(range(count))
+        assert all(start % block == 0 for start, _ in shares)
+        assert len(shares) <= 3
+
+
+def test_an_error_in_a_share_is_raised(three_threads: WorkerThreads) -> None:
+    def fail(share: tuple[int, int]) -> None:
+        if share[0]:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        three_threads(fail, 3000, 1000)
+
+
+def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
+    """At rate 1e-5 a step of AdamW moves a weight of 1 by 1e-5, and bf16 values around 1 lie 4e-3 to 8e-3 apart."""
+    settings, gradient, start = AdamW(betas=(0.0, 0.0)), torch.ones(64), torch.linspace(0.5, 2.0, 64).bfloat16().float()
+    (high, low), moments = planes(start), torch.zeros(2, 64)
+    pure, pure_moments = start.bfloat16(), torch.zeros(2, 64)
+    for number in range(1, 101):
+        update(high, low, moments, gradient, settings=settings, rate=1e-5, number=number, clip=None)
+        wide = pure.float()
+        update(wide, None, pure_moments, gradient, settings=settings, rate=1e-5, number=number, clip=None)
+        pure.copy_(wide)
+    torch.testing.assert_close(start - join(high, low), torch.full((64,), 1e-3), rtol=0.02, atol=0)
+    assert torch.equal(pure.float(), start), "pure bf16 would not have moved at all"
+
+
+# ---- accumulation, norm, clip ----
+
+
+def test_gradients_are_written_first_and_added_then() -> None:
+    total = torch.full((8,), float("nan"))
+    optimizer.accumulate(total, torch.full((8,), 1.0).bfloat16(), first=True)
+    optimizer.accumulate(total, torch.full((8,), 2.0**-10).bfloat16(), first=False)
+    assert torch.equal(total, torch.full((8,), 1 + 2.0**-10))
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 12_288, 50_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
+    monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    gradient = (torch.randn(count, generator=generator) * torch.logspace(-3, 1, count)).to(dtype)
+    before, whole = gradient.clone(), sum_of_squares(gradient)
+    assert (whole.dtype, whole.shape) == (torch.float32, ())
+    assert float(whole) == pytest.approx(float(gradient.double().square().sum()), rel=1e-6)
+    assert torch.equal(gradient, before)
+    for block in (1024, 2048):  # rows are folded whole: four times as much is a multiple of 4096
+        monkeypatch.setattr(Workers, "cpu_block", block)
+        monkeypatch.setattr(WorkerThreads, "cpu_block", block)
+        assert torch.equal(sum_of_squares(gradient), whole)
+        assert torch.equal(sum_of_squares(gradient, three_threads), whole)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 0.1, 1.0, 100.0])
+def test_the_clip_coefficient_is_torch_s(scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(size, generator=generator) * scale for size in (3, 5000, 64)]
+    factor, norm = clip_coefficient([sum_of_squares(gradient) for gradient in gradients], 1.0)
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    theirs = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
+    assert float(factor) == 1.0 if scale <= 1e-4 else float(factor) < 1.0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(gradient * factor, parameter.grad, rtol=1e-6, atol=0)
+
+
+def test_square_roots_are_rounded_correctly() -> None:
+    values = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 100
+    assert torch.equal(optimizer.rounded_sqrt(values), values.double().sqrt().float())

@@ -1,0 +1,66 @@
+"""The yardstick is right: it trains as transformers' own loss, torch.optim.AdamW and clip_grad_norm_ do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.reference import Reference
+from megatrain.runtime.templates import IGNORED, config_of
+from megatrain.simulator.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
+    """The reference and an ordinary model on the same random weights."""
+    weights, config = random_weights(0), config_of(plan.model)
+    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in plan.model.stack.values()}
+    reference = Reference(plan.model, plan.workload, config, settings, masters, CPU)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model.load_state_dict(reference.model.state_dict())
+    return reference, model
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("family", "tied", "clipping"), [("llama", False, "global"), ("qwen2", True, "global"), ("qwen3", False, "none"), ("mistral", True, "none")]
+)
+def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int) -> None:
+    """Five steps in fp32. Tolerance: 1e-5 of losses and norms, 1e-5 of weights that moved by up to 5e-2.
+
+    Epsilon is that of a clipped gradient's elements: with 1e-8, AdamW makes of a gradient that is all rounding an update as large as any.
+    """
+    plan = make_plan(family=family, tied=tied, clipping=clipping, accumulation=accumulation, dtype="fp32", loss_chunk=13)
+    settings = AdamW(max_norm=0.05, weight_decay=0.1, epsilon=1e-4)
+    reference, model = both(plan, settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=settings.betas, eps=settings.epsilon, weight_decay=settings.weight_decay)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(2)
+    for number in range(1, 6):
+        shape = (accumulation, 2, plan.workload.batch, plan.workload.sequence)
+        drawn = torch.randint(plan.model.vocabulary, shape, generator=generator)
+        drawn[:, 1, 0, :5] = IGNORED
+        loss, norm = reference.step([(ids, labels) for ids, labels in drawn], rate=1e-2, number=number)
+        labels = drawn[:, 1]
+        logits = torch.stack([model(ids).logits for ids in drawn[:, 0]])
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 2), labels.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        expected.backward()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        if clipping == "global":
+            theirs = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm))
+            assert theirs > 2 * settings.max_norm
+            assert norm == pytest.approx(theirs, rel=1e-5)
+        else:
+            assert norm is None
+        optimizer.step()
+    for name, parameter in reference.model.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-5)
+        assert float((parameter - start[name]).detach().abs().max()) > 1e-2, f"{name} has moved"
