@@ -31,7 +31,9 @@ def make_model(folder: Path, seed: int) -> int:
     """A Qwen2-style model with random weights as a Hugging Face folder; returns its number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen2Config(
         hidden_size=256, intermediate_size=896, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
@@ -21,13 +22,36 @@ MemoryRow = dict[str, object]
 """`what`, `predicted_bytes`, `measured_bytes`"""
 
 
-def draw_run(folder: Path, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel) -> None:
+class Record(NamedTuple):
+    """What a run's folder says of itself."""
+
+    device: str
+    cores: int
+    steps: list[int]
+    losses: list[float]
+    speeds: list[float]
+    """tokens/s of each step"""
+
+
+def read_record(folder: Path) -> Record:
+    """`environment.json` and `metrics.jsonl`. Raises UserError where they are not what `megatrain train` writes."""
+    machine, text = read_json(folder / "environment.json"), read_text(folder / "metrics.jsonl")
+    name = "environment.json"
+    try:
+        device, cores = str(machine["device"]), int(machine["cores"])
+        name = "metrics.jsonl"
+        rows = [json.loads(line) for line in text.splitlines()]
+        columns = [[float(row[key]) for row in rows] for key in ("loss", "tokens_per_second")]
+        return Record(device, cores, [int(row["step"]) for row in rows], *columns)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(str(folder / name), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
+
+
+def draw_run(folder: Path, record: Record, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel) -> None:
     """`timeline.png`, `memory.png` and `loss.png` in the run's folder."""
-    machine = read_json(folder / "environment.json")
-    metrics = [json.loads(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
     work, seconds = plan.workload, measured.makespan_ns / 1e9
     what = f"{plan.model.name}, {plan.model.parameters / 1e6:,.0f} M parameters, policy {plan.policy}"
-    where = f"{machine['device']}, {machine['cores']} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
+    where = f"{record.device}, {record.cores} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
     speed = f"{tokens_per_second(work, seconds):,.0f} tokens/s, {tflops_6n(plan.model, work, seconds):.3g} TFLOPS (6N)"
     timeline_png(folder / "timeline.png", [predicted, measured], f"One optimizer step: {what}", f"{where}; {speed}")
     shape = f"{plan.model.shape}/{work.shape}"
@@ -37,14 +61,7 @@ def draw_run(folder: Path, plan: Plan, schedule: Schedule, predicted: Timeline, 
         folder / "memory.png", usage(schedule, measured, costs.activations_bytes(shape)), plan.device_limit_bytes, plan.host_limit_bytes,
         f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns,
     )  # fmt: skip
-    loss_png(
-        folder / "loss.png",
-        [row["step"] for row in metrics],
-        [row["loss"] for row in metrics],
-        [row["tokens_per_second"] for row in metrics],
-        f"Training loss: {what}",
-        where,
-    )
+    loss_png(folder / "loss.png", record.steps, record.losses, record.speeds, f"Training loss: {what}", where)
 
 
 def memory_rows(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> list[MemoryRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from megatrain.experiments import options
@@ -30,9 +31,12 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.trace import save_trace
 
     folder: Path = args.run
-    if not (folder / "measured.json").exists():
+    if not os.path.isfile(folder / "measured.json"):
         raise UserError(
-            str(folder), found="no measured.json", allowed="a folder that `megatrain train` has finished", fix="check the path, or train to the end"
+            str(folder),
+            found="no measured.json" if os.path.isdir(folder) else "no such folder",
+            allowed="a folder that `megatrain train` has finished",
+            fix="check the path, or train to the end",
         )
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)
@@ -42,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
         report = compare(predicted, measured, schedule, replayed=evaluate(schedule, Replayed(measured)))
     except ValueError as error:
         raise UserError(str(folder / "measured.json"), found=str(error), allowed=f"a timeline of schedule {schedule.digest}", fix="train again") from None
+    record, memory = pictures.read_record(folder), pictures.memory_rows(folder, plan, schedule, costs)  # before anything is written
     predicted.save(folder / "predicted.json")
     write_json(folder / "comparison.json", report)
     save_trace(folder / "trace.json", [predicted, measured], schedule)
-    pictures.draw_run(folder, plan, schedule, predicted, measured, costs)
-    memory = pictures.memory_rows(folder, plan, schedule, costs)
+    pictures.draw_run(folder, record, plan, schedule, predicted, measured, costs)
     if args.json:
         print(json.dumps(msgspec.to_builtins(report) | {"memory": memory}))
         return 0
-    print(format_report(report))
+    print(format_report(report).rstrip())
     print("\n" + pictures.format_memory(memory))
     print(f"\nwrote comparison.json, trace.json (open it at https://ui.perfetto.dev), timeline.png, memory.png and loss.png into {folder}")
     return 0

@@ -140,9 +140,9 @@ def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float)
     assert size * 2**20 / costs.duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.03)
 
 
-@pytest.mark.parametrize(("name", "measured_ms"), [("7b", 24.17), ("14b", 28.98)])
+@pytest.mark.parametrize(("name", "measured_ms"), [("7b", 28.04), ("14b", 32.88)])
 def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, measured_ms: float) -> None:
-    """Forward of one compiled decoder layer at 32 x 1024, measured 2026-11-21 on an H200."""
+    """Forward of one eager decoder layer at 32 x 1024, measured 2026-11-21 on an H200."""
     model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=32, sequence=1024)
     costs = cost_model(HardwareSpec.load("h200"), model, workload)
     op = Op(id="F0.m0", lane="compute", flops=model.layer_flops(workload.tokens, workload.sequence), shape="any")
@@ -161,7 +161,7 @@ def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., P
 def test_both_directions_of_the_link_share_by_the_duplex_fraction() -> None:
     hardware = HardwareSpec.load("h200")
     costs = Datasheet(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
-    assert costs.contention["h2d"] == {"d2h": 0.908, "cpu": 0.467}
+    assert costs.contention["h2d"] == {"d2h": 0.908, "cpu": 0.954}
     assert "d2h" not in hardware.contention["h2d"]
 
 

@@ -1,0 +1,98 @@
+"""Calibrate: what it measures of a tiny model on the CPU is enough to simulate every policy, and survives its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime import calibrate as module
+from megatrain.runtime import rates
+from megatrain.runtime.templates import config_of
+from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.engine import simulate
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.timeline import Span, Timeline
+
+POLICIES = ("sequential", "double_buffer", "k_buffer", "resident")
+
+
+@pytest.mark.timeout(120)
+def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test for everything that needs a calibration, since one takes seconds."""
+    monkeypatch.setattr(module, "_SECONDS", 0.2)
+    monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    plan = executable(vocabulary=300)
+    heard: list[str] = []
+    hardware = module.calibrate(
+        "here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32, progress=heard.append
+    )
+    assert len(heard) == len(set(heard)) >= 3
+    assert (hardware.host_bytes, hardware.device_bytes, hardware.name) == (2**33, 2**32, "here")
+    table = hardware.costs
+    assert table is not None
+
+    # every kind, and compute for this very model and workload
+    assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
+    shape = f"{plan.model.shape}/{plan.workload.shape}"
+    assert table.compute.keys() == set(COMPUTE_KINDS)
+    assert all(durations.keys() == {shape} and durations[shape] > 0 for durations in table.compute.values())
+    assert "accumulate_gradients:add" in table.curves
+    assert "norm@compute" in table.curves
+
+    # plausible figures
+    assert table.compute["backward"][shape] > table.compute["forward"][shape]
+    for kind in ("load_weights", "save_gradients"):
+        sizes = [size for size, _ in table.curves[kind]]
+        assert (sizes[0], sizes[-1]) == (2**16, 2**26)
+        assert table.curves[kind][-1][1] > 20 * table.curves[kind][0][1], "64 MiB takes a multiple of 64 KiB"
+    assert all(0 < share <= 1 for others in table.contention.values() for share in others.values())
+    assert {lane: set(others) for lane, others in table.contention.items()} == {
+        lane: {"compute", "h2d", "d2h", "cpu"} - {lane} for lane in ("compute", "h2d", "d2h", "cpu")
+    }
+    assert hardware.h2d_gb_per_s > 0.1
+    assert hardware.peak_tflops["bf16"] > 0
+
+    # the file
+    hardware.save(tmp_path / "here.toml")
+    assert HardwareSpec.load(str(tmp_path / "here.toml")) == hardware
+
+    # every policy, with and without accumulation and tied embeddings
+    costs = cost_model(hardware, plan.model, plan.workload)
+    assert isinstance(costs, Calibrated)
+    for policy in POLICIES:
+        for changes in ({}, {"accumulation": 3}, {"clipping": "none", "checkpoint_interval": 2}):
+            schedule = lower(executable(policy, vocabulary=300, chunk_bytes=2**16, **changes))
+            predicted = simulate(schedule, costs)
+            assert {span.op for span in predicted.spans} == {op.id for op in schedule.ops}
+            assert predicted.makespan_ns > sum(span.duration_ns for span in predicted.spans if span.kind == "backward")
+            assert not [op.id for op in schedule.ops if op.shape and costs.extrapolated(op)]
+
+
+def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
+    plan = executable()
+    with pytest.raises(UserError, match="^device memory: found pools of "):
+        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
+
+
+def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
+    """F0 ends at 10; F1 starts at 13, 3 after; F2 waits for W0, which ended at 40, and starts at 45."""
+    text = "schedule test\nF0 compute\nW0 h2d\nF1 compute\nF2 compute after=W0\n"
+    times: dict[str, tuple[int, int]] = {"F0": (1, 10), "W0": (7, 40), "F1": (13, 20), "F2": (45, 50)}
+    schedule = Schedule.from_text(text)
+    spans = tuple(Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1]) for op in schedule.ops)
+    measured: Any = module._Measured(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], 0, 0)
+    assert module._dispatch(measured) == {"compute": 3, "h2d": 7}
+
+
+def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
+    assert module._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
+    assert module._ascending([(100, 7)]) == ((100, 7), (200, 14))
+    assert module._ascending([(0, 7)]) == ((0, 7),)
