@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatrain.experiments.commands import calibrate, check, compare, plan, simulate, train
 from megatrain.experiments.options import OneLineParser
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.errors import RunError, UserError
 
 VERBS = {"check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "compare": compare}
 
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command: 0 for success, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C."""
+    """Runs one command: 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C."""
     try:
         args = parse(arguments)
         status: int = VERBS[args.verb].run(args)
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"megatrain: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"megatrain: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `megatrain ... | head`: the reader has seen enough; what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -126,9 +126,9 @@ def hardware_of(plan_path: Path, name: str) -> HardwareSpec:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses, before long work, a file that could not be written after it. Raises UserError."""
+    """Refuses, before long work, a file or a new folder that could not be written after it. Raises UserError."""
     parent = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if os.path.exists(folder))
     if os.path.isdir(path):
         raise UserError(str(path), found="a folder", allowed="a file to write", fix=f"name a file in it, like {path / 'NAME.toml'}")
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
-        raise UserError(str(path), found=f"{parent}, where nothing can be written", allowed="a file in a folder that can be written", fix="name another place")
+        raise UserError(str(path), found=f"{parent}, where nothing can be written", allowed="a name in a folder that can be written", fix="name another place")

@@ -85,5 +85,6 @@ def format_memory(rows: list[MemoryRow]) -> str:
     lines = [f"{'memory':<18} {'predicted':>12} {'measured':>12}   error"]
     for row in rows:
         predicted, measured = int(str(row["predicted_bytes"])), int(str(row["measured_bytes"]))
-        lines.append(f"{row['what']:<18} {format_bytes(predicted):>12} {format_bytes(measured):>12} {(predicted - measured) / measured:+8.2%}")
+        error = f"{(predicted - measured) / measured:+8.2%}" if measured else f"{'equal' if predicted == measured else 'none':>8}"  # resident: no host pool
+        lines.append(f"{row['what']:<18} {format_bytes(predicted):>12} {format_bytes(measured):>12} {error}")
     return "\n".join(lines)

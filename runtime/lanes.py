@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatrain.simulator.errors import RunError
+
 DEVICE_LANES = ("compute", "update", "h2d", "d2h")
 
 
-class LaneError(RuntimeError):
+class LaneError(RunError):
     """An op failed; the text names it and its lane."""
 
 

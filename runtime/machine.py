@@ -43,6 +43,12 @@ def host_bytes() -> int:
         return total
 
 
+def make_deterministic() -> None:
+    """This process' torch uses only kernels that give the same bits every time: attention's backward and cuBLAS otherwise may not, with CUDA."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, at the first product
+    torch.use_deterministic_algorithms(True)
+
+
 def forget_device_memory(device: torch.device) -> None:
     """Makes the next peak of device memory that of what comes next alone: frees what earlier work in this process left, cuBLAS' workspaces too."""
     if device.type == "cuda":

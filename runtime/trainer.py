@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,10 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_text, write_json, write_text
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import verified
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Timeline, median_timeline
+from megatrain.simulator.units import format_bytes
 
 WARM_UP_STEPS = 2
 """not counted as steady: memory is touched and libraries are initialised for the first time"""
@@ -81,8 +85,9 @@ def train(
     schedule = verified(plan)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
+    _refuse_what_does_not_fit(plan, schedule)
     folder = plan_path.parent / plan.source
-    from_folder = (folder / "config.json").exists()
+    from_folder = _is_model(folder, plan.model)
     if not from_folder and not options.random_init:
         raise UserError(
             f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random"
@@ -107,6 +112,38 @@ def train(
         if options.export:
             export(state, plan, config, out / "model")
     return measured
+
+
+def _refuse_what_does_not_fit(plan: Plan, schedule: Schedule) -> None:
+    """Activations and workspace included, as predicted; the pools themselves are checked where they are allocated."""
+    if plan.prediction is None:
+        return
+    for place, peak, limit in (
+        ("device", plan.prediction.device_peak_bytes, plan.device_limit_bytes),
+        ("host", plan.prediction.host_peak_bytes, plan.host_limit_bytes),
+    ):
+        if peak > limit:
+            pools = Counter({buffer.pool: 0 for buffer in schedule.buffers})
+            for buffer in schedule.buffers:
+                pools[buffer.pool] += buffer.allocated if buffer.place == place else 0
+            (largest, size), *_ = pools.most_common(1)
+            raise UserError(
+                f"{place} memory", found=f"a plan whose peak is {format_bytes(peak)}, of which {largest} {format_bytes(size)}", allowed=format_bytes(limit),
+                fix=f"raise the limit by {format_bytes(peak - limit)}, or make a plan for this limit with `megatrain plan`",
+            )  # fmt: skip
+
+
+def _is_model(folder: Path, planned: ModelSpec) -> bool:
+    """Whether `folder` has a model. Raises UserError where it is another one than was planned."""
+    config = folder / "config.json"
+    if not config.exists():
+        return False
+    found = msgspec.structs.replace(ModelSpec.load(str(config)), name=planned.name)
+    fields = [field for field in found.__struct_fields__ if getattr(found, field) != getattr(planned, field)]
+    if fields:
+        differs, expected = (", ".join(f"{field} {getattr(model, field)}" for field in fields) for model in (found, planned))
+        raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`")
+    return True
 
 
 def _save_plan(plan: Plan, origin: Path, out: Path) -> None:
@@ -137,8 +174,8 @@ def _loop(executor: Executor, corpus: Corpus, metrics: Path, options: TrainingOp
                 "loss": result.loss,
                 "gradient_norm": result.gradient_norm,
                 "rate": rate,
-                "seconds": result.seconds,
-                "tokens_per_second": speed,
+                "seconds": round(result.seconds, 6),
+                "tokens_per_second": round(speed, 1),
             }
             file.write(json.dumps(row) + "\n")
             file.flush()

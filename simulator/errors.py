@@ -29,3 +29,7 @@ class UserError(Exception):
 def _shortened(value: object, most: int = 300) -> str:
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+class RunError(RuntimeError):
+    """Training stopped while it was under way, for a reason outside the plan. The command prints it as one line and exits with status 1."""

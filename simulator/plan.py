@@ -30,7 +30,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         for field, least in (("weight_slots", 1), ("gradient_slots", 1), ("gradient_slabs", 0), ("chunk_bytes", 4096), ("checkpoint_interval", 1)):
             if not least <= getattr(self, field) <= 2**40:
-                raise UserError(f"knobs: {field}", found=getattr(self, field), allowed=f">= {least}", fix=f"set {field} = {max(least, 1)}")
+                raise UserError(f"knobs: {field}", found=getattr(self, field), allowed=f"{least} to {2**40}", fix=f"set {field} = {max(least, 1)}")
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

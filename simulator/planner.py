@@ -87,7 +87,14 @@ def search(
     )
     costs = cost_model(hardware, model, workload)
     choices = [_Search(msgspec.structs.replace(first, policy=name), costs).best() for name in names]
-    return sorted(choices, key=lambda choice: (not choice.feasible, choice.account.excess_bytes, choice.step_seconds, choice.plan.policy))
+    return sorted(choices, key=_rank)
+
+
+def _rank(choice: Choice) -> tuple[bool, int, int, float, str]:
+    """What fits before what does not, and of that the one that lacks least of what cannot be bought: device memory."""
+    account = choice.account
+    lacking = max(account.device_peak_bytes - account.device_limit_bytes, 0)
+    return not choice.feasible, lacking, account.excess_bytes, choice.step_seconds, choice.plan.policy
 
 
 def assess(plan: Plan, costs: CostModel) -> Choice:

@@ -65,6 +65,7 @@ _FAMILIES: dict[str, dict[str, bool]] = {
     "qwen2": {"qkv_bias": True, "qk_norm": False},
     "qwen3": {"qkv_bias": False, "qk_norm": True},
 }
+_MOST_MICRO_BATCHES = 1024  # a schedule has every micro-batch's ops: at 48 layers this is half a million, half a minute to lower
 _LARGEST_SIZE = 2**24  # a width, depth or vocabulary beyond this is a mistake, not a model
 
 
@@ -244,9 +245,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """tokens whose logits exist at one time; part of the arithmetic, because the head's gradient is summed chunk by chunk"""
 
     def __post_init__(self) -> None:
-        for field in ("batch", "sequence", "accumulation", "loss_chunk"):
-            if not 0 < getattr(self, field) <= 2**31:
-                raise UserError(f"workload: {field}", found=getattr(self, field), allowed=">= 1", fix=f"set {field} to a positive number")
+        for field, most in (("batch", 2**20), ("sequence", 2**24), ("accumulation", _MOST_MICRO_BATCHES), ("loss_chunk", 2**31)):
+            if not 1 <= getattr(self, field) <= most:
+                raise UserError(f"workload: {field}", found=getattr(self, field), allowed=f"1 to {most}", fix=f"set {field} within these")
 
     @property
     def tokens(self) -> int:

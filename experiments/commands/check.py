@@ -102,7 +102,7 @@ def table(found: list[Choice]) -> str:
     from megatrain.simulator.metrics import tokens_per_second
     from megatrain.simulator.units import format_bytes, format_seconds
 
-    lines = [f"{'policy':<15} {'step':>11} {'tokens/s':>10} {'device':>11} {'host':>11}  binds"]
+    lines = [f"{'policy':<15} {'step':>11} {'tokens/s':>10} {'device':>11} {'host':>11}  binds, or lacks"]
     for choice in found:
         memory = [format_bytes(size) for size in (choice.account.device_peak_bytes, choice.account.host_peak_bytes)]
         if choice.feasible:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatrain.experiments import options
 from megatrain.simulator.errors import UserError
-
-if TYPE_CHECKING:
-    from megatrain.simulator.plan import Plan
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -23,43 +19,32 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=options.real("--rate"), default=1e-3, help="learning rate (default 1e-3)")
     parser.add_argument("--warm-up", type=options.whole("--warm-up", 0), default=10, help="steps of linear warm-up (default 10)")
     parser.add_argument("--weight-decay", type=options.real("--weight-decay"), default=0.0, help="decoupled weight decay of every parameter (default 0)")
-    parser.add_argument("--max-norm", type=options.real("--max-norm"), default=1.0, help="global gradient norm to clip to (default 1.0)")
+    parser.add_argument("--max-norm", type=options.real("--max-norm", 1e-6), default=1.0, help="global gradient norm to clip to (default 1.0)")
     parser.add_argument("--seed", type=options.whole("--seed", 0, 2**32 - 1), default=0, help="of the order of the data, and of random weights (default 0)")
     parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
+    parser.add_argument("--deterministic", action="store_true", help="only kernels that give the same bits every time; slower with CUDA")
     options.add_device(parser)
-
-
-def checked_plan(path: Path) -> Plan:
-    """The plan. Raises UserError where the model folder that it names now holds another model."""
-    import msgspec
-
-    from megatrain.simulator.plan import Plan
-    from megatrain.simulator.specs import ModelSpec
-
-    plan = Plan.load(path)
-    config = path.parent / plan.source / "config.json"
-    if os.path.exists(config):
-        found = msgspec.structs.replace(ModelSpec.load(str(config)), name=plan.model.name)
-        if found != plan.model:
-            fields = [field for field in found.__struct_fields__ if getattr(found, field) != getattr(plan.model, field)]
-            differs, planned = (", ".join(f"{field} {getattr(model, field)}" for field in fields) for model in (found, plan.model))
-            raise UserError(str(config), found=differs, allowed=f"{planned}, as planned", fix="make the plan again with `megatrain plan`")
-    return plan
 
 
 def run(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from megatrain.runtime.machine import make_deterministic
     from megatrain.runtime.optimizer import AdamW
     from megatrain.runtime.trainer import Progress as Step
     from megatrain.runtime.trainer import TrainingOptions, train
+    from megatrain.simulator.plan import Plan
 
     chosen = TrainingOptions(
         steps=args.steps, rate=args.rate, warm_up_steps=args.warm_up, seed=args.seed, random_init=args.init == "random",
         export=not args.no_export, settings=AdamW(weight_decay=args.weight_decay, max_norm=args.max_norm),
     )  # fmt: skip
-    parameters = checked_plan(args.plan).model.parameters
+    parameters = Plan.load(args.plan).model.parameters
+    if not os.path.exists(args.out):
+        options.check_writable(args.out)
     device = options.device(args)
+    if args.deterministic:
+        make_deterministic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn())
     bars = Progress(*columns)
     loading = bars.add_task("load ", total=parameters, state="")

@@ -82,7 +82,7 @@ def test_pools_fit_to_the_byte_or_are_refused(
 def test_memory_that_the_machine_does_not_give_is_one_line(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: Arenas, pool: str) -> torch.UntypedStorage:
+    def refuse(*_: object) -> torch.UntypedStorage:
         raise RuntimeError("out of memory\nand a long story")
 
     monkeypatch.setattr(Arenas, "_allocate", refuse)
@@ -198,7 +198,7 @@ def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], s
     def broken(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         return random_weights(0)(layer, tensor, shape) * (float("nan") if (layer, tensor) == ("2", "input_layernorm.weight") else 1)
 
-    with session(executable(policy, clipping=clipping), weights=broken) as running, pytest.raises(FloatingPointError, match="^step 3: loss nan"):
+    with session(executable(policy, clipping=clipping), weights=broken) as running, pytest.raises(FloatingPointError, match=r"^step 3: loss nan"):
         running.step(3)
 
 
@@ -229,11 +229,7 @@ def test_the_measured_timeline_is_one_of_the_schedule(executable: Callable[..., 
 
 def test_the_loss_is_the_mean_over_labelled_tokens(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
     """Zero weights predict every token alike: a loss of ln(vocabulary), however the labels spread over the micro-batches."""
-
-    def zeros(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(shape)
-
-    with session(executable(accumulation=2, clipping="none", dtype="fp32"), weights=zeros) as running:
+    with session(executable(accumulation=2, clipping="none", dtype="fp32"), weights=lambda *named: torch.zeros(named[2])) as running:
         batches = running.batches(1)
         batches[0][1][:, 3:] = IGNORED
         result = running.executor.step(batches, rate=0.0, number=1)

@@ -115,7 +115,7 @@ def test_an_export_into_something_is_refused(executable: Callable[..., Plan], se
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
     plan = executable()
-    with session(plan) as running, pytest.raises(UserError, match="out: found something there already; allowed: .*; fix: name another one"):
+    with session(plan) as running, pytest.raises(UserError, match=r"out: found something there already; allowed: .*; fix: name another one"):
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "precious"]
 
@@ -147,7 +147,7 @@ def test_an_export_that_fails_leaves_nothing_behind(
 def test_an_export_below_a_file_is_one_line(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     plan = executable()
-    with session(plan) as running, pytest.raises(UserError, match="found (file exists|not a directory); allowed: a folder that can be made"):
+    with session(plan) as running, pytest.raises(UserError, match=r"found (file exists|not a directory); allowed: a folder that can be made"):
         export(running.state, plan, config_of(plan.model), tmp_path / "file" / "out")
 
 

@@ -33,7 +33,7 @@ def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
     ("family", "tied", "clipping"), [("llama", False, "global"), ("qwen2", True, "global"), ("qwen3", False, "none"), ("mistral", True, "none")]
 )
 def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int) -> None:
-    """Five steps in fp32. Tolerance: 1e-5 of losses and norms; weights, which move by 1e-3 and more, to 1e-5.
+    """Five steps in fp32. Tolerance: 1e-5 of losses and norms, 2e-6 of weights, which move by 5e-4 and more.
 
     Epsilon is that of a clipped gradient's elements: with 1e-8, AdamW makes of a gradient that is all rounding an update as large as any.
     """
@@ -62,5 +62,5 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
             assert norm is None
         optimizer.step()
     for name, parameter in reference.model.named_parameters():
-        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-5)
-        assert float((parameter - start[name]).detach().abs().max()) > 1e-3, f"{name} has hardly moved"
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=2e-6)
+        assert float((parameter - start[name]).detach().abs().max()) > 5e-4, f"{name} has hardly moved"

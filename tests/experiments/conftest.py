@@ -1,0 +1,109 @@
+"""What the command's tests share: a workplace with a tiny model, a corpus and a plan, and the command, run in this process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatrain.experiments import cli
+
+WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--dtype", "fp32"]
+
+
+class Outcome(NamedTuple):
+    """What one command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+def make_tiny_model(folder: Path) -> int:
+    """A Llama of some 58,000 random parameters in Hugging Face format; returns how many."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[Path], int]:
+    return make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workplace as it is before any test; not to be changed."""
+    place = tmp_path_factory.mktemp("prepared")
+    make_tiny_model(place / "tiny")
+    (place / "corpus").mkdir()
+    for name in ("one.txt", "two.py"):
+        (place / "corpus" / name).write_text("".join(f"line {number} of {name}\n" for number in range(200)))
+    words = ["plan", str(place / "tiny"), "--hardware", "h200", "--policy", "double_buffer", *WORK, "--out", str(place / "plan.toml")]
+    assert cli.main(words) == 0
+    return place
+
+
+@pytest.fixture
+def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a model `tiny`, a `corpus`, and `plan.toml` for them."""
+    place = tmp_path / "place"
+    shutil.copytree(prepared, place)
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps; not to be changed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    words = ["train", str(prepared / "plan.toml"), "--data", str(prepared / "corpus"), "--steps", "3", "--device", "cpu", "--out", str(out)]
+    assert cli.main(words) == 0
+    return out
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs `megatrain WORDS` in this process."""
+
+    def run(*words: object) -> Outcome:
+        capsys.readouterr()
+        status = cli.main([str(word) for word in words])
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration that measures little, for tests that do not look at its numbers."""
+    from megatrain.runtime import calibrate, rates
+
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.2)
+    monkeypatch.setattr(calibrate, "_STEPS", 3)
+    monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
+
+
+@pytest.fixture(scope="session")
+def files_in() -> Callable[[Path], dict[str, bytes | None]]:
+    """Every path below a folder, with its content; None for a folder."""
+
+    def read(folder: Path) -> dict[str, bytes | None]:
+        return {os.path.relpath(path, folder): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+    return read

@@ -1,0 +1,210 @@
+"""The command's answers: what it prints, what it writes, and that each verb's output is the next one's input."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.experiments.commands.check import parameters
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import names
+from megatrain.simulator.timeline import Timeline
+
+WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
+KEYS = {
+    "feasible", "binding", "policy", "step_seconds", "tokens_per_second", "tflops_6n", "device_peak_bytes", "host_peak_bytes", "lower_bound_seconds", "advice",
+}  # fmt: skip
+RUN_FILES = {"plan.toml", "hardware.toml", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
+COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png", "loss.png"}
+
+
+def png_width(path: Path) -> int:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n", path
+    return int(struct.unpack(">I", head[16:20])[0])
+
+
+def only_object(text: str) -> dict[str, Any]:
+    """`text` as one JSON object on one line and nothing else."""
+    assert text.count("\n") == 1
+    value = json.loads(text)
+    assert isinstance(value, dict)
+    return value
+
+
+def lanes_by_process(trace: Path) -> dict[str, set[str]]:
+    """Process name -> names of its lanes, of a Chrome trace."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    lanes: dict[str, set[str]] = {name: set() for name in processes.values()}
+    for event in events:
+        if event["name"] == "thread_name":
+            lanes[processes[event["pid"]]].add(event["args"]["name"])
+    return lanes
+
+
+@pytest.mark.usefixtures("workplace", "fast_calibration")
+def test_from_calibration_to_comparison(command: Any) -> None:
+    outcome = command("calibrate", "tiny", *WORK, "--device", "cpu", "--name", "here", "--out", "new/hardware.toml")
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.splitlines()[-1].startswith("wrote new/hardware.toml: H2D ")
+    hardware = HardwareSpec.load("new/hardware.toml")
+    assert hardware.name == "here"
+    assert hardware.costs is not None
+
+    words = ("tiny", *WORK, "--hardware", "new/hardware.toml", "--device-memory", "500KiB", "--policy", "double_buffer")
+    outcome = command("plan", *words, "--out", "new/plans/plan.toml")
+    assert outcome.status == 0, outcome.err
+    plan = Plan.load(Path("new/plans/plan.toml"))
+    assert (plan.hardware, plan.source, plan.policy, plan.device_limit_bytes) == ("../hardware.toml", "../../tiny", "double_buffer", 500 * 1024)
+    assert plan.prediction is not None
+    assert outcome.out.endswith(f"wrote new/plans/plan.toml: policy double_buffer, schedule {plan.digest}\n")
+    assert "(57.63 k parameters) on here" in outcome.out
+
+    outcome = command("simulate", "new/plans/plan.toml", "--json", "--trace", "new/simulated.json")
+    assert (outcome.status, outcome.err) == (0, "")
+    simulated = only_object(outcome.out)
+    assert simulated.keys() >= KEYS
+    assert simulated["step_seconds"] == plan.prediction.step_seconds
+    assert simulated["device_peak_bytes"] == plan.prediction.device_peak_bytes
+    assert simulated["lower_bound_seconds"] <= simulated["step_seconds"]
+    assert list(lanes_by_process(Path("new/simulated.json"))) == ["predicted"]
+
+    outcome = command("train", "new/plans/plan.toml", "--data", "corpus", "--steps", 4, "--device", "cpu", "--out", "new/run")
+    assert (outcome.status, outcome.err) == (0, "")
+    run = Path("new/run")
+    assert set(os.listdir(run)) == RUN_FILES
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert Timeline.load(run / "measured.json").digest == plan.digest
+    check_model(run / "model")
+
+    moved = Path("elsewhere")
+    run.rename(moved)  # a run is whole in itself
+    outcome = command("compare", moved)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert set(os.listdir(moved)) == RUN_FILES | COMPARED
+    assert "step    predicted" in outcome.out
+    assert "\n\n\n" not in outcome.out
+    lanes = lanes_by_process(moved / "trace.json")
+    assert list(lanes) == ["predicted", "measured"]
+    assert lanes["predicted"] == lanes["measured"]
+    assert any("compute" in lane for lane in lanes["measured"])
+    for name in ("timeline.png", "memory.png", "loss.png"):
+        assert png_width(moved / name) > 1000
+
+    outcome = command("compare", moved, "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    report = only_object(outcome.out)
+    assert report["digest"] == plan.digest
+    assert report["predicted_seconds"] == pytest.approx(simulated["step_seconds"] - hardware.costs.step_overhead_ns / 1e9)
+    assert report["measured_seconds"] == Timeline.load(moved / "measured.json").makespan_ns / 1e9
+    assert report["error"] == pytest.approx(report["predicted_seconds"] / report["measured_seconds"] - 1)
+    assert {"forward", "backward", "load_weights", "save_gradients", "cpu_update"} <= {kind["kind"] for kind in report["kinds"]}
+    assert {row["what"] for row in report["memory"]} >= {"device pools", "host pools"}
+    assert all(row["predicted_bytes"] == row["measured_bytes"] for row in report["memory"] if row["what"].endswith("pools"))
+
+
+def check_model(folder: Path) -> None:
+    """Loads as a user would, and is not the model that the training began with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    before = AutoModelForCausalLM.from_pretrained("tiny", local_files_only=True)
+    pairs = [(value, before.state_dict()[name]) for name, value in trained.state_dict().items()]
+    assert all(torch.isfinite(value).all() for value, _ in pairs)
+    assert all(not torch.equal(value, old) for value, old in pairs)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_same_words_make_the_same_plan(command: Any) -> None:
+    words = ("plan", "tiny", *WORK, "--hardware", "h200", "--out")
+    assert command(*words, "a.toml").status == command(*words, "b.toml").status == 0
+    assert Path("a.toml").read_bytes() == Path("b.toml").read_bytes()
+
+
+@pytest.mark.usefixtures("workplace")
+def test_simulate_prints_every_lane_and_the_memory(command: Any) -> None:
+    outcome = command("simulate", "plan.toml")
+    assert (outcome.status, outcome.err) == (0, "")
+    plan = Plan.load(Path("plan.toml"))
+    assert plan.digest in outcome.out
+    assert all(f"lane {lane} " in outcome.out for lane in ("compute", "h2d", "d2h", "cpu"))
+    assert "DOES NOT FIT" not in outcome.out
+    text = Path("plan.toml").read_text()
+    Path("plan.toml").write_text(text.replace(f"device_limit_bytes = {plan.device_limit_bytes}", "device_limit_bytes = 1000"))
+    assert "of 1000 B: DOES NOT FIT" in command("simulate", "plan.toml").out
+    assert only_object(command("simulate", "plan.toml", "--json").out)["feasible"] is False
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_with_everything_resident_compares_too(command: Any) -> None:
+    assert command("plan", "tiny", *WORK, "--hardware", "h200", "--policy", "resident", "--out", "resident.toml").status == 0
+    assert command("train", "resident.toml", "--data", "corpus", "--steps", 3, "--device", "cpu", "--no-export", "--out", "run").status == 0
+    assert not Path("run/model").exists()
+    outcome = command("compare", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "host pools                  0 B          0 B    equal" in outcome.out
+
+
+@pytest.mark.parametrize("source", ["tiny", "tiny/config.json", "qwen2.5-1.5b"])
+def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in: Any) -> None:
+    before = files_in(workplace)
+    outcome = command("check", source, "--hardware", "h200", "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    report = only_object(outcome.out)
+    assert report.keys() >= KEYS
+    assert report["feasible"] is True
+    assert report["advice"] == ""
+    assert 0 < report["lower_bound_seconds"] <= report["step_seconds"]
+    assert report["tokens_per_second"] == pytest.approx(32 * 1024 / report["step_seconds"])
+    assert 0 < report["device_peak_bytes"] <= report["device_limit_bytes"]
+    assert files_in(workplace) == before
+
+
+def test_check_of_what_does_not_fit(command: Any) -> None:
+    words = ("check", "qwen2.5-32b", "--hardware", "h200", "--device-memory", "20GiB", "--host-memory", "100GiB")
+    outcome = command(*words, "--json")
+    assert (outcome.status, outcome.err) == (2, "")
+    report = only_object(outcome.out)
+    assert report.keys() >= KEYS
+    assert report["feasible"] is False
+    assert report["advice"]
+    assert report["binding"] in report["pools"]
+    outcome = command(*words)
+    assert (outcome.status, outcome.err) == (2, "")
+    assert "DOES NOT FIT" in outcome.out
+    assert report["advice"] in outcome.out
+
+
+def test_check_of_every_policy(command: Any) -> None:
+    words = ("check", "qwen2.5-7b", "--hardware", "h200", "--policy", "all")
+    outcome = command(*words, "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    reports = only_object(outcome.out)["policies"]
+    assert sorted(report["policy"] for report in reports) == names()
+    assert all(report.keys() >= KEYS for report in reports)
+    assert [report["step_seconds"] for report in reports] == sorted(report["step_seconds"] for report in reports)  # all fit: fastest first
+    table = command(*words).out.splitlines()
+    assert [line.split()[0] for line in table[1:]] == [report["policy"] for report in reports]
+
+
+def test_fewer_cores_are_slower_and_a_named_policy_is_kept(command: Any) -> None:
+    words = ("check", "qwen2.5-7b", "--hardware", "h200", "--policy", "sequential", "--json")
+    few, many = (only_object(command(*words, "--cores", cores).out) for cores in (2, 16))
+    assert few["policy"] == many["policy"] == "sequential"
+    assert few["step_seconds"] > many["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(7_615_616_512, "7.616 G"), (11_300_000, "11.3 M"), (57_632, "57.63 k"), (999, "999"), (32_763_876_352, "32.76 G")]
+)
+def test_parameters_read_well(count: int, text: str) -> None:
+    assert parameters(count) == f"{text} parameters"
