@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.rates import Rates, measure_rates
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, CostTable, HardwareSpec
+from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, CostTable, HardwareSpec, Workspace
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op, Schedule
@@ -41,9 +42,10 @@ class _Measured(NamedTuple):
     schedule: Schedule
     timelines: list[Timeline]
     seconds: list[float]
-    peak_bytes: int
-    """the most that was ever allocated on the device; 0 without CUDA"""
-    pool_bytes: int
+    peaks: dict[str, int]
+    """op kind -> the most that was allocated on the device while one ran, besides the pools; empty without CUDA"""
+    saved_bytes: int
+    """of one decoder layer's activations"""
 
 
 def calibrate(
@@ -64,13 +66,16 @@ def calibrate(
     progress("gradient accumulation")
     _collect(_run(_plan("sequential", small, _with_accumulation(workload, 2), limits), config, device), samples)
     progress("everything resident")
+    update_bytes = 0
     with contextlib.suppress(UserError):  # too large for this device even so: then the whole model will not be resident either
-        _collect(_run(_plan("resident", small, workload, limits), config, device), samples, only=("update", "norm", "clip"))
+        resident = _run(_plan("resident", small, workload, limits), config, device)
+        _collect(resident, samples, only=("update", "norm", "clip"))
+        update_bytes = resident.peaks.get("update", 0)
     progress("lanes together")
     together = _run(_plan("double_buffer", small, workload, limits), config, device)
     progress("copies and rates")
     rates = measure_rates(small, workload, config, device, lane_threads(device))
-    table = _table(samples, rates, together, model, workload, device)
+    table = _table(samples, rates, together, update_bytes, model, workload, device)
     described = machine.describe(device)
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
@@ -111,8 +116,34 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device) -> _Measure
             elif number > _WARM_UP:
                 timelines.append(result.timeline)
                 seconds.append(result.seconds)
-        peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
-        return _Measured(executor.schedule, timelines, seconds, peak, executor.arenas.total("device"))
+        if not cuda:
+            return _Measured(executor.schedule, timelines, seconds, {}, 0)
+        peaks, growth = _watch_memory(executor)
+        executor.step([(ids, labels) for ids, labels in drawn], rate=1e-4, number=number + 1)
+        base = before + executor.arenas.total("device")
+        return _Measured(executor.schedule, timelines, seconds, {kind: peak - base for kind, peak in peaks.items()}, growth["recompute"])
+
+
+def _watch_memory(executor: Executor) -> tuple[dict[str, int], dict[str, int]]:
+    """From the next step on: by op kind, the most that was allocated on the device during one, and by how much one left it grown.
+
+    PyTorch's allocator counts when work is enqueued, which the lane's thread does op by op.
+    """
+    peaks: dict[str, int] = defaultdict(int)
+    growth: dict[str, int] = defaultdict(int)
+    for op in executor.schedule.ops:
+        if op.lane in ("compute", "update"):
+            task = executor.tasks[op.id]
+
+            def run(work: Callable[[], object] = task.run, kind: str = op.kind) -> None:
+                before = torch.cuda.memory_allocated(executor.device)
+                torch.cuda.reset_peak_memory_stats(executor.device)
+                work()
+                peaks[kind] = max(peaks[kind], torch.cuda.max_memory_allocated(executor.device))
+                growth[kind] = max(growth[kind], torch.cuda.memory_allocated(executor.device) - before)
+
+            task.run = run
+    return peaks, growth
 
 
 def _key(op: Op) -> tuple[str, str | int]:
@@ -130,7 +161,7 @@ def _collect(measured: _Measured, samples: Samples, only: Iterable[str] = ()) ->
             samples.setdefault(_key(op), []).extend(timeline.by_op[op.id].duration_ns for timeline in measured.timelines)
 
 
-def _table(samples: Samples, rates: Rates, together: _Measured, model: ModelSpec, workload: Workload, device: torch.device) -> CostTable:
+def _table(samples: Samples, rates: Rates, together: _Measured, update_bytes: int, model: ModelSpec, workload: Workload, device: torch.device) -> CostTable:
     curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
     compute: dict[str, dict[str, int]] = {}
     spread: dict[str, list[float]] = {}
@@ -143,18 +174,22 @@ def _table(samples: Samples, rates: Rates, together: _Measured, model: ModelSpec
         low, _, high = statistics.quantiles(durations, n=4)
         spread.setdefault(kind, []).append((high - low) / max(typical, 1))
     shape = f"{model.shape}/{workload.shape}"
-    sizes: dict[str, dict[str, int]] = {}
-    if rates.activations_bytes:
-        saved = rates.activations_bytes
-        # 1 % more than was seen: at full depth the allocator's peak was 1.0 MiB of 11.9 GiB above the cut-down model's, and memory may not be under-predicted
-        workspace = max(together.peak_bytes - together.pool_bytes - saved, 0) + saved // 100 + _MARGIN_BYTES
-        sizes = {"activations": {shape: saved}, "workspace": {shape: workspace}}
     overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
     return CostTable(
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
-        compute=compute, **sizes, contention=rates.contention, dispatch_ns=_dispatch(together),
+        compute=compute, activations={shape: together.saved_bytes} if together.peaks else {},
+        workspace={shape: _workspace(together, update_bytes)} if together.peaks else {}, contention=rates.contention, dispatch_ns=_dispatch(together),
         spread={kind: round(statistics.median(values), 4) for kind, values in spread.items()}, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
+
+
+def _workspace(measured: _Measured, update_bytes: int) -> Workspace:
+    """What was seen and a little more: at 36 layers instead of 3 the peak was 1.0 MiB of 11.9 GiB higher, and memory may not be under-predicted."""
+    layer_kinds = ("forward", "recompute", "backward")
+    margin = measured.saved_bytes // 200 + _MARGIN_BYTES
+    layer = max(measured.peaks[kind] for kind in layer_kinds) - measured.saved_bytes
+    head = max(peak for kind, peak in measured.peaks.items() if kind not in layer_kinds)
+    return Workspace(layer=max(layer, 0) + margin, head=head + margin, update=update_bytes + margin)
 
 
 def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

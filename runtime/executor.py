@@ -63,14 +63,20 @@ class Executor:
         self.schedule = schedule or verified(plan)
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
-        self.templates = Templates(plan.model, plan.workload, config, device)
         self._saved: dict[str, Saved] = {}
         self._scale = self._rate = 0.0
         self._number = 0
         self._marks: dict[str, HostMark | StreamMark] = {}
+        self.tasks: dict[str, Task] = {}
+        """by op id; to watch them"""
         threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(threads["cpu"])
-        self._crew = Crew(self._lanes(threads))
+        try:
+            self.templates = Templates(plan.model, plan.workload, config, device)
+            self._crew = Crew(self._lanes(threads))
+        except BaseException:
+            self._free()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -81,14 +87,18 @@ class Executor:
     def close(self) -> None:
         """Ends the lanes' threads and frees all memory: tasks hold tensors, so they go too."""
         self._crew.close()
-        self._host_workers.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self._free()
+
+    def _free(self) -> None:
+        self._host_workers.close()
+        self.tasks.clear()
         self._saved.clear()
         self.arenas.close()
 
     def _lanes(self, threads: dict[str, int]) -> list[Lane]:
-        lanes, tasks = [], {}
+        lanes, tasks = [], self.tasks
         streams: dict[str, torch.cuda.Stream | None] = {}
         for name in self.schedule.lanes:
             streams[name] = torch.cuda.Stream(self.device) if self.device.type == "cuda" and name in DEVICE_LANES else None

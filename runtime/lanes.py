@@ -182,14 +182,16 @@ class Crew:
             lane.start(self._abort)
 
     def play(self) -> None:
-        """One walk through every queue. Raises LaneError from the exception of the first op that failed; lets Ctrl-C through. No lane runs on behind it."""
+        """One walk through every queue. Raises LaneError from the exception of an op that failed (of several, the first lane's); lets Ctrl-C through. No lane runs on behind it."""
         marks = [task.mark for lane in self._lanes for task in lane.tasks]
         for mark in marks:
             mark.issued.clear()
         self._abort.clear()
-        for lane in self._lanes:
-            lane.play()
+        started: list[Lane] = []
         try:
+            for lane in self._lanes:
+                lane.play()
+                started.append(lane)
             for lane in self._lanes:
                 while not lane.finished(timeout=0.2):
                     if self._abort.is_set():
@@ -197,7 +199,7 @@ class Crew:
         except BaseException:
             self._abort.set()
             self._wake(marks)
-            for lane in self._lanes:
+            for lane in started:
                 lane.finished()
             raise
         failures = [(lane.name, *lane.failure) for lane in self._lanes if lane.failure and not isinstance(lane.failure[1], Aborted)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workloa
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 _PAIR_SECONDS = 0.5
+_AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
 Work = Callable[[], object]
 
 
@@ -34,8 +36,6 @@ class Rates:
     matmul_flops: float
     device_bytes_per_s: float
     host_bytes_per_s: float
-    activations_bytes: int
-    """of one recomputed decoder layer; 0 where it cannot be measured (no CUDA)"""
 
 
 def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int]) -> Rates:
@@ -63,9 +63,9 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         }
         torch.set_num_threads(threads["compute"])
         templates = Templates(model, workload, config, device)
-        work, activations = _lane_work(templates, arenas, layer, largest, device, workers)
+        work = _lane_work(templates, arenas, layer, largest, device, workers)
         contention = _contention(work, threads, device)
-        return Rates(copies, contention, _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), activations)
+        return Rates(copies, contention, _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")))
     finally:
         torch.set_num_threads(threads["compute"])
         workers.close()
@@ -111,10 +111,8 @@ def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int
     return round(statistics.median(times[2:]))
 
 
-def _lane_work(
-    templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers
-) -> tuple[dict[str, Work], int]:
-    """A unit of what each lane does while others are busy (on the cpu lane: summing gradients and their squares), and the bytes of a layer's saved activations (0 without CUDA)."""
+def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers) -> dict[str, Work]:
+    """A unit of what each lane does while others are busy (on the cpu lane: summing gradients and their squares)."""
     work, model = templates.workload, templates.model
     width = templates.dtype.itemsize
     weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
@@ -133,18 +131,12 @@ def _lane_work(
         optimizer.accumulate(total, gradient, first=True)
         optimizer.sum_of_squares(total, workers)
 
-    activations = 0
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
-        activations = torch.cuda.memory_allocated(device) - before
-        del saved
     return {
         "compute": layer_both_ways,
         "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
         "d2h": lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True),
         "cpu": sum_gradients,
-    }, activations
+    }
 
 
 def _contention(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, dict[str, float]]:
@@ -170,10 +162,13 @@ def _together(work: dict[str, Work], threads: dict[str, int], device: torch.devi
         stream = torch.cuda.Stream(device) if device.type == "cuda" and lane in DEVICE_LANES else None
         if stream is not None:
             torch.cuda.set_stream(stream)
+        begun: deque[torch.cuda.Event] = deque()
         while not stop.is_set():
             work[lane]()
             if stream is not None:
-                stream.synchronize()
+                begun.append(stream.record_event())
+                if len(begun) > _AHEAD:
+                    begun.popleft().synchronize()
             counts[lane].append(time.perf_counter())
 
     workers = [threading.Thread(target=loop, args=(lane,)) for lane in work]

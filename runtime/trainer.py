@@ -95,6 +95,7 @@ def train(
     corpus = Corpus.read(data, plan.workload, vocabulary=plan.model.vocabulary, seed=options.seed)
     config = config_of(plan.model, str(folder) if from_folder else None)
     forget_device_memory(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with Executor(plan, config, options.settings, device, schedule=schedule) as executor:
         state = ModelState(plan, executor.schedule, executor.arenas)
         if options.random_init:
@@ -106,7 +107,7 @@ def train(
         _save_plan(plan, plan_path, out)
         write_json(out / "environment.json", describe(device))
         timelines = _loop(executor, corpus, out / "metrics.jsonl", options, on_step)
-        write_json(out / "memory.json", measured_memory(executor))
+        write_json(out / "memory.json", measured_memory(executor, before))
         measured = median_timeline(timelines)
         measured.save(out / "measured.json")
         if options.export:
@@ -183,10 +184,10 @@ def _loop(executor: Executor, corpus: Corpus, metrics: Path, options: TrainingOp
     return timelines
 
 
-def measured_memory(executor: Executor) -> dict[str, object]:
-    """Bytes: each pool as allocated, and with CUDA the most that was ever allocated on the device."""
+def measured_memory(executor: Executor, before: int) -> dict[str, object]:
+    """Bytes: each pool as allocated, and with CUDA the most that was allocated on the device, less what was there `before`."""
     sizes: dict[str, object] = {"pools": dict(executor.arenas.pool_bytes)}
     sizes.update({f"{place}_pool_bytes": executor.arenas.total(place) for place in ("device", "host")})
     if executor.device.type == "cuda":
-        sizes["device_peak_bytes"] = torch.cuda.max_memory_allocated(executor.device)
+        sizes["device_peak_bytes"] = torch.cuda.max_memory_allocated(executor.device) - before
     return sizes

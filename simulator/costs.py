@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, CostTable, HardwareSpec
+from megatrain.simulator.hardware import COPY_KINDS, CostTable, HardwareSpec, Workspace
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workload
 from megatrain.simulator.timeline import Timeline
@@ -50,7 +50,7 @@ class CostModel(Protocol):
     def activations_bytes(self, shape: str) -> int | None:
         """Bytes of one decoder layer's saved activations, where that was measured."""
 
-    def workspace_bytes(self, shape: str) -> int | None:
+    def workspace(self, shape: str) -> Workspace | None:
         """Peak device bytes besides the planned pools and saved activations, where that was measured."""
 
 
@@ -115,8 +115,8 @@ class Calibrated:
                 return -(-known[other] * tokens // other_tokens)
         return None
 
-    def workspace_bytes(self, shape: str) -> int | None:
-        """Of this very shape only: the largest transient is now the head's, now a layer's, so it does not scale."""
+    def workspace(self, shape: str) -> Workspace | None:
+        """Of this very shape only: it has fixed parts, so it does not scale."""
         return self.table.workspace.get(shape)
 
 
@@ -231,7 +231,7 @@ class Datasheet:
     def activations_bytes(self, shape: str) -> int | None:
         return None
 
-    def workspace_bytes(self, shape: str) -> int | None:
+    def workspace(self, shape: str) -> Workspace | None:
         return None
 
 
@@ -256,7 +256,7 @@ class Replayed:
     def activations_bytes(self, shape: str) -> int | None:
         return None
 
-    def workspace_bytes(self, shape: str) -> int | None:
+    def workspace(self, shape: str) -> Workspace | None:
         return None
 
 

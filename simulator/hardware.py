@@ -29,6 +29,17 @@ COPY_KINDS = ("load_weights", "save_gradients")
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 
 
+class Workspace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peak device bytes that ops allocate within themselves, by when: they never run together, nor all beside saved activations."""
+
+    layer: int
+    """a decoder layer's forward, recompute or backward, besides what is saved of it"""
+    head: int
+    """head and embedding, while nothing is saved"""
+    update: int = 0
+    """the optimizer on the device, likewise"""
+
+
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations measured on one machine. Sizes in bytes (copies) or parameters (elementwise ops), times in integer nanoseconds."""
 
@@ -42,7 +53,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """op kind -> Op.shape -> duration_ns"""
     activations: dict[str, int] = {}
     """Op.shape -> bytes of one decoder layer's saved activations"""
-    workspace: dict[str, int] = {}
+    workspace: dict[str, Workspace] = {}
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
     contention: dict[str, dict[str, float]] = {}
     """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
@@ -67,9 +78,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS)
             for shape, duration in durations.items():
                 _at_least(f"costs.compute.{kind}.{shape}", duration, 0)
-        for field in ("activations", "workspace"):
-            for shape, size in getattr(self, field).items():
-                _at_least(f"costs.{field}.{shape}", size, 0)
+        for shape, size in self.activations.items():
+            _at_least(f"costs.activations.{shape}", size, 0)
+        for shape, workspace in self.workspace.items():
+            for field in workspace.__struct_fields__:
+                _at_least(f"costs.workspace.{shape}.{field}", getattr(workspace, field), 0)
         _at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
         _check_lanes("costs", self.contention, self.dispatch_ns)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec, Workload
 from megatrain.simulator.timeline import Timeline
@@ -74,8 +75,8 @@ def account(
 ) -> Account:
     """The memory of `schedule` under the limits.
 
-    `activations_bytes`: measured saved activations of one decoder layer, None to take the schedule's estimate. `workspace_bytes`: measured
-    or `workspace_estimate`. `extra`: further pools, `PLACE.NAME` -> bytes.
+    `activations_bytes`: measured saved activations of one decoder layer, None to take the schedule's estimate. `workspace_bytes`: what
+    `workspace_beside` says. `extra`: further pools, `PLACE.NAME` -> bytes.
     """
     pools: dict[str, int] = defaultdict(int)
     slots: dict[str, list[int]] = defaultdict(list)
@@ -145,16 +146,27 @@ def usage(schedule: Schedule, timeline: Timeline, activations_bytes: int | None 
     return steps
 
 
-def workspace_estimate(model: ModelSpec, workload: Workload) -> int:
-    """Peak device bytes that ops allocate within themselves, where nobody measured: the larger of the head's and a layer's backward.
+def workspace_beside(workspace: Workspace, schedule: Schedule, activations_bytes: int | None) -> int:
+    """Bytes of `device.workspace` that together with the saved activations hold every op's peak.
+
+    A layer's ops run beside all saved activations, the head's and the updates beside none: max(layer, head - saved, update - saved).
+    """
+    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.dynamic)
+    update = workspace.update if "update" in schedule.lanes else 0
+    return max(workspace.layer, workspace.head - saved, update - saved)
+
+
+def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
+    """What ops allocate within themselves, where nobody measured.
 
     With b bytes an element, C tokens of a loss chunk, V words: the head holds a chunk's logits and their gradient, each in fp32 and in the
     compute dtype, C V (4 + 4 + 2 b); the weights' gradient of a chunk, V d b; and their fp32 sum, 4 V d, where there are several chunks. A
     layer's backward holds its parameters' gradients before they go into their slot, P b, and three of the gated MLP's temporaries, 3 T F b.
+    An update has 20 bytes a parameter of a block of at most 2^24.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
     chunk = min(workload.loss_chunk, tokens)
     matrix = model.vocabulary * model.hidden
     head = chunk * model.vocabulary * (4 + 4 + 2 * width) + matrix * width + (4 * matrix if tokens > chunk else 0)
     layer = model.stack["0"].elements * width + 3 * tokens * model.intermediate * width
-    return max(head, layer)
+    return Workspace(layer=layer, head=head, update=20 * min(max(spec.elements for spec in model.stack.values()), 2**24))

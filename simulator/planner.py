@@ -25,7 +25,7 @@ from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import Bounds, bounds, makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import Account, account, workspace_estimate
+from megatrain.simulator.memory import Account, account, workspace_beside, workspace_estimate
 from megatrain.simulator.plan import Plan, Prediction
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -118,9 +118,9 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """The memory of a plan's schedule under the plan's limits, with measured sizes where there are any."""
     shape = f"{plan.model.shape}/{plan.workload.shape}"
-    workspace = costs.workspace_bytes(shape)
-    workspace = workspace_estimate(plan.model, plan.workload) if workspace is None else workspace
-    return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, costs.activations_bytes(shape), workspace)
+    activations = costs.activations_bytes(shape)
+    workspace = workspace_beside(costs.workspace(shape) or workspace_estimate(plan.model, plan.workload), schedule, activations)
+    return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
 
 
 def intervals(layers: int) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class Given:
     def activations_bytes(self, shape: str) -> int | None:
         return None
 
-    def workspace_bytes(self, shape: str) -> int | None:
+    def workspace(self, shape: str) -> None:
         return None
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model, interpolate, work
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec
+from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -121,10 +121,10 @@ def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
 
 
 def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
-    costs = Calibrated(table(activations={SHAPE.format(8): 800}, workspace={SHAPE.format(8): 70}))
+    costs = Calibrated(table(activations={SHAPE.format(8): 800}, workspace={SHAPE.format(8): Workspace(layer=70, head=9)}))
     assert [costs.activations_bytes(SHAPE.format(batch)) for batch in (8, 32)] == [800, 3200]
     assert costs.activations_bytes(SHAPE.format(8).replace("11008", "11009")) is None
-    assert [costs.workspace_bytes(SHAPE.format(batch)) for batch in (8, 32)] == [70, None]
+    assert [costs.workspace(SHAPE.format(batch)) for batch in (8, 32)] == [Workspace(layer=70, head=9), None]
 
 
 def test_work_is_the_flops_that_the_policies_give(make_plan: Callable[..., Plan]) -> None:

@@ -89,7 +89,7 @@ def test_a_wrong_number_is_refused_by_name(changes: dict[str, Any], complaint: s
         ({"curves": {"norm": [[2, 1], [2, 3]]}}, "costs.curves.norm: found size 2 after 2"),
         ({"compute": {"norm": {"a": 1}}}, "costs.compute.norm"),
         ({"compute": {"forward": {"a": -1}}}, "costs.compute.forward.a: found -1"),
-        ({"workspace": {"a": -1}}, "costs.workspace.a: found -1"),
+        ({"workspace": {"a": {"layer": 1, "head": -1}}}, "costs.workspace.a.head: found -1"),
         ({"step_overhead_ns": -1}, "costs.step_overhead_ns: found -1"),
         ({"contention": {"cpu": {"h2d": 2.0}}}, "costs: contention.cpu.h2d: found 2.0"),
     ],

@@ -10,7 +10,8 @@ import pytest
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed
 from megatrain.simulator.evaluator import evaluate
-from megatrain.simulator.memory import account, usage, workspace_estimate
+from megatrain.simulator.hardware import Workspace
+from megatrain.simulator.memory import account, usage, workspace_beside, workspace_estimate
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -108,10 +109,20 @@ def test_usage_never_exceeds_the_account_and_ends_where_it_began(make_plan: Call
     assert max(size for _, size in steps["device.activations"]) == pools["device.activations"] == 1000
 
 
-def test_the_workspace_of_a_large_vocabulary_is_the_head_s() -> None:
-    """The formula, in figures: 1024 x 152064 logits at 12 bytes, the 152064 x 3584 matrix's gradient at 2, and its sum at 4."""
+def test_the_workspace_s_formula_in_figures() -> None:
+    """1024 x 152064 logits at 12 bytes, the 152064 x 3584 matrix's gradient at 2, and its sum at 4; a layer's gradients and three of the MLP's rows."""
     model = ModelSpec.load("qwen2.5-7b")
-    assert workspace_estimate(model, Workload(batch=4, sequence=1024)) == 1024 * 152_064 * 12 + 152_064 * 3584 * 6
-    assert workspace_estimate(model, Workload(batch=1, sequence=1024)) == 1024 * 152_064 * 12 + 152_064 * 3584 * 2
+    assert workspace_estimate(model, Workload(batch=4, sequence=1024)).head == 1024 * 152_064 * 12 + 152_064 * 3584 * 6
+    assert workspace_estimate(model, Workload(batch=1, sequence=1024)).head == 1024 * 152_064 * 12 + 152_064 * 3584 * 2
     many = Workload(batch=64, sequence=1024)
-    assert workspace_estimate(model, many) == model.stack["0"].elements * 2 + 3 * many.tokens * 18_944 * 2
+    assert workspace_estimate(model, many).layer == model.stack["0"].elements * 2 + 3 * many.tokens * 18_944 * 2
+
+
+def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
+    """The schedule saves 10,240 bytes of activations, which are gone when head and update run; it updates on no device lane."""
+    assert workspace_beside(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
+    assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
+    assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
+    assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
+    updating = msgspec.structs.replace(SCHEDULE, ops=(*SCHEDULE.ops, Op(id="U0", lane="update")))
+    assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
