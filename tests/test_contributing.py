@@ -50,6 +50,26 @@ def test_the_example_lowers_to_a_sound_schedule(make_plan: Callable[..., Plan], 
     )
 
 
+def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callable[..., Plan], example: str) -> None:
+    import torch
+
+    from megatrain.runtime.executor import Executor
+    from megatrain.runtime.model_files import ModelState, random_weights
+    from megatrain.runtime.optimizer import AdamW
+    from megatrain.runtime.templates import config_of
+
+    results = []
+    for policy in (example, "k_buffer"):
+        plan = make_plan(policy, layers=4, accumulation=2, dtype="fp32")
+        threads = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
+        with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), schedule=policies.lower(plan), threads=threads) as executor:
+            ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
+            batch = torch.arange(64).view(2, 2, 16)
+            results.append([(step.loss, step.gradient_norm) for step in (executor.step([(batch[0], batch[1])] * 2, rate=1e-2, number=n) for n in (1, 2, 3))])
+    assert results[0] == results[1]
+    assert results[0][-1][0] < results[0][0][0], "it learns"
+
+
 def test_the_example_says_what_it_cannot_do(make_plan: Callable[..., Plan], example: str) -> None:
     with pytest.raises(UserError, match="policy pinned: layers: found 2; allowed: >= 3; fix: use policy k_buffer"):
         policies.lower(make_plan(example, layers=2))
