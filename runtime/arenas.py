@@ -7,8 +7,6 @@ block up to a power of two, which would double a 14B layer. Without CUDA a devic
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -109,13 +107,3 @@ class Arenas:
             torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
         self._registered.clear()
         self._place = {}
-
-
-@contextmanager
-def arenas(schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int) -> Iterator[Arenas]:
-    """Arenas that are released however the block ends."""
-    made = Arenas(schedule, device, device_limit_bytes=device_limit_bytes, host_limit_bytes=host_limit_bytes)
-    try:
-        yield made
-    finally:
-        made.close()

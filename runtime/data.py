@@ -20,7 +20,7 @@ class Corpus:
 
     def __init__(self, tokens: np.ndarray, workload: Workload, seed: int, where: str = "corpus") -> None:
         """`tokens` [n] uint16. Raises UserError where they do not fill one step."""
-        self._work, self._seed = workload, seed
+        self._work = workload
         self._tokens = tokens
         self.windows = (len(tokens) - 1) // workload.sequence
         if self.windows < workload.batch * workload.accumulation:

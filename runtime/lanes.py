@@ -205,7 +205,8 @@ class Crew:
         failures = [(lane.name, *lane.failure) for lane in self._lanes if lane.failure and not isinstance(lane.failure[1], Aborted)]
         if failures:
             name, op, error = failures[0]
-            raise LaneError(f"{op} on lane {name}: {type(error).__name__}: {error}") from error
+            first_line = (str(error).splitlines() or [""])[0]
+            raise LaneError(f"{op} on lane {name}: {type(error).__name__}: {first_line}") from error
 
     def _wake(self, marks: Sequence[HostMark | StreamMark]) -> None:
         for mark in marks:

@@ -46,12 +46,10 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
     sizes |= {"device.layer:0": width * layer.elements, "host.layer:0": 4 * layer.elements}
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
-    workers = optimizer.workers(threads["cpu"])
+    workers, own_threads = optimizer.workers(threads["cpu"]), torch.get_num_threads()
     try:
-        for name, size in sizes.items():
-            arenas.flat(name, torch.uint8, size).random_(
-                1, 60
-            )  # touched, and not zeros: a product of zeros runs 13 % too fast; bytes below 60 keep floats finite
+        for name, size in sizes.items():  # touched, and not zeros: a product of zeros runs 13 % too fast; bytes below 60 keep floats finite
+            arenas.flat(name, torch.uint8, size).random_(1, 60)
         torch.set_num_threads(1)
         copies = {
             "load_weights": [
@@ -67,7 +65,7 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         contention = _contention(work, threads, device)
         return Rates(copies, contention, _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")))
     finally:
-        torch.set_num_threads(threads["compute"])
+        torch.set_num_threads(own_threads)
         workers.close()
         arenas.close()
 

@@ -184,12 +184,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         family = config.get("model_type")
         if not isinstance(family, str) or family not in _FAMILIES:
             raise UserError(f"{where}: model_type", found=repr(family), allowed=", ".join(_FAMILIES), fix="use a model of one of these families")
-        for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("attention_dropout", 0)):
             if key in config and config[key] != allowed:
                 raise UserError(f"{where}: {key}", found=repr(config[key]), allowed=repr(allowed), fix="use a model without this variation")
-        if config.get("use_sliding_window") or (family == "mistral" and config.get("sliding_window") is not None):
+        kinds = config.get("layer_types") or []
+        if not isinstance(kinds, list):
+            raise UserError(f"{where}: layer_types", found=repr(kinds), allowed="a list", fix="correct config.json")
+        sliding = config.get("use_sliding_window") or (family == "mistral" and config.get("sliding_window") is not None)
+        if sliding or any(kind != "full_attention" for kind in kinds):
             raise UserError(
-                f"{where}: sliding_window", found=config.get("sliding_window"), allowed="full attention", fix="use a model with full attention in every layer"
+                f"{where}: sliding_window",
+                found=config.get("sliding_window", "sliding layers"),
+                allowed="full attention",
+                fix="use a model with full attention in every layer",
             )
         hidden, heads = size("hidden_size"), size("num_attention_heads")
         if heads > 0 and config.get("head_dim") is None and hidden % heads:

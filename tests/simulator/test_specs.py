@@ -153,6 +153,9 @@ GOOD: dict[str, Any] = {
         ({**GOOD, "num_key_value_heads": 0}, ["kv_heads", "found 0", "1 to 16777216"]),
         ({**GOOD, "hidden_act": "gelu"}, ["hidden_act", "found 'gelu'", "'silu'"]),
         ({**GOOD, "attention_bias": True}, ["attention_bias", "found True", "False"]),
+        ({**GOOD, "attention_dropout": 0.1}, ["attention_dropout", "found 0.1", "allowed: 0"]),
+        ({**GOOD, "layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window", "full attention"]),
+        ({**GOOD, "layer_types": 7}, ["layer_types", "found 7", "a list"]),
         ({**GOOD, "model_type": "mistral", "sliding_window": 4096}, ["sliding_window", "found 4096", "full attention"]),
     ],
 )  # fmt: skip
