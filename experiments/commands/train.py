@@ -54,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
         bars.start()  # not before the first layer: by then everything that can be refused has been
         bars.advance(loading, count)
 
+    losses: list[float] = []
+
     def on_step(step: Step) -> None:
+        losses.append(step.result.loss)
         if step.number == 1:
             bars.start_task(training)
         bars.update(training, completed=step.number, state=f"loss {step.result.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s")
@@ -68,5 +71,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if bars.live.is_started:
             bars.stop()
+    few = min(20, -(-len(losses) // 2))
+    print(f"loss {sum(losses[:few]) / few:.3f} over the first {few} steps, {sum(losses[-few:]) / few:.3f} over the last {few}")
     print(f"wrote {args.out}; see `megatrain compare {args.out}`")
     return 0
