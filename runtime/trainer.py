@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,25 +163,32 @@ def _loop(executor: Executor, corpus: Corpus, metrics: Path, options: TrainingOp
     """All steps; the timelines of the last steady ones."""
     timelines: list[Timeline] = []
     tokens = executor.plan.workload.step_tokens
-    with metrics.open("w", encoding="utf-8") as file:
-        for number in range(1, options.steps + 1):
-            rate = options.rate_at(number)
-            result = executor.step(corpus.step(number), rate=rate, number=number)
-            if number > WARM_UP_STEPS or options.steps <= WARM_UP_STEPS:
-                timelines = [*timelines[1 - _KEPT_TIMELINES :], result.timeline]
-            speed = tokens / result.seconds
-            row = {
-                "step": number,
-                "loss": result.loss,
-                "gradient_norm": result.gradient_norm,
-                "rate": rate,
-                "seconds": round(result.seconds, 6),
-                "tokens_per_second": round(speed, 1),
-            }
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            on_step(Progress(number, options.steps, result, speed))
+    for number in range(1, options.steps + 1):
+        rate = options.rate_at(number)
+        result = executor.step(corpus.step(number), rate=rate, number=number)
+        if number > WARM_UP_STEPS or options.steps <= WARM_UP_STEPS:
+            timelines = [*timelines[1 - _KEPT_TIMELINES :], result.timeline]
+        speed = tokens / result.seconds
+        row = {
+            "step": number,
+            "loss": result.loss,
+            "gradient_norm": result.gradient_norm,
+            "rate": rate,
+            "seconds": round(result.seconds, 6),
+            "tokens_per_second": round(speed, 1),
+        }
+        _append(metrics, row)
+        on_step(Progress(number, options.steps, result, speed))
     return timelines
+
+
+def _append(metrics: Path, row: Mapping[str, object]) -> None:
+    """One more line of `metrics`. Raises UserError where it cannot be written."""
+    try:
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise UserError(str(metrics), found=str(error.strerror).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
 
 
 def measured_memory(executor: Executor, before: int) -> dict[str, object]:

@@ -177,7 +177,20 @@ def work(kind: str, shape: str) -> int | None:
     return _SHARES[kind] * (model.head_flops(tokens) if kind == "head" else model.layer_flops(tokens, sequence))
 
 
-class Datasheet:
+class _Unmeasured:
+    """A cost model that knows no measured sizes and flags nothing."""
+
+    def extrapolated(self, op: Op) -> bool:
+        return False
+
+    def activations_bytes(self, shape: str) -> int | None:
+        return None
+
+    def workspace(self, shape: str) -> Workspace | None:
+        return None
+
+
+class Datasheet(_Unmeasured):
     """Rates of a HardwareSpec. Nothing is flagged: nothing was measured."""
 
     dispatch_ns: Mapping[str, int]
@@ -225,17 +238,8 @@ class Datasheet:
             raise UserError(f"hardware {hardware.name}: {op.id}", found=f"an op of kind {kind}", allowed="a kind with a datasheet formula", fix=_FIX)
         return math.ceil(per_parameter * op.parameters / (hardware.host_gb_per_s if op.lane == "cpu" else hardware.device_gb_per_s))
 
-    def extrapolated(self, op: Op) -> bool:
-        return False
 
-    def activations_bytes(self, shape: str) -> int | None:
-        return None
-
-    def workspace(self, shape: str) -> Workspace | None:
-        return None
-
-
-class Replayed:
+class Replayed(_Unmeasured):
     """Durations of a timeline, with nothing added: what the engine makes of them, against the timeline, is the engine's own error."""
 
     contention: Mapping[str, Mapping[str, float]] = {}
@@ -249,15 +253,6 @@ class Replayed:
         if op.id not in self._durations:
             raise UserError("timeline", found=f"no span of {op.id}", allowed="a timeline of this very schedule", fix="run the plan again")
         return self._durations[op.id]
-
-    def extrapolated(self, op: Op) -> bool:
-        return False
-
-    def activations_bytes(self, shape: str) -> int | None:
-        return None
-
-    def workspace(self, shape: str) -> Workspace | None:
-        return None
 
 
 def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.runtime import trainer
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.templates import config_of
 from megatrain.runtime.trainer import Progress, TrainingOptions, train
@@ -210,3 +211,8 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(place: Pa
     assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "from-folder" / "model").get_parameter(name), start)
     drawn = random_weights(0)("1", "mlp.up_proj.weight", (96, 32))
     assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "random" / "model").get_parameter(name), drawn)
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: "):
+        trainer._append(Path("/dev/full"), {"step": 1})
