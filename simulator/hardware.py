@@ -40,6 +40,19 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """the optimizer on the device, likewise"""
 
 
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The host's DRAM, shared by its cores and by the link's copies; fitted to what pairs of them reach together."""
+
+    gb_per_s: float
+    """read and written by the cores together, at most; 10^9 bytes"""
+    h2d_cost: float = 2.0
+    """bytes of the cores' traffic that a byte copied to the device takes the place of"""
+    d2h_cost: float = 2.3
+    """likewise, to the host"""
+    cpu_weight: float = 3.3
+    """the cores' share where DRAM is short, against one direction of the link"""
+
+
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations measured on one machine. Sizes in bytes (copies) or parameters (elementwise ops), times in integer nanoseconds."""
 
@@ -57,6 +70,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
     contention: dict[str, dict[str, float]] = {}
     """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
+    host_memory: HostMemory | None = None
     dispatch_ns: dict[str, int] = {}
     """lane -> time from an op being ready to its start"""
     spread: dict[str, float] = {}
@@ -115,6 +129,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """parameters that AdamW on the host updates a second"""
     contention: dict[str, dict[str, float]] = {}
     """as in CostTable; for the two directions of the link it wins over `duplex_fraction`"""
+    host_memory: HostMemory | None = None
     dispatch_ns: dict[str, int] = {}
     """as in CostTable"""
     costs: CostTable | None = None

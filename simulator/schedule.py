@@ -141,6 +141,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def buffers(self) -> tuple[str, ...]:
         return self.reads + self.writes
 
+    @property
+    def adds(self) -> bool:
+        """It adds to what stands in its target."""
+        return any(buffer in self.reads for buffer in self.writes)
+
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One optimizer step. Steps follow each other with all lanes drained in between; persistent buffers carry the state."""

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
-from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model, interpolate, work
+from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
+from megatrain.simulator.costs.calibrated import interpolate, work
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, Workspace
 from megatrain.simulator.plan import Plan

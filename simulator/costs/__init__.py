@@ -1,0 +1,17 @@
+"""Cost models: two for prediction (`Calibrated`, `Datasheet`), one for checking (`Replayed`). How lanes slow each other is told there, and applied by the engine."""
+
+from __future__ import annotations
+
+from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.costs.protocol import CostModel
+from megatrain.simulator.costs.replayed import Replayed
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.specs import ModelSpec, Workload
+
+__all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
+
+
+def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
+    """The calibrated model where the machine was measured, else the datasheet's."""
+    return Calibrated(hardware.costs) if hardware.costs is not None else Datasheet(hardware, model, workload)

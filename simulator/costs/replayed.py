@@ -1,0 +1,26 @@
+"""Replayed: durations of a run, to see what the engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatrain.simulator.costs.protocol import Unmeasured
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.timeline import Timeline
+
+
+class Replayed(Unmeasured):
+    """Durations of a timeline, with nothing added: what the engine makes of them, against the timeline, is the engine's own error."""
+
+    contention: Mapping[str, Mapping[str, float]] = {}
+    dispatch_ns: Mapping[str, int] = {}
+    step_overhead_ns = 0
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._durations = {span.op: span.duration_ns for span in timeline.spans}
+
+    def duration_ns(self, op: Op) -> int:
+        if op.id not in self._durations:
+            raise UserError("timeline", found=f"no span of {op.id}", allowed="a timeline of this very schedule", fix="run the plan again")
+        return self._durations[op.id]
