@@ -21,8 +21,9 @@ from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, 
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import IGNORED, Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import verified
-from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.policies import drain, verified
+from megatrain.simulator.policies._layerwise import contributions
+from megatrain.simulator.schedule import Op, Schedule, whole
 from megatrain.simulator.specs import EMBEDDING
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -64,16 +65,18 @@ class Executor:
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
         self._saved: dict[str, Saved] = {}
-        self._scale = self._rate = 0.0
-        self._number = 0
+        self._scale = 0.0
+        self._drain = drain(plan)
+        self._update_at: tuple[float, int] | None = None
+        self._owed: tuple[float, int] | None = None
         self._marks: dict[str, HostMark | StreamMark] = {}
         self.tasks: dict[str, Task] = {}
         """by op id; to watch them"""
-        threads = threads or lane_threads(device)
-        self._host_workers = optimizer.workers(threads["cpu"])
+        self._threads = threads or lane_threads(device)
+        self._host_workers = optimizer.workers(self._threads["cpu"])
         try:
             self.templates = Templates(plan.model, plan.workload, config, device)
-            self._crew = Crew(self._lanes(threads))
+            self._crew = Crew(self._lanes(self.schedule, self.tasks, self._marks))
         except BaseException:
             self._free()
             raise
@@ -97,18 +100,16 @@ class Executor:
         self._saved.clear()
         self.arenas.close()
 
-    def _lanes(self, threads: dict[str, int]) -> list[Lane]:
-        lanes, tasks = [], self.tasks
+    def _lanes(self, schedule: Schedule, tasks: dict[str, Task], marks: dict[str, HostMark | StreamMark]) -> list[Lane]:
+        """Of `schedule`, with its ops' tasks and marks put into the dictionaries."""
         streams: dict[str, torch.cuda.Stream | None] = {}
-        for name in self.schedule.lanes:
+        for name in schedule.lanes:
             streams[name] = torch.cuda.Stream(self.device) if self.device.type == "cuda" and name in DEVICE_LANES else None
-        for op in self.schedule.ops:
+        for op in schedule.ops:
             stream = streams[op.lane]
-            self._marks[op.id] = mark = HostMark() if stream is None else StreamMark(stream)
-            tasks[op.id] = Task(op.id, self._bind(op), mark, [self._marks[other] for other in op.after])
-        for name, ops in self.schedule.lanes.items():
-            lanes.append(Lane(name, [tasks[op.id] for op in ops], threads[name], streams[name]))
-        return lanes
+            marks[op.id] = mark = HostMark() if stream is None else StreamMark(stream)
+            tasks[op.id] = Task(op.id, self._bind(op), mark, [marks[other] for other in op.after])
+        return [Lane(name, [tasks[op.id] for op in ops], self._threads[name], streams[name]) for name, ops in schedule.lanes.items()]
 
     # ---- one step ----
 
@@ -121,7 +122,8 @@ class Executor:
         assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
         begin = time.perf_counter()
         labelled = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-        self._scale, self._rate, self._number = 1 / max(labelled, 1), rate, number
+        self._scale = 1 / max(labelled, 1)
+        self._update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
         for micro, (ids, labels) in enumerate(batches):
             self._tokens(micro).copy_(torch.stack([ids, labels]))
         cuda = self.device.type == "cuda"
@@ -136,11 +138,25 @@ class Executor:
         seconds = time.perf_counter() - begin
         if not all(value is None or (value == value and abs(value) != float("inf")) for value in (loss, norm)):
             raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}: not finite; lower the learning rate or look at the data")
+        self._owed = (rate, number) if self._drain else None
         spans = []
         for op in self.schedule.ops:
             start, end = self._marks[op.id].span_ns(origin)
             spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
         return StepResult(loss, norm, seconds, Timeline(name="measured", digest=self.schedule.digest, spans=tuple(spans)))
+
+    def drain(self) -> None:
+        """Applies the update that the last step owes, if any: before saving, evaluating and stopping."""
+        if self._drain is None or self._owed is None:
+            return
+        self._update_at, self._owed = self._owed, None
+        crew = Crew(self._lanes(self._drain, {}, {}))
+        try:
+            crew.play()
+        finally:
+            crew.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _read_norm(self) -> float | None:
         for place in ("host", "device"):
@@ -170,11 +186,45 @@ class Executor:
         return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
 
     def _copy(self, op: Op) -> Run:
-        (source,), (target,) = op.reads, op.writes
+        (source,), (target,) = (map(whole, op.reads), map(whole, op.writes))
         read, write = (self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset) for buffer in (source, target))
         return lambda: write.copy_(read, non_blocking=True)
 
-    _load_weights = _save_gradients = _copy
+    _load_weights = _save_gradients = _load_gradients = _save_activations = _load_activations = _copy
+
+    def _move_state(self, op: Op) -> Run:
+        pairs = [
+            pair for source, target in zip(op.reads, op.writes, strict=True) for pair in zip(self._pieces(source, op), self._pieces(target, op), strict=True)
+        ]
+
+        def run() -> None:
+            for read, write in pairs:
+                write.copy_(read, non_blocking=True)
+
+        return run
+
+    _load_state = _save_state = _move_state
+
+    def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
+        """The stretches of `buffer` that hold the parameters of `op`, a chunk of its layer: one, or for moments two."""
+        held = self.schedule.buffer[whole(buffer)]
+        name = held.pool.partition(".")[2].removesuffix("_chunks")
+        if name == "moments":
+            return list(self._moments(held.id, op))
+        dtype = {"weights": self.dtype, "low": torch.int16}.get(name) or self._gradient_dtype(held.id, op.layer)
+        return [self._elements(held.id, dtype, op)]
+
+    def _elements(self, buffer: str, dtype: torch.dtype, op: Op) -> torch.Tensor:
+        """The parameters of `op` in a buffer of the whole layer, or of chunks."""
+        chunk = self.schedule.buffer[buffer].pool.endswith("_chunks")
+        return self.arenas.flat(buffer, dtype, op.parameters, 0 if chunk else op.offset * dtype.itemsize)
+
+    def _moments(self, buffer: str, op: Op) -> torch.Tensor:
+        """Both moments [2, parameters] fp32, likewise."""
+        if self.schedule.buffer[buffer].pool.endswith("_chunks"):
+            return self.arenas.tensor(buffer, torch.float32, (2, op.parameters))
+        elements = self.plan.model.stack[op.layer].elements
+        return self.arenas.tensor(buffer, torch.float32, (2, elements))[:, op.offset : op.offset + op.parameters]
 
     def _embed(self, op: Op) -> Run:
         weights, tokens = op.reads
@@ -184,13 +234,19 @@ class Executor:
 
     def _forward(self, op: Op) -> Run:
         slot, source = op.reads
-        weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(op.writes[0])
+        target, *kept = op.writes
+        weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(target)
+        layer = self.plan.model.stack[op.layer]
 
         def run() -> None:
             with torch.no_grad():
                 output.copy_(self.templates.decoder(weights, x))
 
-        return run
+        def run_and_keep() -> None:
+            self._saved[kept[0]] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
+            output.copy_(made.output.detach())
+
+        return run_and_keep if kept else run
 
     def _recompute(self, op: Op) -> Run:
         slot, source = op.reads
@@ -247,8 +303,7 @@ class Executor:
     def _gradient_sink(self, layer: str, op: Op, buffer: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
         """Where the layer's gradients go, in the order of its tensors: rounded to the compute dtype, then written or, if `op` reads `buffer`, added."""
         spec, adding = self.plan.model.stack[layer], buffer in op.reads
-        held = self.schedule.buffer[buffer]
-        dtype = torch.float32 if held.persistent and held.bytes == 4 * spec.elements else self.dtype
+        dtype = self._gradient_dtype(buffer, layer)
         targets = list(layer_tensors(self.arenas, spec, buffer, dtype).values())
         padded = any(tensor.padded != tensor.elements for tensor in spec.tensors)
         flat = self.arenas.flat(buffer, dtype, spec.elements)
@@ -268,11 +323,15 @@ class Executor:
         first = target not in op.reads
         return lambda: optimizer.accumulate(write, read, first=first)
 
+    def _gradient_dtype(self, buffer: str, layer: str) -> torch.dtype:
+        """fp32 where several contributions are summed, in slots named for that too."""
+        held = self.schedule.buffer[buffer]
+        summed = "streamed_sums" in held.pool or ((held.persistent or held.pool.endswith("_chunks")) and contributions(self.plan, layer) > 1)
+        return torch.float32 if summed else self.dtype
+
     def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
-        """The layer's step gradient [elements], fp32 where several are summed."""
-        elements = self.plan.model.stack[layer].elements
-        wide = self.schedule.buffer[buffer].bytes == 4 * elements
-        return self.arenas.flat(buffer, torch.float32 if wide else self.dtype, elements)
+        """The layer's step gradient [elements]."""
+        return self.arenas.flat(buffer, self._gradient_dtype(buffer, layer), self.plan.model.stack[layer].elements)
 
     def _workers(self, op: Op) -> optimizer.Workers:
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
@@ -288,15 +347,27 @@ class Executor:
         return lambda: result.copy_(torch.stack(optimizer.clip_coefficient(sums, self.settings.max_norm)))
 
     def _update(self, op: Op) -> Run:
-        elements = op.parameters
-        weights = self.arenas.flat(op.writes[0], self.dtype, elements)
-        low = self.arenas.flat(op.writes[1], torch.int16, elements) if len(op.writes) == 3 else None
-        moments = self.arenas.tensor(op.writes[-1], torch.float32, (2, elements))
-        gradient = self._gradient(op.layer, op.reads[0])
-        clip = self.arenas.flat(op.reads[1], torch.float32, 1)[0] if len(op.reads) > 1 else None
+        """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
+        gradient, *others = op.reads
+        target, *rest = op.writes
+        clips = [buffer for buffer in others if buffer.endswith(".norm:clip")]
+        sources = [self._elements(buffer, self.dtype, op) for buffer in others if buffer not in clips]
+        low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
+        moments = self._moments(rest.pop(0), op)
+        copies = [self._elements(buffer, self.dtype, op) for buffer in rest]
+        weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
+        clip = self.arenas.flat(clips[0], torch.float32, 1)[0] if clips else None
         workers = self._workers(op)
-        return lambda: optimizer.update(
-            weights, low, moments, gradient, settings=self.settings, rate=self._rate, number=self._number, clip=clip, workers=workers
-        )
+
+        def run() -> None:
+            for source in sources:
+                weights.copy_(source)
+            if self._update_at is not None:
+                rate, number = self._update_at
+                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers)
+            for copy in copies:
+                copy.copy_(weights)
+
+        return run
 
     _cpu_update = _update

@@ -107,6 +107,7 @@ def train(
         _save_plan(plan, plan_path, out)
         write_json(out / "environment.json", describe(device))
         timelines = _loop(executor, corpus, out / "metrics.jsonl", options, on_step)
+        executor.drain()
         write_json(out / "memory.json", measured_memory(executor, before))
         measured = median_timeline(timelines)
         measured.save(out / "measured.json")

@@ -13,6 +13,20 @@ from megatrain.simulator.specs import ModelSpec, Workload
 FORMAT = 1
 
 
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers by what is done with a class of their data: names and ranges of the stack, `e,0-11,h`, or `all`."""
+
+    weights: str = ""
+    """kept on the device, not streamed; so too the next three"""
+    low: str = ""
+    moments: str = ""
+    gradients: str = ""
+    stored: str = ""
+    """decoder layers whose activations are kept from forward to backward, not recomputed"""
+    parked: str = ""
+    """decoder layers whose input waits in host memory for the backward pass"""
+
+
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a policy may choose without changing a bit of the result."""
 
@@ -26,9 +40,19 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """bytes of one copy over the link: 64 MiB reaches 99 % of an H200's link rate"""
     checkpoint_interval: int = 1
     """decoder layers per activation checkpoint (K)"""
+    state_slots: int = 2
+    """device buffers, for a chunk of each class, that optimizer state streams through"""
+    placement: Placement = Placement()
 
     def __post_init__(self) -> None:
-        for field, least in (("weight_slots", 1), ("gradient_slots", 1), ("gradient_slabs", 0), ("chunk_bytes", 4096), ("checkpoint_interval", 1)):
+        for field, least in (
+            ("weight_slots", 1),
+            ("gradient_slots", 1),
+            ("gradient_slabs", 0),
+            ("chunk_bytes", 4096),
+            ("checkpoint_interval", 1),
+            ("state_slots", 1),
+        ):
             if not least <= getattr(self, field) <= 2**40:
                 raise UserError(f"knobs: {field}", found=getattr(self, field), allowed=f"{least} to {2**40}", fix=f"set {field} = {max(least, 1)}")
 
@@ -68,6 +92,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for field in ("device_limit_bytes", "host_limit_bytes"):
             if not 0 < getattr(self, field) < 2**60:
                 raise UserError(f"plan: {field}", found=getattr(self, field), allowed=">= 1", fix=f"set {field} to the bytes that the run may use")
+
+    def placed(self, name: str) -> frozenset[str]:
+        """The layers that the placement names for `name`. Raises UserError for a text that is no set of this model's layers."""
+        text, stack = getattr(self.knobs.placement, name), list(self.model.stack)
+        decoders = [layer for layer in stack if self.model.stack[layer].kind == "decoder"]
+        allowed = decoders if name in ("stored", "parked") else stack
+        chosen: set[str] = set()
+        for part in filter(None, text.replace(" ", "").split(",")):
+            first, dash, last = part.partition("-")
+            if part == "all":
+                chosen.update(allowed)
+            elif part in allowed:
+                chosen.add(part)
+            elif dash and first in decoders and last in decoders and int(first) <= int(last):
+                chosen.update(decoders[int(first) : int(last) + 1])
+            else:
+                raise UserError(
+                    f"knobs.placement: {name}", found=repr(part), allowed=f"`all`, or layers and ranges of {allowed[0]} to {allowed[-1]}, such as 0-3",
+                    fix="name layers that the model has",
+                )  # fmt: skip
+        return frozenset(chosen)
 
     def save(self, path: Path) -> None:
         write_toml(path, self, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")

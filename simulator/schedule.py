@@ -17,9 +17,14 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | accumulate_gradients (cpu) | slab | host gradient |
 | norm | gradient | the layer's sum of squares |
 | clip | every sum of squares | the clip coefficient |
-| update, cpu_update | gradient[, clip coefficient] | weights[, low plane], moments |
+| update, cpu_update | gradient[, clip coefficient][, weights] | weights[, low plane], moments[, weight slot] |
+| load_state (h2d), save_state (d2h) | one buffer per class | the same classes elsewhere |
+| load_gradients (h2d) | host gradient | device gradient |
+| save_activations (d2h), load_activations (h2d) | hidden | hidden |
 
-An op that writes its gradient *and reads it* adds to what is there; one that only writes it overwrites.
+A forward that also writes saved activations keeps them for its backward. An update that also reads weights takes the old ones from
+there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its gradient *and reads it* adds to what
+is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the whole overlaps every part.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ LANES = ("compute", "update", "h2d", "d2h", "cpu")
 
 CODES = {
     "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "R": "recompute", "B": "backward", "EB": "embed_backward",
-    "G": "save_gradients", "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
+    "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations", "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
 }  # fmt: skip
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 _ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
@@ -63,6 +68,15 @@ class OpId(NamedTuple):
         micro = "" if self.micro is None else f".m{self.micro}"
         chunk = "" if self.chunk is None else f".c{self.chunk}"
         return f"{_CODE_OF[self.kind]}{self.layer}{self.phase}{micro}{chunk}"
+
+
+def whole(name: str) -> str:
+    """The buffer that `name` is, or is a part of.
+
+    >>> whole("host.moments:12#3"), whole("device.weights:0")
+    ('host.moments:12', 'device.weights:0')
+    """
+    return name.partition("#")[0]
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -119,11 +133,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     acquires: tuple[str, ...] = ()
     releases: tuple[str, ...] = ()
     offset: int = 0
-    """of a copy: first byte"""
+    """of a copy: first byte; of an op on optimizer state: first parameter"""
     bytes: int = 0
     """of a copy: how many"""
     parameters: int = 0
-    """of an elementwise op: parameters of the layer, padding included"""
+    """of an op on optimizer state, or elementwise: how many parameters, padding included"""
     flops: int = 0
     """of a compute op"""
     shape: str = ""
@@ -213,6 +227,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         order = Order()
         seen: set[str] = set()
         held: dict[str, list[str]] = {}
+        past: dict[str, list[str]] = {}
         for op in self.ops:
             if op.id in seen:
                 raise ScheduleError(f"{op.id}: the id stands twice")
@@ -227,16 +242,20 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if not order.precedes(other, op.id):
                     raise ScheduleError(f"race on {buffer}: nothing orders {other} before {op.id}")
             order.touch(op.id, op.reads, op.writes)
-            self._check_holds(op, held, order)
+            self._check_holds(op, held, past, order)
         if held:
             raise ScheduleError(f"never released: {', '.join(sorted(held))}")
 
-    def _check_holds(self, op: Op, held: dict[str, list[str]], order: Order) -> None:
+    def _check_holds(self, op: Op, held: dict[str, list[str]], past: dict[str, list[str]], order: Order) -> None:
+        """A slot's hold ends with the op that releases it; whoever used it must have ended before the next hold begins."""
         for slot in op.acquires:
             if slot in held or slot not in op.writes:
                 raise ScheduleError(f"{op.id}: acquires {slot}, which is {'held' if slot in held else 'not written by it'}")
+            late = next((user for user in past.pop(slot, []) if not order.precedes(user, op.id)), None)
+            if late is not None:
+                raise ScheduleError(f"{op.id}: acquires {slot}, which {late} may still be using")
             held[slot] = []
-        for name in op.buffers:
+        for name in map(whole, op.buffers):
             if name not in self.buffer:
                 raise ScheduleError(f"{op.id}: unknown buffer {name}")
             if self.buffer[name].persistent:
@@ -245,10 +264,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise ScheduleError(f"{op.id}: touches {name}, which nothing holds")
             held[name].append(op.id)
         for slot in op.releases:
-            users = held.pop(slot, None)
-            late = next((user for user in users or [] if user != op.id and not order.precedes(user, op.id)), None)
-            if users is None or late is not None:
-                raise ScheduleError(f"{op.id}: releases {slot}, which {'nothing holds' if users is None else f'{late} may still be using'}")
+            if slot not in held:
+                raise ScheduleError(f"{op.id}: releases {slot}, which nothing holds")
+            past[slot] = held.pop(slot)
 
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")
@@ -267,6 +285,7 @@ class Order:
         self._last_in_lane: dict[str, str] = {}
         self._last_write: dict[str, str] = {}
         self._reads_since: dict[str, list[str]] = {}
+        self._parts: dict[str, set[str]] = {}
 
     def add(self, op: str, lane: str, after: Iterable[str]) -> None:
         """Puts `op` at the end of `lane`, behind the ops `after`."""
@@ -292,15 +311,26 @@ class Order:
 
     def conflicts(self, reads: Iterable[str], writes: Iterable[str]) -> list[tuple[str, str]]:
         """Earlier ops, each with the buffer, that an op with these accesses must wait for: write-read, read-write, write-write."""
-        found = [(self._last_write[buffer], buffer) for buffer in reads if buffer in self._last_write]
+        found = []
+        for buffer in reads:
+            found += [(self._last_write[name], buffer) for name in self._overlapping(buffer) if name in self._last_write]
         for buffer in writes:
-            found += [(reader, buffer) for reader in self._reads_since.get(buffer, ())]
-            if buffer in self._last_write:
-                found.append((self._last_write[buffer], buffer))
+            for name in self._overlapping(buffer):
+                found += [(reader, buffer) for reader in self._reads_since.get(name, ())]
+                if name in self._last_write:
+                    found.append((self._last_write[name], buffer))
         return found
+
+    def _overlapping(self, buffer: str) -> tuple[str, ...]:
+        if "#" in buffer:
+            return buffer, whole(buffer)
+        return (buffer, *self._parts[buffer]) if buffer in self._parts else (buffer,)
 
     def touch(self, op: str, reads: Iterable[str], writes: Iterable[str]) -> None:
         """Records the accesses of `op`."""
+        for buffer in (*reads, *writes):
+            if "#" in buffer:
+                self._parts.setdefault(whole(buffer), set()).add(buffer)
         for buffer in reads:
             self._reads_since.setdefault(buffer, []).append(op)
         for buffer in writes:

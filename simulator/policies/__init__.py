@@ -27,6 +27,12 @@ def lower(plan: Plan) -> Schedule:
     return schedule
 
 
+def drain(plan: Plan) -> Schedule | None:
+    """What a step of `plan` leaves to be done before its state is whole, on buffers of the step's; None where it leaves nothing."""
+    module = importlib.import_module(f"{__name__}.{plan.policy}")
+    return module.drain(plan) if hasattr(module, "drain") else None
+
+
 def verified(plan: Plan) -> Schedule:
     """The plan's schedule, checked. Raises UserError where it is not the one whose digest the plan carries."""
     schedule = lower(plan)

@@ -1,7 +1,8 @@
 """The compute of one optimizer step, layer by layer; where weights come from and gradients go is a `Storage`'s business.
 
-For each micro-batch: embed; forward, keeping the input of every K-th decoder layer; head with loss, forward and backward; then block
-by block from the end: run the block's K layers again keeping their activations, then backward through them; embedding's backward.
+For each micro-batch: embed; forward, keeping the input of every K-th decoder layer (on the device, or parked on the host), or all
+activations of a stored layer; head with loss, forward and backward; then block by block from the end: run the block's layers again
+keeping their activations, unless they are stored, then backward through them; embedding's backward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Storage(Protocol):
     def weights(self, layer: str, phase: str, micro: int) -> str:
         """A device buffer that holds the layer's weights at this point of the program."""
 
-    def gradient(self, layer: str) -> tuple[str, bool]:
+    def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         """A device buffer for the layer's gradient, and whether the op is to add to what is there."""
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
@@ -67,66 +68,127 @@ def norm_scalars(builder: Builder, plan: Plan, place: str) -> dict[str, str]:
     return {key: builder.persistent(f"{place}.norm", key, SCALAR_BYTES) for key in (*plan.model.stack, "clip")}
 
 
+def blocks_of(plan: Plan) -> list[list[int]]:
+    """Decoder layers in runs of at most K that are recomputed together; a stored layer is a run of its own."""
+    stored, blocks = plan.placed("stored"), list[list[int]]()
+    for index in range(plan.model.layers):
+        alone = str(index) in stored or not blocks or str(blocks[-1][-1]) in stored
+        if alone or len(blocks[-1]) == plan.knobs.checkpoint_interval:
+            blocks.append([index])
+        else:
+            blocks[-1].append(index)
+    return blocks
+
+
+class _Compute:
+    """The compute ops of one step."""
+
+    def __init__(self, builder: Builder, plan: Plan, storage: Storage) -> None:
+        self.builder, self.plan, self.storage = builder, plan, storage
+        model, work = plan.model, plan.workload
+        self.hidden_bytes = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
+        self.blocks = blocks_of(plan)
+        self.stored = {int(layer) for layer in plan.placed("stored")}
+        self.parked = {block[0] for block in self.blocks if str(block[0]) in plan.placed("parked")} - self.stored
+        self.first = {block[0] for block in self.blocks}
+        longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)
+        saved = model.saved_bytes(work.tokens, work.dtype)
+        builder.slots("device.checkpoints", len(self.blocks) - len(self.parked) + min(len(self.parked), 2), self.hidden_bytes)
+        builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes)
+        builder.slots("device.activations", longest, saved, dynamic=True)
+        builder.slots("device.stored", len(self.stored), saved, dynamic=True)
+        self.homes = {index: builder.persistent("host.parked", str(index), self.hidden_bytes) for index in sorted(self.parked)}
+        self.tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
+        self.losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
+        self.inputs: dict[int, str] = {}
+        self.saved: dict[int, str] = {}
+
+    def emit(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str], flops: int) -> None:
+        shape = f"{self.plan.model.shape}/{self.plan.workload.shape}"
+        self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, flops=flops, shape=shape)
+
+    def layer_flops(self) -> int:
+        return self.plan.model.layer_flops(self.plan.workload.tokens, self.plan.workload.sequence)
+
+    def park(self, index: int, micro: int) -> None:
+        """Sends the layer's input to the host, as soon as it is there."""
+        self.builder.op(OpId("save_activations", str(index), micro=micro), "d2h", [self.inputs[index]], [self.homes[index]], bytes=self.hidden_bytes)
+
+    def input_of(self, index: int, micro: int) -> str:
+        """The layer's input on the device again, for the backward pass."""
+        if index in self.parked:
+            self.inputs[index] = slot = self.builder.acquire("device.checkpoints")
+            self.builder.op(OpId("load_activations", str(index), micro=micro), "h2d", [self.homes[index]], [slot], bytes=self.hidden_bytes)
+        return self.inputs[index]
+
+    def forward(self, micro: int) -> str:
+        """Embedding and all decoder layers; the last one's output."""
+        x = self.builder.acquire("device.checkpoints")
+        self.emit("embed", "", micro, [self.storage.weights(EMBEDDING, "f", micro), self.tokens[micro]], [x], 0)
+        for index in range(self.plan.model.layers):
+            self.inputs[index] = x
+            if index in self.parked:
+                self.park(index, micro)
+            weights = self.storage.weights(str(index), "f", micro)
+            outputs = [self.builder.acquire("device.checkpoints" if index + 1 in self.first else "device.hidden")]
+            if index in self.stored:
+                self.saved[index] = self.builder.acquire("device.stored")
+                outputs.append(self.saved[index])
+            self.emit("forward", str(index), micro, [weights, x], outputs, self.layer_flops())
+            if index not in self.first or index in self.parked:
+                self.builder.release(x)
+            x = outputs[0]
+        return x
+
+    def head(self, micro: int, x: str) -> str:
+        """Loss, forward and backward; the gradient of the last layer's output."""
+        model, work = self.plan.model, self.plan.workload
+        weights, (gradient, adding) = self.storage.weights(model.head, "h", micro), self.storage.gradient(model.head, "h", micro)
+        dx = self.builder.acquire("device.hidden")
+        reads = [weights, x, self.tokens[micro]] + ([gradient] if adding else [])
+        self.emit("head", "", micro, reads, [gradient, dx, self.losses[micro]], 3 * model.head_flops(work.tokens))
+        self.builder.release(x)
+        self.storage.gradient_written(model.head, "h", micro, gradient)
+        return dx
+
+    def recompute(self, block: list[int], micro: int) -> None:
+        """Runs the block's layers again, keeping their activations."""
+        x = self.input_of(block[0], micro)
+        for index in block:
+            self.inputs[index] = x
+            weights = self.storage.weights(str(index), "r", micro)
+            self.saved[index] = self.builder.acquire("device.activations")
+            outputs = [self.saved[index]] + ([self.builder.acquire("device.hidden")] if index != block[-1] else [])
+            self.emit("recompute", str(index), micro, [weights, x], outputs, self.layer_flops())
+            x = outputs[-1]
+
+    def backward(self, index: int, micro: int, dx: str) -> str:
+        """The gradient of the layer's input."""
+        weights, (gradient, adding) = self.storage.weights(str(index), "b", micro), self.storage.gradient(str(index), "b", micro)
+        below = self.builder.acquire("device.hidden")
+        reads = [weights, self.saved[index], self.inputs[index], dx] + ([gradient] if adding else [])
+        self.emit("backward", str(index), micro, reads, [gradient, below], 2 * self.layer_flops())
+        for slot in (self.saved[index], self.inputs[index], dx):
+            self.builder.release(slot)
+        self.storage.gradient_written(str(index), "b", micro, gradient)
+        return below
+
+    def micro_batch(self, micro: int) -> None:
+        dx = self.head(micro, self.forward(micro))
+        for block in reversed(self.blocks):
+            if block[0] not in self.stored:
+                self.recompute(block, micro)
+            for index in reversed(block):
+                dx = self.backward(index, micro, dx)
+        gradient, adding = self.storage.gradient(EMBEDDING, "b", micro)
+        self.emit("embed_backward", "", micro, [self.tokens[micro], dx] + ([gradient] if adding else []), [gradient], 0)
+        self.builder.release(dx)
+        self.storage.gradient_written(EMBEDDING, "b", micro, gradient)
+
+
 def compute(builder: Builder, plan: Plan, storage: Storage) -> None:
     """Emits the step's compute ops, calling on `storage` for weights and gradients, then its update."""
-    model, work, interval = plan.model, plan.workload, plan.knobs.checkpoint_interval
-    hidden_bytes = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
-    blocks = [range(first, min(first + interval, model.layers)) for first in range(0, model.layers, interval)]
-    longest = len(blocks[0])
-    builder.slots("device.checkpoints", len(blocks), hidden_bytes)
-    builder.slots("device.hidden", longest + 1, hidden_bytes)
-    builder.slots("device.activations", longest, model.saved_bytes(work.tokens, work.dtype), dynamic=True)
-    tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
-    losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
-    shape = f"{model.shape}/{work.shape}"
-    layer_flops, head_flops = model.layer_flops(work.tokens, work.sequence), model.head_flops(work.tokens)
-
-    def emit(kind: str, layer: str, micro: int, reads: list[str], writes: list[str], flops: int) -> None:
-        builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, flops=flops, shape=shape)
-
-    for micro in range(work.accumulation):
-        embedding = storage.weights(EMBEDDING, "f", micro)
-        x = builder.acquire("device.checkpoints")
-        emit("embed", "", micro, [embedding, tokens[micro]], [x], 0)
-        inputs: dict[int, str] = {}
-        for index in range(model.layers):
-            inputs[index] = x
-            weights = storage.weights(str(index), "f", micro)
-            kept = (index + 1) % interval == 0 and index + 1 < model.layers
-            y = builder.acquire("device.checkpoints" if kept else "device.hidden")
-            emit("forward", str(index), micro, [weights, x], [y], layer_flops)
-            if index % interval:
-                builder.release(x)
-            x = y
-
-        weights, (gradient, adding) = storage.weights(model.head, "h", micro), storage.gradient(model.head)
-        dx = builder.acquire("device.hidden")
-        reads = [weights, x, tokens[micro]] + ([gradient] if adding else [])
-        emit("head", "", micro, reads, [gradient, dx, losses[micro]], 3 * head_flops)
-        builder.release(x)
-        storage.gradient_written(model.head, "h", micro, gradient)
-
-        for block in reversed(blocks):
-            x, saved = inputs[block[0]], {}
-            for index in block:
-                inputs[index] = x
-                weights = storage.weights(str(index), "r", micro)
-                saved[index] = builder.acquire("device.activations")
-                outputs = [saved[index]] + ([builder.acquire("device.hidden")] if index != block[-1] else [])
-                emit("recompute", str(index), micro, [weights, x], outputs, layer_flops)
-                x = outputs[-1]
-            for index in reversed(block):
-                weights, (gradient, adding) = storage.weights(str(index), "b", micro), storage.gradient(str(index))
-                below = builder.acquire("device.hidden")
-                reads = [weights, saved[index], inputs[index], dx] + ([gradient] if adding else [])
-                emit("backward", str(index), micro, reads, [gradient, below], 2 * layer_flops)
-                for slot in (saved[index], inputs[index], dx):
-                    builder.release(slot)
-                dx = below
-                storage.gradient_written(str(index), "b", micro, gradient)
-
-        gradient, adding = storage.gradient(EMBEDDING)
-        emit("embed_backward", "", micro, [tokens[micro], dx] + ([gradient] if adding else []), [gradient], 0)
-        builder.release(dx)
-        storage.gradient_written(EMBEDDING, "b", micro, gradient)
+    step = _Compute(builder, plan, storage)
+    for micro in range(plan.workload.accumulation):
+        step.micro_batch(micro)
     storage.update()

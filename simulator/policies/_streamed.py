@@ -56,7 +56,7 @@ class Streamed:
             self.builder.op(OpId("load_weights", layer, phase, micro, chunk), "h2d", [self.host["weights", layer]], [slot], offset=offset, bytes=size)
         return slot
 
-    def gradient(self, layer: str) -> tuple[str, bool]:
+    def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         return self.builder.acquire(self._pool("device.gradients", layer)), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:

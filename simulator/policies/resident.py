@@ -20,7 +20,7 @@ class Resident:
     def weights(self, layer: str, phase: str, micro: int) -> str:
         return self.device["weights", layer]
 
-    def gradient(self, layer: str) -> tuple[str, bool]:
+    def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         return self.device["gradients", layer], self.arrived[layer] > 0
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:

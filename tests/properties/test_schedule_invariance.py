@@ -23,7 +23,7 @@ from megatrain.runtime.reference import Reference
 from megatrain.runtime.templates import IGNORED, config_of
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
-from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
 
 STEPS = 5
@@ -104,6 +104,7 @@ def execute(plan: Plan) -> Trained:
         state = ModelState(plan, executor.schedule, executor.arenas)
         state.load(random_weights(0))
         results = [executor.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)]
+        executor.drain()
         tensors: dict[str, torch.Tensor] = {}
         for layer in plan.model.stack.values():
             tensors |= {f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()}
@@ -142,6 +143,16 @@ def assert_invariant(plan: Plan) -> None:
 
 
 @st.composite
+def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
+    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked."""
+    decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
+    some = {
+        name: st.lists(st.sampled_from(decoders if name in ("stored", "parked") else list(model.stack)), unique=True) for name in Placement.__struct_fields__
+    }
+    return Placement(**{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()})
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     model = model_of(
         family=draw(st.sampled_from(["llama", "qwen2", "qwen3", "mistral"])),
@@ -157,9 +168,9 @@ def plans(draw: st.DrawFn) -> Plan:
     summed = work.accumulation > 1 or model.tied
     knobs = Knobs(
         weight_slots=draw(st.integers(1, model.layers + 1)) if policy == "k_buffer" else SLOTS.get(policy, 2),
-        gradient_slots=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1 if summed and policy != "resident" else 0, 3)),
+        gradient_slots=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1 if summed and policy not in ("resident", "overlapped") else 0, 3)),
         chunk_bytes=draw(st.sampled_from([4096, layer_bytes, 2**30]) | st.integers(4096, layer_bytes + 4096)),
-        checkpoint_interval=draw(st.integers(1, model.layers + 1)),
+        checkpoint_interval=draw(st.integers(1, model.layers + 1)), state_slots=draw(st.integers(1, 3)), placement=draw(placements(model)),
     )  # fmt: skip
     event(f"{policy}, {work.dtype}, accumulation {work.accumulation}, clipping {work.clipping}")
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))

@@ -1,0 +1,183 @@
+"""Everything placed where the plan says, on the device or streamed, and AdamW on the device, hidden behind compute.
+
+Clipping by the global norm needs every gradient before the first update. So a step first applies, in forward order and just ahead of each
+layer's forward, the update that the step before owes (its clip coefficient is known by then); the updated high plane is what the forward
+computes with. State that lives on the host streams through chunks: up on `h2d`, AdamW on `update` beside `compute`, back on `d2h`. Then head
+and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `drain` applies what the last step owes.
+
+Without a global norm a layer is updated inside the backward pass, as soon as its gradient is complete, and the gradient never leaves the device.
+"""
+
+from __future__ import annotations
+
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies._layerwise import compute, contributions, gradient_bytes, norm_scalars
+from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
+
+
+class Overlapped:
+    """Buffers of the layers that stay, slots for those that stream."""
+
+    def __init__(self, builder: Builder, plan: Plan) -> None:
+        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
+        self.width = DTYPE_BYTES[plan.workload.dtype]
+        self.owes = owes(plan)
+        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
+        self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
+        self.norm = norm_scalars(builder, plan, "device")
+        for name in ("weights", "low", "moments", "gradients"):
+            resident = plan.placed(name)
+            for layer, spec in self.stack.items():
+                size = self._bytes(name, layer)
+                if size and (layer in resident or name != "gradients" or self.owes or contributions(plan, layer) > 1):
+                    place = "device" if layer in resident else "host"
+                    self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements)
+        self._make_slots()
+        self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
+        self.arrived = dict.fromkeys(self.stack, 0)
+        self.updated: set[str] = set()
+
+    def _bytes(self, name: str, layer: str) -> int:
+        """Bytes a parameter of a class of data."""
+        return {"weights": self.width, "low": 4 - self.width, "moments": 8, "gradients": gradient_bytes(self.plan, layer)}[name]
+
+    def _streams(self, name: str, layer: str) -> bool:
+        return self.home.get((name, layer), "").startswith("host.")
+
+    def _make_slots(self) -> None:
+        for name in ("weights", "low", "moments") + (("gradients",) if self.owes else ()):
+            sizes = [self._bytes(name, layer) * min(self.chunk, spec.elements) for layer, spec in self.stack.items() if self._streams(name, layer)]
+            if sizes:
+                self.builder.slots(f"device.{name}_chunks", self.plan.knobs.state_slots, max(sizes))
+        pools: dict[str, list[tuple[int, int]]] = {}
+        for layer, spec in self.stack.items():
+            decoder = spec.kind == "decoder"
+            if self._streams("weights", layer):
+                pools.setdefault(self._weight_pool(layer), []).append((self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements))
+            if not self.home.get(("gradients", layer), "").startswith("device."):
+                count = self.plan.knobs.gradient_slots if decoder else 1
+                pools.setdefault(self._gradient_pool(layer), []).append((count, gradient_bytes(self.plan, layer) * spec.elements))
+        for pool, wanted in pools.items():
+            self.builder.slots(pool, max(count for count, _ in wanted), max(size for _, size in wanted))
+
+    def _weight_pool(self, layer: str) -> str:
+        return "device.streamed_weights" if self.stack[layer].kind == "decoder" else "device.streamed_vocabulary"
+
+    def _gradient_pool(self, layer: str) -> str:
+        """`sums` are fp32: of several contributions."""
+        name = "sums" if contributions(self.plan, layer) > 1 else "gradients"
+        return f"device.streamed_{name}" if self.stack[layer].kind == "decoder" else f"device.streamed_{name}_vocabulary"
+
+    def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
+        """(number, first parameter, how many)"""
+        total = self.stack[layer].elements
+        return [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
+
+    def weights(self, layer: str, phase: str, micro: int) -> str:
+        owed = self.owes and layer not in self.updated
+        self.updated.add(layer)
+        if not self._streams("weights", layer):
+            if owed:
+                self.apply(layer, self.home["gradients", layer])
+            return self.home["weights", layer]
+        if layer in self.loaded:
+            self.loaded[layer] = slot = self.loaded.pop(layer)
+            return slot
+        pool = self._weight_pool(layer)
+        users = [name for name in self.loaded if self._weight_pool(name) == pool]
+        if len(users) == (self.plan.knobs.weight_slots if self.stack[layer].kind == "decoder" else 1):
+            self.builder.release(self.loaded.pop(users[0]))
+        slot = self.builder.acquire(pool)
+        if owed:
+            self.apply(layer, self.home["gradients", layer], slot)
+        else:
+            self._copies("load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width)
+        self.loaded[layer] = slot
+        return slot
+
+    def _copies(self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int) -> None:
+        """A layer's buffer to or from the host, in chunks. The host's side is named by parts: a chunk waits for its own."""
+        for number, first, count in self._chunks(layer):
+            names = [f"{name}#{number}" if name.startswith("host.") else name for name in (source, target)]
+            lane = "h2d" if source.startswith("host.") else "d2h"
+            self.builder.op(OpId(kind, layer, phase, micro, number), lane, names[:1], names[1:], offset=width * first, bytes=width * count)
+
+    def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
+        home = self.home.get(("gradients", layer), "")
+        adding = self.arrived[layer] > 0
+        if home.startswith("device."):
+            return home, adding
+        slot = self.builder.acquire(self._gradient_pool(layer))
+        if adding:
+            self._copies("load_gradients", layer, phase, micro, home, slot, gradient_bytes(self.plan, layer))
+        return slot, adding
+
+    def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
+        self.arrived[layer] += 1
+        complete = self.arrived[layer] == contributions(self.plan, layer)
+        if complete and self.norm:
+            self.builder.op(OpId("norm", layer), "update", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
+        if complete and not self.owes:
+            self.apply(layer, buffer, source=self.loaded.get(layer))
+        home = self.home.get(("gradients", layer), "")
+        if buffer != home:
+            if self.owes or not complete:
+                self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
+            self.builder.release(buffer)
+
+    def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None) -> None:
+        """AdamW on `layer`, chunk by chunk where some of its state streams. The new weights also go into the slot `copy_to`; the old ones come
+        from the slot `source` where they are on the device already.
+        """
+        clip = [self.norm["clip"]] if self.norm else []
+        classes = [name for name in ("weights", "low", "moments") if (name, layer) in self.home]
+        streamed = [name for name in (*classes, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
+        chunks = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
+        for number, first, count in chunks:
+            slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in streamed}
+            up = [name for name in streamed if not (name == "weights" and source)]
+            down = [name for name in streamed if name != "gradients"]
+            moved = {"offset": first, "parameters": count}
+            if up:
+                reads, writes = [f"{self.home[name, layer]}#{number}" for name in up], [slots[name] for name in up]
+                size = count * sum(self._bytes(name, layer) for name in up)
+                self.builder.op(OpId("load_state", layer, chunk=number), "h2d", reads, writes, bytes=size, **moved)
+            reads = [slots.get("gradients", gradient), *clip, *([source] if source and "weights" in streamed else [])]
+            writes = [slots.get(name, self.home[name, layer]) for name in classes] + ([copy_to] if copy_to else [])
+            self.builder.op(OpId("update", layer, chunk=number), "update", reads, writes, **moved)
+            if down:
+                reads, writes = [slots[name] for name in down], [f"{self.home[name, layer]}#{number}" for name in down]
+                size = count * sum(self._bytes(name, layer) for name in down)
+                self.builder.op(OpId("save_state", layer, chunk=number), "d2h", reads, writes, bytes=size, **moved)
+            for slot in slots.values():
+                self.builder.release(slot)
+
+    def update(self) -> None:
+        for slot in self.loaded.values():
+            self.builder.release(slot)
+        if self.norm:
+            self.builder.op(OpId("clip"), "update", [self.norm[layer] for layer in self.stack], [self.norm["clip"]])
+
+
+def owes(plan: Plan) -> bool:
+    """A step leaves its update to the next one."""
+    return plan.workload.clipping == "global"
+
+
+def lower(plan: Plan) -> Schedule:
+    builder = Builder(plan.policy)
+    compute(builder, plan, Overlapped(builder, plan))
+    return builder.build()
+
+
+def drain(plan: Plan) -> Schedule | None:
+    """The update that a step of `plan` leaves owed, on buffers of `lower`'s names and sizes; None where it owes none."""
+    if not owes(plan):
+        return None
+    builder = Builder(plan.policy)
+    storage = Overlapped(builder, plan)
+    for layer in plan.model.stack:
+        storage.apply(layer, storage.home["gradients", layer])
+    return builder.build()
