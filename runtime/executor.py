@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,18 +16,16 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import IGNORED, Saved, Templates, layer_tensors
+from megatrain.runtime.templates import IGNORED, Templates
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, verified
-from megatrain.simulator.policies._layerwise import contributions
-from megatrain.simulator.schedule import Op, Schedule, whole
-from megatrain.simulator.specs import EMBEDDING
+from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
-Run = Callable[[], object]
 Batch = tuple[torch.Tensor, torch.Tensor]
 """token ids and labels, each [batch, sequence] int64; label IGNORED has no loss"""
 
@@ -62,12 +60,9 @@ class Executor:
         """`schedule` replaces the plan's own, unverified: for calibration and tests. Raises UserError where the plan does not fit."""
         self.plan, self.settings, self.device = plan, settings, device
         self.schedule = schedule or verified(plan)
-        self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
-        self._saved: dict[str, Saved] = {}
-        self._scale = 0.0
         self._drain = drain(plan)
-        self._update_at: tuple[float, int] | None = None
+        self._state = StepState()
         self._owed: tuple[float, int] | None = None
         self._marks: dict[str, HostMark | StreamMark] = {}
         self.tasks: dict[str, Task] = {}
@@ -76,6 +71,7 @@ class Executor:
         self._host_workers = optimizer.workers(self._threads["cpu"])
         try:
             self.templates = Templates(plan.model, plan.workload, config, device)
+            self._binder = Binder(plan, self.schedule, self.arenas, self.templates, settings, self._host_workers, self._state)
             self._crew = Crew(self._lanes(self.schedule, self.tasks, self._marks))
         except BaseException:
             self._free()
@@ -97,7 +93,7 @@ class Executor:
     def _free(self) -> None:
         self._host_workers.close()
         self.tasks.clear()
-        self._saved.clear()
+        self._state.saved.clear()
         self.arenas.close()
 
     def _lanes(self, schedule: Schedule, tasks: dict[str, Task], marks: dict[str, HostMark | StreamMark]) -> list[Lane]:
@@ -108,7 +104,7 @@ class Executor:
         for op in schedule.ops:
             stream = streams[op.lane]
             marks[op.id] = mark = HostMark() if stream is None else StreamMark(stream)
-            tasks[op.id] = Task(op.id, self._bind(op), mark, [marks[other] for other in op.after])
+            tasks[op.id] = Task(op.id, self._binder.bind(op), mark, [marks[other] for other in op.after])
         return [Lane(name, [tasks[op.id] for op in ops], self._threads[name], streams[name]) for name, ops in schedule.lanes.items()]
 
     # ---- one step ----
@@ -122,10 +118,10 @@ class Executor:
         assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
         begin = time.perf_counter()
         labelled = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-        self._scale = 1 / max(labelled, 1)
-        self._update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
+        self._state.scale = 1 / max(labelled, 1)
+        self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
         for micro, (ids, labels) in enumerate(batches):
-            self._tokens(micro).copy_(torch.stack([ids, labels]))
+            self._binder.tokens(micro).copy_(torch.stack([ids, labels]))
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
@@ -149,7 +145,7 @@ class Executor:
         """Applies the update that the last step owes, if any: before saving, evaluating and stopping."""
         if self._drain is None or self._owed is None:
             return
-        self._update_at, self._owed = self._owed, None
+        self._state.update_at, self._owed = self._owed, None
         crew = Crew(self._lanes(self._drain, {}, {}))
         try:
             crew.play()
@@ -164,210 +160,5 @@ class Executor:
                 return float(self.arenas.flat(f"{place}.norm:clip", torch.float32, 2)[1])
         return None
 
-    def _tokens(self, micro: int) -> torch.Tensor:
-        """[2, batch, sequence] int64: ids and labels of a micro-batch, on the device."""
-        work = self.plan.workload
-        return self.arenas.tensor(f"device.tokens:{micro}", torch.int64, (2, work.batch, work.sequence))
-
     def _scalar(self, pool: str, key: str) -> torch.Tensor:
         return self.arenas.flat(f"{pool}:{key}", torch.float32, 1)[0]
-
-    # ---- ops: each binder returns what its op does ----
-
-    def _bind(self, op: Op) -> Run:
-        run: Run = getattr(self, f"_{op.kind}")(op)
-        return run
-
-    def _hidden(self, buffer: str) -> torch.Tensor:
-        work = self.plan.workload
-        return self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, self.plan.model.hidden))
-
-    def _weights(self, layer: str, buffer: str) -> dict[str, torch.Tensor]:
-        return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
-
-    def _copy(self, op: Op) -> Run:
-        (source,), (target,) = (map(whole, op.reads), map(whole, op.writes))
-        read, write = (self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset) for buffer in (source, target))
-        return lambda: write.copy_(read, non_blocking=True)
-
-    _load_weights = _save_gradients = _load_gradients = _save_activations = _load_activations = _copy
-
-    def _move_state(self, op: Op) -> Run:
-        pairs = [
-            pair for source, target in zip(op.reads, op.writes, strict=True) for pair in zip(self._pieces(source, op), self._pieces(target, op), strict=True)
-        ]
-
-        def run() -> None:
-            for read, write in pairs:
-                write.copy_(read, non_blocking=True)
-
-        return run
-
-    _load_state = _save_state = _move_state
-
-    def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
-        """The stretches of `buffer` that hold the parameters of `op`, a chunk of its layer: one, or for moments two."""
-        held = self.schedule.buffer[whole(buffer)]
-        name = held.pool.partition(".")[2].removesuffix("_chunks")
-        if name == "moments":
-            return list(self._moments(held.id, op))
-        dtype = {"weights": self.dtype, "low": torch.int16}.get(name) or self._gradient_dtype(held.id, op.layer)
-        return [self._elements(held.id, dtype, op)]
-
-    def _elements(self, buffer: str, dtype: torch.dtype, op: Op) -> torch.Tensor:
-        """The parameters of `op` in a buffer of the whole layer, or of chunks."""
-        chunk = self.schedule.buffer[buffer].pool.endswith("_chunks")
-        return self.arenas.flat(buffer, dtype, op.parameters, 0 if chunk else op.offset * dtype.itemsize)
-
-    def _moments(self, buffer: str, op: Op) -> torch.Tensor:
-        """Both moments [2, parameters] fp32, likewise."""
-        if self.schedule.buffer[buffer].pool.endswith("_chunks"):
-            return self.arenas.tensor(buffer, torch.float32, (2, op.parameters))
-        elements = self.plan.model.stack[op.layer].elements
-        return self.arenas.tensor(buffer, torch.float32, (2, elements))[:, op.offset : op.offset + op.parameters]
-
-    def _embed(self, op: Op) -> Run:
-        weights, tokens = op.reads
-        table, output = self._weights(EMBEDDING, weights)["embed_tokens.weight"], self._hidden(op.writes[0])
-        ids = self._tokens(int(tokens.partition(":")[2]))[0]
-        return lambda: output.copy_(self.templates.embed(table, ids))
-
-    def _forward(self, op: Op) -> Run:
-        slot, source = op.reads
-        target, *kept = op.writes
-        weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(target)
-        layer = self.plan.model.stack[op.layer]
-
-        def run() -> None:
-            with torch.no_grad():
-                output.copy_(self.templates.decoder(weights, x))
-
-        def run_and_keep() -> None:
-            self._saved[kept[0]] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
-            output.copy_(made.output.detach())
-
-        return run_and_keep if kept else run
-
-    def _recompute(self, op: Op) -> Run:
-        slot, source = op.reads
-        saved, *outputs = op.writes
-        layer, output = self.plan.model.stack[op.layer], self._hidden(outputs[0]) if outputs else None
-
-        def run() -> None:
-            self._saved[saved] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
-            if output is not None:
-                output.copy_(made.output.detach())
-
-        return run
-
-    def _backward(self, op: Op) -> Run:
-        slot, saved, _, gradient = op.reads[:4]
-        target, below = op.writes
-        upper, lower_gradient = self._hidden(gradient), self._hidden(below)
-        put = self._gradient_sink(op.layer, op, target)
-
-        def run() -> None:
-            dx, *gradients = self.templates.backward(self._saved.pop(saved), slot, upper)
-            lower_gradient.copy_(dx)
-            put(gradients)
-
-        return run
-
-    def _head(self, op: Op) -> Run:
-        slot, source, tokens = op.reads[:3]
-        target, below, loss = op.writes
-        head = self.plan.model.head
-        names = [tensor.name for tensor in self.plan.model.stack[head].tensors]
-        projection = "embed_tokens.weight" if head == EMBEDDING else "lm_head.weight"
-        labels = self._tokens(int(tokens.partition(":")[2]))[1]
-        x, dx, total = self._hidden(source), self._hidden(below), self.arenas.flat(loss, torch.float32, 1)
-        put = self._gradient_sink(head, op, target)
-
-        def run() -> None:
-            tensors = self._weights(head, slot)
-            value, norm_gradient, projection_gradient = self.templates.head(
-                {"norm": tensors["norm.weight"], "projection": tensors[projection]}, x, labels, self._scale, dx
-            )
-            total[0] = value
-            put([{"norm.weight": norm_gradient, projection: projection_gradient}[name] for name in names])
-
-        return run
-
-    def _embed_backward(self, op: Op) -> Run:
-        tokens, gradient = op.reads[:2]
-        ids, dx = self._tokens(int(tokens.partition(":")[2]))[0], self._hidden(gradient)
-        others: list[torch.Tensor | None] = [None] * (len(self.plan.model.stack[EMBEDDING].tensors) - 1)
-        put = self._gradient_sink(EMBEDDING, op, op.writes[0])
-        return lambda: put([self.templates.embed_backward(dx, ids), *others])
-
-    def _gradient_sink(self, layer: str, op: Op, buffer: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
-        """Where the layer's gradients go, in the order of its tensors: rounded to the compute dtype, then written or, if `op` reads `buffer`, added."""
-        spec, adding = self.plan.model.stack[layer], buffer in op.reads
-        dtype = self._gradient_dtype(buffer, layer)
-        targets = list(layer_tensors(self.arenas, spec, buffer, dtype).values())
-        padded = any(tensor.padded != tensor.elements for tensor in spec.tensors)
-        flat = self.arenas.flat(buffer, dtype, spec.elements)
-
-        def put(gradients: Sequence[torch.Tensor | None]) -> None:
-            if not adding and (padded or None in gradients):
-                flat.zero_()
-            for target, gradient in zip(targets, gradients, strict=True):
-                if gradient is not None:
-                    optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
-
-        return put
-
-    def _accumulate_gradients(self, op: Op) -> Run:
-        slab, target = op.reads[0], op.writes[0]
-        read, write = self.arenas.flat(slab, self.dtype, op.parameters), self._gradient(op.layer, target)
-        first = target not in op.reads
-        return lambda: optimizer.accumulate(write, read, first=first)
-
-    def _gradient_dtype(self, buffer: str, layer: str) -> torch.dtype:
-        """fp32 where several contributions are summed, in slots named for that too."""
-        held = self.schedule.buffer[buffer]
-        summed = "streamed_sums" in held.pool or ((held.persistent or held.pool.endswith("_chunks")) and contributions(self.plan, layer) > 1)
-        return torch.float32 if summed else self.dtype
-
-    def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
-        """The layer's step gradient [elements]."""
-        return self.arenas.flat(buffer, self._gradient_dtype(buffer, layer), self.plan.model.stack[layer].elements)
-
-    def _workers(self, op: Op) -> optimizer.Workers:
-        return self._host_workers if op.lane == "cpu" else optimizer.ALONE
-
-    def _norm(self, op: Op) -> Run:
-        gradient, total = self._gradient(op.layer, op.reads[0]), self.arenas.flat(op.writes[0], torch.float32, 1)
-        workers = self._workers(op)
-        return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
-
-    def _clip(self, op: Op) -> Run:
-        sums = [self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads]
-        result = self.arenas.flat(op.writes[0], torch.float32, 2)
-        return lambda: result.copy_(torch.stack(optimizer.clip_coefficient(sums, self.settings.max_norm)))
-
-    def _update(self, op: Op) -> Run:
-        """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
-        gradient, *others = op.reads
-        target, *rest = op.writes
-        clips = [buffer for buffer in others if buffer.endswith(".norm:clip")]
-        sources = [self._elements(buffer, self.dtype, op) for buffer in others if buffer not in clips]
-        low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
-        moments = self._moments(rest.pop(0), op)
-        copies = [self._elements(buffer, self.dtype, op) for buffer in rest]
-        weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
-        clip = self.arenas.flat(clips[0], torch.float32, 1)[0] if clips else None
-        workers = self._workers(op)
-
-        def run() -> None:
-            for source in sources:
-                weights.copy_(source)
-            if self._update_at is not None:
-                rate, number = self._update_at
-                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers)
-            for copy in copies:
-                copy.copy_(weights)
-
-        return run
-
-    _cpu_update = _update

@@ -22,10 +22,12 @@ from megatrain.simulator.files import read_toml
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
-"""Kinds whose duration hangs on `Op.shape`; every other kind has a curve over its size."""
-CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS)
-COPY_KINDS = ("load_weights", "save_gradients")
-"""Kinds whose size is bytes; that of the other curve kinds is parameters."""
+"""Kinds whose duration hangs on `Op.shape`."""
+COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations")
+"""Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
+`save_gradients`. The size of the other curve kinds is parameters."""
+CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS and kind not in COPY_KINDS[2:])
+"""Kinds with a curve over their size."""
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 
 

@@ -226,8 +226,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ScheduleError(f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id")
         order = Order()
         seen: set[str] = set()
-        held: dict[str, list[str]] = {}
-        past: dict[str, list[str]] = {}
+        held: set[str] = set()
         for op in self.ops:
             if op.id in seen:
                 raise ScheduleError(f"{op.id}: the id stands twice")
@@ -242,31 +241,25 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if not order.precedes(other, op.id):
                     raise ScheduleError(f"race on {buffer}: nothing orders {other} before {op.id}")
             order.touch(op.id, op.reads, op.writes)
-            self._check_holds(op, held, past, order)
+            self._check_holds(op, held)
         if held:
             raise ScheduleError(f"never released: {', '.join(sorted(held))}")
 
-    def _check_holds(self, op: Op, held: dict[str, list[str]], past: dict[str, list[str]], order: Order) -> None:
-        """A slot's hold ends with the op that releases it; whoever used it must have ended before the next hold begins."""
+    def _check_holds(self, op: Op, held: set[str]) -> None:
+        """A slot has one user at a time in program order. That those before have ended follows from the next one's first op writing it."""
         for slot in op.acquires:
             if slot in held or slot not in op.writes:
                 raise ScheduleError(f"{op.id}: acquires {slot}, which is {'held' if slot in held else 'not written by it'}")
-            late = next((user for user in past.pop(slot, []) if not order.precedes(user, op.id)), None)
-            if late is not None:
-                raise ScheduleError(f"{op.id}: acquires {slot}, which {late} may still be using")
-            held[slot] = []
+            held.add(slot)
         for name in map(whole, op.buffers):
             if name not in self.buffer:
                 raise ScheduleError(f"{op.id}: unknown buffer {name}")
-            if self.buffer[name].persistent:
-                continue
-            if name not in held:
+            if not self.buffer[name].persistent and name not in held:
                 raise ScheduleError(f"{op.id}: touches {name}, which nothing holds")
-            held[name].append(op.id)
         for slot in op.releases:
             if slot not in held:
                 raise ScheduleError(f"{op.id}: releases {slot}, which nothing holds")
-            past[slot] = held.pop(slot)
+            held.remove(slot)
 
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")

@@ -47,6 +47,8 @@ class Calibrated:
 
     def _curve(self, op: Op) -> tuple[tuple[int, int], ...]:
         kind, curves = op.kind, self.table.curves
+        if kind in COPY_KINDS:
+            kind = "load_weights" if op.lane == "h2d" else "save_gradients"
         names = ([f"{kind}:add@{op.lane}", f"{kind}:add"] if op.adds else []) + [f"{kind}@{op.lane}", kind]
         name = next((name for name in names if name in curves), None)
         if name is None:

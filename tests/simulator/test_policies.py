@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import Order, Schedule
+from megatrain.simulator.schedule import Order, Schedule, whole
 from megatrain.simulator.specs import DTYPE_BYTES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -45,10 +45,15 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
     clipped = plan.workload.clipping == "global"
     assert layers_of(schedule, "norm") == (dict.fromkeys(model.stack, 1) if clipped else {})
     assert layers_of(schedule, "clip") == ({"": 1} if clipped else {})
-    assert layers_of(schedule, "update") + layers_of(schedule, "cpu_update") == dict.fromkeys(model.stack, 1)
-    for op in schedule.ops:  # copies stay inside their buffers
-        assert all(op.offset + op.bytes <= schedule.buffer[name].bytes for name in op.buffers), op
-    used = {name for op in schedule.ops for name in op.buffers}
+    updated = Counter[str]()
+    for op in schedule.ops:
+        if op.kind in ("update", "cpu_update"):
+            assert op.offset == updated[op.layer], f"{op.id} leaves a gap"
+            updated[op.layer] += op.parameters
+        elif op.kind not in ("load_state", "save_state"):  # copies stay inside their buffers
+            assert all(op.offset + op.bytes <= schedule.buffer[whole(name)].bytes for name in op.buffers), op
+    assert updated == {layer.name: layer.elements for layer in model.stack.values()}
+    used = {whole(name) for op in schedule.ops for name in op.buffers}
     assert used <= set(schedule.buffer)
 
 

@@ -202,14 +202,16 @@ def test_a_broken_schedule_is_found(broken: Schedule, complaint: str) -> None:
     assert complaint in str(caught.value)
 
 
-def test_a_slot_released_while_another_lane_still_reads_it() -> None:
-    """The release stands on an op that nothing orders behind the reader."""
+def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
+    """The slot is released by an op that nothing orders behind the reader: the next to take it must wait for both."""
     reader = but(USE, releases=("device.hidden:0",))
     other = Op(id="G0.c0", lane="d2h", after=("W0.c0",), reads=("device.weights:0",), writes=("host.gradients:0",), releases=("device.weights:0",))
+    again = Op(id="W1.c0", lane="h2d", after=("G0.c0",), reads=("host.weights:0",), writes=("device.weights:0",), acquires=("device.weights:0",))
+    end = Op(id="G1.c0", lane="d2h", after=("W1.c0",), reads=("device.weights:0",), writes=("host.gradients:0",), releases=("device.weights:0",))
     buffers = (*BUFFERS, Buffer(id="host.gradients:0", bytes=64, persistent=True))
-    with pytest.raises(ScheduleError, match=r"releases device\.weights:0, which F0\.m0 may still be using"):
-        schedule_of(LOAD, reader, other, buffers=buffers).check()
-    schedule_of(LOAD, reader, but(other, after=("F0.m0",)), buffers=buffers).check()
+    with pytest.raises(ScheduleError, match=r"race on device\.weights:0: nothing orders F0\.m0 before W1\.c0"):
+        schedule_of(LOAD, reader, other, again, end, buffers=buffers).check()
+    schedule_of(LOAD, reader, other, but(again, after=("G0.c0", "F0.m0")), end, buffers=buffers).check()
 
 
 @settings(max_examples=40)

@@ -1,0 +1,245 @@
+"""Binding: what each op does, as a closure over the tensors that its buffers are. One method a kind; nothing here waits or orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.runtime import optimizer
+from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.templates import Saved, Templates, layer_tensors
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._layerwise import contributions
+from megatrain.simulator.schedule import Op, Schedule, whole
+from megatrain.simulator.specs import EMBEDDING
+
+Run = Callable[[], object]
+
+
+@dataclass
+class StepState:
+    """What ops need to know of the step that they run in."""
+
+    scale: float = 0.0
+    """of every token's loss: one over the labelled tokens of the step"""
+    update_at: tuple[float, int] | None = None
+    """learning rate and number of the step whose update is applied; None where nothing is owed"""
+    saved: dict[str, Saved] = field(default_factory=dict)
+    """buffer of activations -> the graph that was kept"""
+
+
+class Binder:
+    """Turns ops of `schedule` into closures."""
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, arenas: Arenas, templates: Templates, settings: AdamW, host_workers: optimizer.Workers, state: StepState
+    ) -> None:
+        self.plan, self.schedule, self.arenas, self.templates, self.settings, self.state = plan, schedule, arenas, templates, settings, state
+        self.dtype = TORCH_DTYPE[plan.workload.dtype]
+        self._host_workers = host_workers
+
+    def bind(self, op: Op) -> Run:
+        """What `op` does."""
+        run: Run = getattr(self, f"_{op.kind}")(op)
+        return run
+
+    def tokens(self, micro: int) -> torch.Tensor:
+        """[2, batch, sequence] int64: ids and labels of a micro-batch, on the device."""
+        work = self.plan.workload
+        return self.arenas.tensor(f"device.tokens:{micro}", torch.int64, (2, work.batch, work.sequence))
+
+    def _hidden(self, buffer: str) -> torch.Tensor:
+        work = self.plan.workload
+        return self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, self.plan.model.hidden))
+
+    def _weights(self, layer: str, buffer: str) -> dict[str, torch.Tensor]:
+        return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
+
+    def _copy(self, op: Op) -> Run:
+        (source,), (target,) = (map(whole, op.reads), map(whole, op.writes))
+        read, write = (self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset) for buffer in (source, target))
+        return lambda: write.copy_(read, non_blocking=True)
+
+    _load_weights = _save_gradients = _load_gradients = _save_activations = _load_activations = _copy
+
+    def _move_state(self, op: Op) -> Run:
+        pairs = [
+            pair for source, target in zip(op.reads, op.writes, strict=True) for pair in zip(self._pieces(source, op), self._pieces(target, op), strict=True)
+        ]
+
+        def run() -> None:
+            for read, write in pairs:
+                write.copy_(read, non_blocking=True)
+
+        return run
+
+    _load_state = _save_state = _move_state
+
+    def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
+        """The stretches of `buffer` that hold the parameters of `op`, a chunk of its layer: one, or for moments two."""
+        held = self.schedule.buffer[whole(buffer)]
+        name = held.pool.partition(".")[2].removesuffix("_chunks")
+        if name == "moments":
+            return list(self._moments(held.id, op))
+        dtype = {"weights": self.dtype, "low": torch.int16}.get(name) or self._gradient_dtype(held.id, op.layer)
+        return [self._elements(held.id, dtype, op)]
+
+    def _elements(self, buffer: str, dtype: torch.dtype, op: Op) -> torch.Tensor:
+        """The parameters of `op` in a buffer of the whole layer, or of chunks."""
+        chunk = self.schedule.buffer[buffer].pool.endswith("_chunks")
+        return self.arenas.flat(buffer, dtype, op.parameters, 0 if chunk else op.offset * dtype.itemsize)
+
+    def _moments(self, buffer: str, op: Op) -> torch.Tensor:
+        """Both moments [2, parameters] fp32, likewise."""
+        if self.schedule.buffer[buffer].pool.endswith("_chunks"):
+            return self.arenas.tensor(buffer, torch.float32, (2, op.parameters))
+        elements = self.plan.model.stack[op.layer].elements
+        return self.arenas.tensor(buffer, torch.float32, (2, elements))[:, op.offset : op.offset + op.parameters]
+
+    def _embed(self, op: Op) -> Run:
+        weights, tokens = op.reads
+        table, output = self._weights(EMBEDDING, weights)["embed_tokens.weight"], self._hidden(op.writes[0])
+        ids = self.tokens(int(tokens.partition(":")[2]))[0]
+        return lambda: output.copy_(self.templates.embed(table, ids))
+
+    def _forward(self, op: Op) -> Run:
+        slot, source = op.reads
+        target, *kept = op.writes
+        weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(target)
+        layer = self.plan.model.stack[op.layer]
+
+        def run() -> None:
+            output.copy_(self.templates.forward(weights, x))
+
+        def run_and_keep() -> None:
+            self.state.saved[kept[0]] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
+            output.copy_(made.output.detach())
+
+        return run_and_keep if kept else run
+
+    def _recompute(self, op: Op) -> Run:
+        slot, source = op.reads
+        saved, *outputs = op.writes
+        layer, output = self.plan.model.stack[op.layer], self._hidden(outputs[0]) if outputs else None
+
+        def run() -> None:
+            self.state.saved[saved] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
+            if output is not None:
+                output.copy_(made.output.detach())
+
+        return run
+
+    def _backward(self, op: Op) -> Run:
+        slot, saved, _, gradient = op.reads[:4]
+        target, below = op.writes
+        upper, lower_gradient = self._hidden(gradient), self._hidden(below)
+        put = self._gradient_sink(op.layer, op, target)
+
+        def run() -> None:
+            dx, *gradients = self.templates.backward(self.state.saved.pop(saved), slot, upper)
+            lower_gradient.copy_(dx)
+            put(gradients)
+
+        return run
+
+    def _head(self, op: Op) -> Run:
+        slot, source, tokens = op.reads[:3]
+        target, below, loss = op.writes
+        head = self.plan.model.head
+        names = [tensor.name for tensor in self.plan.model.stack[head].tensors]
+        projection = "embed_tokens.weight" if head == EMBEDDING else "lm_head.weight"
+        labels = self.tokens(int(tokens.partition(":")[2]))[1]
+        x, dx, total = self._hidden(source), self._hidden(below), self.arenas.flat(loss, torch.float32, 1)
+        put = self._gradient_sink(head, op, target)
+
+        def run() -> None:
+            tensors = self._weights(head, slot)
+            value, norm_gradient, projection_gradient = self.templates.head(
+                {"norm": tensors["norm.weight"], "projection": tensors[projection]}, x, labels, self.state.scale, dx
+            )
+            total[0] = value
+            put([{"norm.weight": norm_gradient, projection: projection_gradient}[name] for name in names])
+
+        return run
+
+    def _embed_backward(self, op: Op) -> Run:
+        tokens, gradient = op.reads[:2]
+        ids, dx = self.tokens(int(tokens.partition(":")[2]))[0], self._hidden(gradient)
+        others: list[torch.Tensor | None] = [None] * (len(self.plan.model.stack[EMBEDDING].tensors) - 1)
+        put = self._gradient_sink(EMBEDDING, op, op.writes[0])
+        return lambda: put([self.templates.embed_backward(dx, ids), *others])
+
+    def _gradient_sink(self, layer: str, op: Op, buffer: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        """Where the layer's gradients go, in the order of its tensors: rounded to the compute dtype, then written or, if `op` reads `buffer`, added."""
+        spec, adding = self.plan.model.stack[layer], buffer in op.reads
+        dtype = self._gradient_dtype(buffer, layer)
+        targets = list(layer_tensors(self.arenas, spec, buffer, dtype).values())
+        padded = any(tensor.padded != tensor.elements for tensor in spec.tensors)
+        flat = self.arenas.flat(buffer, dtype, spec.elements)
+
+        def put(gradients: Sequence[torch.Tensor | None]) -> None:
+            if not adding and (padded or None in gradients):
+                flat.zero_()
+            for target, gradient in zip(targets, gradients, strict=True):
+                if gradient is not None:
+                    optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
+
+        return put
+
+    def _accumulate_gradients(self, op: Op) -> Run:
+        slab, target = op.reads[0], op.writes[0]
+        read, write = self.arenas.flat(slab, self.dtype, op.parameters), self._gradient(op.layer, target)
+        first = target not in op.reads
+        return lambda: optimizer.accumulate(write, read, first=first)
+
+    def _gradient_dtype(self, buffer: str, layer: str) -> torch.dtype:
+        """fp32 where several contributions are summed, in slots named for that too."""
+        held = self.schedule.buffer[buffer]
+        summed = "streamed_sums" in held.pool or ((held.persistent or held.pool.endswith("_chunks")) and contributions(self.plan, layer) > 1)
+        return torch.float32 if summed else self.dtype
+
+    def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
+        """The layer's step gradient [elements]."""
+        return self.arenas.flat(buffer, self._gradient_dtype(buffer, layer), self.plan.model.stack[layer].elements)
+
+    def _workers(self, op: Op) -> optimizer.Workers:
+        return self._host_workers if op.lane == "cpu" else optimizer.ALONE
+
+    def _norm(self, op: Op) -> Run:
+        gradient, total = self._gradient(op.layer, op.reads[0]), self.arenas.flat(op.writes[0], torch.float32, 1)
+        workers = self._workers(op)
+        return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
+
+    def _clip(self, op: Op) -> Run:
+        sums = [self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads]
+        result = self.arenas.flat(op.writes[0], torch.float32, 2)
+        return lambda: result.copy_(torch.stack(optimizer.clip_coefficient(sums, self.settings.max_norm)))
+
+    def _update(self, op: Op) -> Run:
+        """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
+        gradient, *others = op.reads
+        target, *rest = op.writes
+        clips = [buffer for buffer in others if buffer.endswith(".norm:clip")]
+        sources = [self._elements(buffer, self.dtype, op) for buffer in others if buffer not in clips]
+        low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
+        moments = self._moments(rest.pop(0), op)
+        copies = [self._elements(buffer, self.dtype, op) for buffer in rest]
+        weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
+        clip = self.arenas.flat(clips[0], torch.float32, 1)[0] if clips else None
+        workers = self._workers(op)
+
+        def run() -> None:
+            for source in sources:
+                weights.copy_(source)
+            if self.state.update_at is not None:
+                rate, number = self.state.update_at
+                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers)
+            for copy in copies:
+                copy.copy_(weights)
+
+        return run
+
+    _cpu_update = _update
