@@ -25,7 +25,8 @@ COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_bac
 """Kinds whose duration hangs on `Op.shape`; every other kind has a curve over its size."""
 CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS)
 COPY_KINDS = ("load_weights", "save_gradients")
-"""Kinds whose size is bytes; that of the other curve kinds is parameters."""
+PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
+"""Copies and passes: kinds whose size is bytes; that of the other curve kinds is parameters."""
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 
 
@@ -127,6 +128,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """bytes that the host's elementwise ops (sum of squares, accumulation) read and write a second"""
     cpu_update_per_s: float
     """parameters that AdamW on the host updates a second"""
+    cpu_adam_per_s: float
+    """parameters that a fused, vectorised AdamW on the host updates a second: bf16 weights and gradients, fp32 moments (DeepSpeed's CPUAdam)"""
+    thread_gb_per_s: float
+    """host memory that one thread reads and writes a second while it copies"""
     contention: dict[str, dict[str, float]] = {}
     """as in CostTable; for the two directions of the link it wins over `duplex_fraction`"""
     host_memory: HostMemory | None = None
@@ -137,7 +142,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"
-        for field in ("device_bytes", "host_bytes", "cores", "device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "cpu_update_per_s"):
+        for field in (
+            "device_bytes", "host_bytes", "cores", "device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "cpu_update_per_s",
+            "cpu_adam_per_s", "thread_gb_per_s",
+        ):  # fmt: skip
             value = getattr(self, field)
             if not 0 < value < math.inf:
                 raise UserError(f"{where}: {field}", found=value, allowed="a positive number", fix=f"correct {field}")

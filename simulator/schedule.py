@@ -19,6 +19,15 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | clip | every sum of squares | the clip coefficient |
 | update, cpu_update | gradient[, clip coefficient] | weights[, low plane], moments |
 
+and, in schedules of other systems, which are only for prediction, so what they read and write is in no fixed order:
+
+| kind | what its bytes are |
+|---|---|
+| cpu_adam (cpu) | read and written by a fused, vectorised AdamW of the host |
+| host_pass (cpu) | read and written by an elementwise pass of all the host's threads: copying, scaling, zeroing |
+| thread_pass (cpu) | the same by one thread |
+| device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
+
 An op that writes its gradient *and reads it* adds to what is there; one that only writes it overwrites.
 """
 
@@ -38,6 +47,7 @@ LANES = ("compute", "update", "h2d", "d2h", "cpu")
 CODES = {
     "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "R": "recompute", "B": "backward", "EB": "embed_backward",
     "G": "save_gradients", "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
+    "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",
 }  # fmt: skip
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 _ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
@@ -121,7 +131,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     offset: int = 0
     """of a copy: first byte"""
     bytes: int = 0
-    """of a copy: how many"""
+    """of a copy: how many; of a pass: read and written"""
     parameters: int = 0
     """of an elementwise op: parameters of the layer, padding included"""
     flops: int = 0

@@ -13,7 +13,7 @@ import pytest
 from megatrain.experiments.commands.check import parameters
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import names
+from megatrain.simulator.policies import names, peers
 from megatrain.simulator.timeline import Timeline
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -189,7 +189,7 @@ def test_check_of_every_policy(command: Any) -> None:
     outcome = command(*words, "--json")
     assert (outcome.status, outcome.err) == (0, "")
     reports = only_object(outcome.out)["policies"]
-    assert sorted(report["policy"] for report in reports) == names()
+    assert sorted(report["policy"] for report in reports) == sorted(names() + peers())
     assert all(report.keys() >= KEYS for report in reports)
     assert [report["step_seconds"] for report in reports] == sorted(report["step_seconds"] for report in reports)  # all fit: fastest first
     table = command(*words).out.splitlines()
