@@ -22,11 +22,13 @@ from megatrain.simulator.files import read_toml
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
-"""Kinds whose duration hangs on `Op.shape`; every other kind has a curve over its size."""
-CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS)
-COPY_KINDS = ("load_weights", "save_gradients")
+"""Kinds whose duration hangs on `Op.shape`."""
 PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
-"""Copies and passes: kinds whose size is bytes; that of the other curve kinds is parameters."""
+"""Kinds of other systems' schedules, whose size is bytes; a machine's rates give their durations."""
+CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + PASS_KINDS)
+"""Every other kind has a curve over its size."""
+COPY_KINDS = ("load_weights", "save_gradients")
+"""Kinds whose size is bytes; that of the other curve kinds is parameters."""
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 
 

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.policies import is_prediction_only
 
     hardware = HardwareSpec.load(args.hardware)
     if args.cores and hardware.costs is not None and args.cores != hardware.cores:
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         print(table(found))
     else:
         print(verdict(found[0], hardware))
-    return 0 if found[0].feasible else 2
+    runnable = [choice for choice in found if not is_prediction_only(choice.plan.policy)] or found
+    return 0 if runnable[0].feasible else 2
 
 
 def limits(choice: Choice) -> str:

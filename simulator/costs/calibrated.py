@@ -40,9 +40,9 @@ class Calibrated:
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`."""
         kind = op.kind
-        if kind in PASS_KINDS and kind not in self.table.curves and self.rates is not None:
+        if kind in PASS_KINDS and self.rates is not None:
             return self.rates.duration_ns(op), True
-        size = op.shape or (op.bytes if kind in COPY_KINDS + PASS_KINDS else op.parameters)
+        size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (kind, op.lane, op.adds, size)
         if key not in self._known:
             self._known[key] = self._compute(kind, size) if isinstance(size, str) else interpolate(self._curve(op), size)
