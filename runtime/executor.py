@@ -22,7 +22,7 @@ from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, 
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import IGNORED, Templates
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import drain, verified
+from megatrain.simulator.policies import drain, executable
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -59,7 +59,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """`schedule` replaces the plan's own, unverified: for calibration and tests. Raises UserError where the plan does not fit."""
         self.plan, self.settings, self.device = plan, settings, device
-        self.schedule = schedule or verified(plan)
+        self.schedule = schedule or executable(plan)
         self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
         self._drain = drain(plan)
         self._state = StepState()

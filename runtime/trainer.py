@@ -25,7 +25,7 @@ from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_text, write_json, write_text
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import verified
+from megatrain.simulator.policies import executable
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Timeline, median_timeline
@@ -82,7 +82,7 @@ def train(
     fit or is not its digest's, a missing model or corpus, or an `out` that is taken.
     """
     plan = Plan.load(plan_path)
-    schedule = verified(plan)
+    schedule = executable(plan)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
     _refuse_what_does_not_fit(plan, schedule)

@@ -44,6 +44,7 @@ KIND_COLOURS = {
     "load_weights": "#2e9e6b", "load_activations": "#8ed1a8", "load_gradients": "#bfe5c8", "load_state": "#186a46",
     "save_gradients": "#e07b39", "save_activations": "#f3b27f", "save_state": "#a84f16",
     "accumulate_gradients": "#d9b3dd", "update": "#7b3f98", "cpu_update": "#8e5aa8", "norm": "#8a949e", "clip": "#4a5560",
+    "cpu_adam": "#b26fc4", "host_pass": "#c76b8f", "thread_pass": "#8c2f55", "device_pass": "#a3b86c",
 }  # fmt: skip
 """In the order of the legend."""
 POOL_COLOURS = {

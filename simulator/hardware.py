@@ -26,7 +26,9 @@ COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_bac
 COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations")
 """Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
 `save_gradients`. The size of the other curve kinds is parameters."""
-CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS and kind not in COPY_KINDS[2:])
+PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
+"""Kinds of other systems' schedules, whose size is bytes; a machine's rates give their durations."""
+CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + PASS_KINDS + COPY_KINDS[2:])
 """Kinds with a curve over their size."""
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 
@@ -129,6 +131,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """bytes that the host's elementwise ops (sum of squares, accumulation) read and write a second"""
     cpu_update_per_s: float
     """parameters that AdamW on the host updates a second"""
+    cpu_adam_per_s: float
+    """parameters that a fused, vectorised AdamW on the host updates a second: bf16 weights and gradients, fp32 moments (DeepSpeed's CPUAdam)"""
+    thread_gb_per_s: float
+    """host memory that one thread reads and writes a second while it copies"""
     contention: dict[str, dict[str, float]] = {}
     """as in CostTable; for the two directions of the link it wins over `duplex_fraction`"""
     host_memory: HostMemory | None = None
@@ -139,7 +145,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"
-        for field in ("device_bytes", "host_bytes", "cores", "device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "cpu_update_per_s"):
+        for field in (
+            "device_bytes", "host_bytes", "cores", "device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "cpu_update_per_s",
+            "cpu_adam_per_s", "thread_gb_per_s",
+        ):  # fmt: skip
             value = getattr(self, field)
             if not 0 < value < math.inf:
                 raise UserError(f"{where}: {field}", found=value, allowed="a positive number", fix=f"correct {field}")

@@ -68,11 +68,12 @@ def search(
     policies: Iterable[str] | None = None,
 ) -> list[Choice]:
     """The best plan of each policy: those that fit, fastest first, then the nearest misses. Limits in bytes, the machine's by default.
+    `policies`: by default those that the runtime executes; one that is only for prediction has no knobs to search.
 
     `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were not measured.
     """
-    known = policy_library.names()
-    names = known if policies is None else list(dict.fromkeys(policies))
+    known = [*policy_library.names(), *policy_library.peers()]
+    names = policy_library.names() if policies is None else list(dict.fromkeys(policies))
     for name in names:
         if name not in known:
             raise UserError("policy", found=repr(name), allowed=", ".join(known), fix="name one of these")
@@ -86,7 +87,8 @@ def search(
         host_limit_bytes=hardware.host_bytes if host_limit is None else host_limit,
     )
     costs = cost_model(hardware, model, workload)
-    choices = [_Search(msgspec.structs.replace(first, policy=name), costs).best() for name in names]
+    plans = [msgspec.structs.replace(first, policy=name) for name in names]
+    choices = [assess(plan, costs) if policy_library.is_prediction_only(plan.policy) else _Search(plan, costs).best() for plan in plans]
     return sorted(choices, key=_rank)
 
 
@@ -116,7 +118,12 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
 
 
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
-    """The memory of a plan's schedule under the plan's limits, with measured sizes where there are any."""
+    """The memory of a plan's schedule under the plan's limits, with measured sizes where there are any.
+
+    What was measured is this runtime's; a schedule of another system says itself what its ops allocate.
+    """
+    if policy_library.is_prediction_only(plan.policy):
+        return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     activations = costs.activations_bytes(shape)
     workspace = workspace_beside(costs.workspace(shape) or workspace_estimate(plan.model, plan.workload), schedule, activations)

@@ -22,6 +22,15 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | load_gradients (h2d) | host gradient | device gradient |
 | save_activations (d2h), load_activations (h2d) | hidden | hidden |
 
+and, in schedules of other systems, which are only for prediction, so what they read and write is in no fixed order:
+
+| kind | what its bytes are |
+|---|---|
+| cpu_adam (cpu) | read and written by a fused, vectorised AdamW of the host |
+| host_pass (cpu) | read and written by an elementwise pass of all the host's threads: copying, scaling, zeroing |
+| thread_pass (cpu) | the same by one thread |
+| device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
+
 A forward that also writes saved activations keeps them for its backward. An update that also reads weights takes the old ones from
 there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its gradient *and reads it* adds to what
 is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the whole overlaps every part.
@@ -42,7 +51,9 @@ LANES = ("compute", "update", "h2d", "d2h", "cpu")
 
 CODES = {
     "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "R": "recompute", "B": "backward", "EB": "embed_backward",
-    "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations", "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
+    "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations",
+    "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
+    "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",
 }  # fmt: skip
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 _ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
@@ -135,7 +146,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     offset: int = 0
     """of a copy: first byte; of an op on optimizer state: first parameter"""
     bytes: int = 0
-    """of a copy: how many"""
+    """of a copy: how many; of a pass: read and written"""
     parameters: int = 0
     """of an op on optimizer state, or elementwise: how many parameters, padding included"""
     flops: int = 0

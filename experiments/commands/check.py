@@ -24,11 +24,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardware_name: str) -> list[Choice]:
-    """The best plan of each policy that `args.policy` names, best first."""
+    """The best plan of each policy that `args.policy` names, best first. `all`: other systems too; `best`: only what the runtime executes."""
+    from megatrain.simulator import policies
     from megatrain.simulator.planner import search
     from megatrain.simulator.specs import ModelSpec
 
-    named = None if args.policy in ("best", "all") else [args.policy]
+    named = {"best": policies.names(), "all": [*policies.names(), *policies.peers()]}.get(args.policy, [args.policy])
     model = ModelSpec.load(args.model)
     return search(
         model, hardware, options.workload(args), source=source, hardware_name=hardware_name,
@@ -39,8 +40,10 @@ def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardw
 def as_json(choice: Choice, hardware: HardwareSpec) -> dict[str, object]:
     """What `--json` prints of a plan; sizes in bytes, times in seconds."""
     from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
+    from megatrain.simulator.policies import is_prediction_only
 
     plan, account = choice.plan, choice.account
+    peer = is_prediction_only(plan.policy)
     peak = hardware.peak_tflops.get(plan.workload.dtype)
     speed = (plan.model, plan.workload, choice.step_seconds)
     return {
@@ -49,7 +52,7 @@ def as_json(choice: Choice, hardware: HardwareSpec) -> dict[str, object]:
         "mfu": mfu(*speed, peak) if peak else None, "device_peak_bytes": account.device_peak_bytes, "device_limit_bytes": account.device_limit_bytes,
         "host_peak_bytes": account.host_peak_bytes, "host_limit_bytes": account.host_limit_bytes, "pools": dict(account.pools),
         "lower_bound_seconds": choice.bounds.lower_bound_ns / 1e9, "advice": account.advice, "extrapolated": list(choice.extrapolated),
-        "knobs": {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__},
+        "prediction_only": peer, "knobs": {} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__},
     }  # fmt: skip
 
 
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.policies import is_prediction_only
 
     hardware = HardwareSpec.load(args.hardware)
     if args.cores and hardware.costs is not None and args.cores != hardware.cores:
@@ -64,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
             "--cores", found=args.cores, allowed=f"{hardware.cores}, with which {hardware.name} was measured", fix="calibrate on that machine, or leave it out"
         )
     if args.cores:
-        hardware = msgspec.structs.replace(hardware, cores=args.cores, cpu_update_per_s=hardware.cpu_update_per_s * args.cores / hardware.cores)
+        share = args.cores / hardware.cores
+        hardware = msgspec.structs.replace(
+            hardware, cores=args.cores, cpu_update_per_s=hardware.cpu_update_per_s * share, cpu_adam_per_s=hardware.cpu_adam_per_s * share
+        )
     found = choices(args, hardware, args.model, args.hardware)
     if args.json:
         reports = [as_json(choice, hardware) for choice in found]
@@ -73,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         print(table(found))
     else:
         print(verdict(found[0], hardware))
-    return 0 if found[0].feasible else 2
+    runnable = [choice for choice in found if not is_prediction_only(choice.plan.policy)] or found
+    return 0 if runnable[0].feasible else 2
 
 
 def limits(choice: Choice) -> str:
@@ -98,33 +106,38 @@ def parameters(count: int) -> str:
 
 
 def table(found: list[Choice]) -> str:
-    """Every policy, a line each."""
+    """Every policy, a line each; other systems marked."""
     from megatrain.simulator.metrics import tokens_per_second
+    from megatrain.simulator.policies import is_prediction_only
     from megatrain.simulator.units import format_bytes, format_seconds
 
     lines = [f"{'policy':<15} {'step':>11} {'tokens/s':>10} {'device':>11} {'host':>11}  binds, or lacks"]
     for choice in found:
+        note = " (another system, prediction only)" if is_prediction_only(choice.plan.policy) else ""
         memory = [format_bytes(size) for size in (choice.account.device_peak_bytes, choice.account.host_peak_bytes)]
         if choice.feasible:
             speed = f"{format_seconds(choice.step_seconds):>11} {tokens_per_second(choice.plan.workload, choice.step_seconds):>10,.0f}"
-            lines.append(f"{choice.plan.policy:<15} {speed} {memory[0]:>11} {memory[1]:>11}  {choice.bounds.binding}")
+            lines.append(f"{choice.plan.policy:<15} {speed} {memory[0]:>11} {memory[1]:>11}  {choice.bounds.binding}{note}")
         else:
-            lines.append(f"{choice.plan.policy:<15} {'does not fit':>22} {memory[0]:>11} {memory[1]:>11}  {choice.account.binding}; {choice.account.advice}")
+            lines.append(
+                f"{choice.plan.policy:<15} {'does not fit':>22} {memory[0]:>11} {memory[1]:>11}  {choice.account.binding}{note}; {choice.account.advice}"
+            )
     return "\n".join(lines)
 
 
 def verdict(choice: Choice, hardware: HardwareSpec) -> str:
     """One plan in full: does it fit, how fast, what fills the memory."""
     from megatrain.simulator.metrics import tflops_6n, tokens_per_second
+    from megatrain.simulator.policies import is_prediction_only
     from megatrain.simulator.units import format_bytes, format_seconds
 
     plan, account = choice.plan, choice.account
     work = plan.workload
+    knobs = ", ".join(f"{field} {getattr(plan.knobs, field)}" for field in plan.knobs.__struct_fields__ if field != "chunk_bytes")
+    setting = "another system, prediction only" if is_prediction_only(plan.policy) else f"{knobs}, copies of {format_bytes(plan.knobs.chunk_bytes)}"
     lines = [
         f"{plan.model.name} ({parameters(plan.model.parameters)}) on {hardware.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}",
-        f"{'fits' if choice.feasible else 'DOES NOT FIT'} with policy {plan.policy}: "
-        + ", ".join(f"{field} {getattr(plan.knobs, field)}" for field in plan.knobs.__struct_fields__ if field != "chunk_bytes")
-        + f", copies of {format_bytes(plan.knobs.chunk_bytes)}",
+        f"{'fits' if choice.feasible else 'DOES NOT FIT'} with policy {plan.policy}: {setting}",
     ]
     if choice.feasible:
         lines.append(

@@ -14,4 +14,6 @@ __all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
 
 def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
     """The calibrated model where the machine was measured, else the datasheet's."""
-    return Calibrated(hardware.costs) if hardware.costs is not None else Datasheet(hardware, model, workload)
+    if hardware.costs is None:
+        return Datasheet(hardware, model, workload)
+    return Calibrated(hardware.costs, Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None)

@@ -13,18 +13,19 @@ import math
 import re
 from collections.abc import Mapping
 
+from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.protocol import FIX
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, CostTable, Workspace
+from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import ModelSpec
 
 
 class Calibrated:
-    """A CostTable, looked up."""
+    """A CostTable, looked up. Passes of other systems, which nobody measures op by op, cost what the machine's `rates` say, and are flagged."""
 
-    def __init__(self, table: CostTable) -> None:
-        self.table = table
+    def __init__(self, table: CostTable, rates: Datasheet | None = None) -> None:
+        self.table, self.rates = table, rates
         self.contention: Mapping[str, Mapping[str, float]] = table.contention
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns = table.step_overhead_ns
@@ -39,6 +40,8 @@ class Calibrated:
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`."""
         kind = op.kind
+        if kind in PASS_KINDS and self.rates is not None:
+            return self.rates.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (kind, op.lane, op.adds, size)
         if key not in self._known:

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 
 from megatrain.simulator.costs.protocol import FIX, Unmeasured
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, HardwareSpec
+from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, HardwareSpec
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workload
+
+_ADAM_BYTES = 22
+"""Read and written a parameter by the AdamW of `cpu_adam_per_s`: bf16 weight 2 + 2 and gradient 2, fp32 moments 8 + 8. It is bound by memory, so
+others cost by their bytes: on machine A of library/hardware/h200.toml 6.2e9/s x 22 B = 136 GB/s, all fp32 4.9e9 x 28 = 137, all bf16 10.4e9 x 14 = 146."""
+_PASS_SHARE = 107 / 136.4
+"""A copy's GB/s with all threads over that of this AdamW, both measured on that machine; taken for every elementwise pass and every machine."""
 
 
 class Datasheet(Unmeasured):
@@ -32,6 +38,11 @@ class Datasheet(Unmeasured):
         self.contention: Mapping[str, Mapping[str, float]] = {lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}}
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         self._flops_per_ns = hardware.peak_tflops[workload.dtype] * hardware.compute_efficiency * 1e3
+        adam_gb_per_s = _ADAM_BYTES * hardware.cpu_adam_per_s / 1e9
+        self._pass_gb_per_s = {
+            "cpu_adam": adam_gb_per_s, "host_pass": _PASS_SHARE * adam_gb_per_s,
+            "thread_pass": hardware.thread_gb_per_s, "device_pass": hardware.device_gb_per_s,
+        }  # fmt: skip
         self._embedding_bytes = 2 * width * workload.tokens * model.hidden
 
     def _gradient_width(self, layer: str) -> int:
@@ -44,6 +55,8 @@ class Datasheet(Unmeasured):
         and reads it where it adds; AdamW reads and writes master (4) and moments (8) and reads the gradient.
         """
         hardware, kind = self.hardware, op.kind
+        if kind in PASS_KINDS:
+            return math.ceil(op.bytes / self._pass_gb_per_s[kind])
         if kind in COPY_KINDS:
             return math.ceil(hardware.link_latency_ns + op.bytes / (hardware.h2d_gb_per_s if op.lane == "h2d" else hardware.d2h_gb_per_s))
         if op.flops:

@@ -1,7 +1,8 @@
 """Scheduling policies: each public module of this folder is one, and has `lower(plan) -> Schedule`.
 
 A policy writes an optimizer step as a sequential program over buffers; the builder derives the dependencies, lanes and slots give
-the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md).
+the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md). One whose module says `PREDICTION_ONLY = True` is another
+system's: it can be simulated and compared, not executed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,28 @@ from megatrain.simulator.schedule import Schedule
 
 
 def names() -> list[str]:
-    """Every policy there is."""
+    """Every policy that the runtime executes."""
+    return [name for name in _all() if not is_prediction_only(name)]
+
+
+def peers() -> list[str]:
+    """Every policy that is only for prediction: what other systems do."""
+    return [name for name in _all() if is_prediction_only(name)]
+
+
+def _all() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def is_prediction_only(name: str) -> bool:
+    """Of a policy that there is."""
+    return bool(getattr(importlib.import_module(f"{__name__}.{name}"), "PREDICTION_ONLY", False))
 
 
 def lower(plan: Plan) -> Schedule:
     """The schedule of `plan` under its policy. Raises UserError for an unknown policy or a knob that the policy cannot use."""
-    if plan.policy not in names():
-        raise UserError("plan: policy", found=repr(plan.policy), allowed=", ".join(names()), fix="name one of these")
+    if plan.policy not in _all():
+        raise UserError("plan: policy", found=repr(plan.policy), allowed=", ".join((*names(), *peers())), fix="name one of these")
     schedule: Schedule = importlib.import_module(f"{__name__}.{plan.policy}").lower(plan)
     return schedule
 
@@ -44,4 +59,17 @@ def verified(plan: Plan) -> Schedule:
             fix="make the plan again with `megatrain plan`",
         )
     schedule.check()
+    return schedule
+
+
+def executable(plan: Plan) -> Schedule:
+    """`verified`, for the runtime. Raises UserError also for a policy that is only for prediction."""
+    schedule = verified(plan)
+    if is_prediction_only(plan.policy):
+        raise UserError(
+            "plan: policy",
+            found=f"{plan.policy}, another system's, which is only for prediction",
+            allowed=", ".join(names()),
+            fix="plan with one of these, or use that system itself",
+        )
     return schedule

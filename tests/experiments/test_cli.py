@@ -13,7 +13,7 @@ import pytest
 from megatrain.experiments.commands.check import parameters
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import names
+from megatrain.simulator.policies import names, peers
 from megatrain.simulator.timeline import Timeline
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -185,15 +185,32 @@ def test_check_of_what_does_not_fit(command: Any) -> None:
 
 
 def test_check_of_every_policy(command: Any) -> None:
-    words = ("check", "qwen2.5-7b", "--hardware", "h200", "--policy", "all")
+    words = ("check", "qwen2.5-7b", "--hardware", "h200", "--policy", "all", "--host-memory", "512GiB")
     outcome = command(*words, "--json")
     assert (outcome.status, outcome.err) == (0, "")
     reports = only_object(outcome.out)["policies"]
-    assert sorted(report["policy"] for report in reports) == names()
+    assert sorted(report["policy"] for report in reports) == sorted(names() + peers())
     assert all(report.keys() >= KEYS for report in reports)
     assert [report["step_seconds"] for report in reports] == sorted(report["step_seconds"] for report in reports)  # all fit: fastest first
     table = command(*words).out.splitlines()
     assert [line.split()[0] for line in table[1:]] == [report["policy"] for report in reports]
+    assert (
+        {line.split()[0] for line in table if "prediction only" in line}
+        == {report["policy"] for report in reports if report["prediction_only"]}
+        == set(peers())
+    )
+
+
+def test_another_system_is_never_the_best_plan_and_not_trained(command: Any, tmp_path: Path) -> None:
+    best = only_object(command("check", "qwen2.5-7b", "--hardware", "h200", "--batch", "1", "--json").out)
+    assert best["policy"] in names()
+    plan = tmp_path / "plan.toml"
+    assert command("plan", "qwen2.5-7b", "--hardware", "h200", "--policy", "megatrain_code", "--out", plan).status == 0
+    assert command("simulate", plan).status == 0
+    outcome = command("train", plan, "--data", tmp_path, "--steps", 1, "--out", tmp_path / "run", "--init", "random")
+    assert outcome.status != 0
+    assert "found megatrain_code, another system's, which is only for prediction" in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 def test_fewer_cores_are_slower_and_a_named_policy_is_kept(command: Any) -> None:

@@ -18,7 +18,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_toml
 from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import lower
+from megatrain.simulator.policies import lower, peers
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -59,6 +59,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
         lane: {"compute", "h2d", "d2h", "cpu"} - {lane} for lane in ("compute", "h2d", "d2h", "cpu")
     }
     assert hardware.h2d_gb_per_s > 0.1
+    assert 0.1 < hardware.thread_gb_per_s < 1000
+    assert 1e7 < hardware.cpu_adam_per_s < 1e12
     assert hardware.peak_tflops["bf16"] > 0
 
     # the file
@@ -75,6 +77,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
             assert {span.op for span in predicted.spans} == {op.id for op in schedule.ops}
             assert predicted.makespan_ns > sum(span.duration_ns for span in predicted.spans if span.kind == "backward")
             assert not [op.id for op in schedule.ops if op.shape and costs.extrapolated(op)]
+    for policy in peers():
+        assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
 
 
 def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:

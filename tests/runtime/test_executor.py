@@ -56,6 +56,15 @@ def test_another_digest_is_refused(executable: Callable[..., Plan], digest: str)
 
 
 @pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.parametrize("policy", policies.peers())
+def test_another_system_is_refused_by_name(make_plan: Callable[..., Plan], policy: str) -> None:
+    plan = make_plan(policy)
+    plan = msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
+    with pytest.raises(UserError, match=f"plan: policy: found {policy}, another system's, which is only for prediction; allowed: double_buffer, "):
+        Executor(plan, config_of(plan.model), AdamW(), CPU)
+
+
+@pytest.mark.usefixtures("nothing_allocated")
 def test_a_digest_of_other_knobs_is_refused(executable: Callable[..., Plan]) -> None:
     plan = executable()
     changed = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, gradient_slots=1))

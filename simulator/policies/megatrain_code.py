@@ -1,0 +1,168 @@
+"""The published code of the paper (arXiv 2604.05091, April 2026) as it really runs on one GPU, not as the paper tells it. Prediction only.
+
+Read and executed; `double_buffer` is what the paper describes.
+
+* Embedding, norm and head live on the device with their gradients. A decoder layer crosses the link into one of two flat buffers and is then
+  copied, tensor by tensor, into one of two templates, which frees the flat buffer; so the next load runs beside the layer.
+* A checkpoint every 4 layers, whatever the knobs say. Backward, block by block: every layer again without gradients, then each layer loaded
+  once more, run forward a third time, and backward. 10 N FLOPs a token, 6 B a parameter up.
+* Loss in chunks of 128 positions, but one backward at its end: the log-softmax of every chunk stays, 2 B a logit. Beside it, during that
+  backward, are two gradients of a chunk of logits, and the head's gradient twice.
+* Gradients go tensor by tensor into one of 12 pinned slabs, from which one thread copies them (2 + 2), or adds them (2 + 4), in bf16.
+* After backward, in series, the GPU idle: clip, Adam (bf16 weights, fp32 moments: 22 B), copy decoder weights into the pinned flats (2 + 2)
+  and the others to the device, zero the gradients (2). Freeing them, some tenths of a second at 7B, is not counted.
+
+Host bytes a parameter: weights 2, gradients 2, moments 8, pageable; decoder layers a second time, 2, pinned. 12 slabs and 2 more of the
+layer's size, one of the head's, one of the embedding's, pinned.
+"""
+
+from __future__ import annotations
+
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies._peers import rounding, workspace
+from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
+
+PREDICTION_ONLY = True
+_INTERVAL, _SLABS, _POSITIONS = 4, 12, 128
+_NORM_BYTES = 3.45
+"""What a parameter's share in the norm costs, in bytes that one thread copies. Observed, not derived: PyTorch reduces a whole tensor on one thread;
+clipping took 2.2 s for 7.6e9 parameters on 64 cores (H200, 2026-11-21), of which scaling, 4 B on all threads, is 0.18 s, and the rest is
+0.265 ns a parameter: 3.45 B at 13 GB/s."""
+
+
+class _Code:
+    """Emits the step; every op's buffers are its arguments."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.model, self.work = plan, plan.model, plan.workload
+        self.builder = builder = Builder(plan.policy)
+        self.stack, self.width = self.model.stack, DTYPE_BYTES[self.work.dtype]
+        self.parameters = sum(layer.elements for layer in self.stack.values())
+        self.host = {
+            (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements)
+            for name, size in (("weights", self.width), ("gradients", self.width), ("moments", 8)) for layer in self.stack.values()
+        }  # fmt: skip
+        layer = self.width * self.stack["0"].elements
+        others = {name: self.width * spec.elements for name, spec in self.stack.items() if spec.kind != "decoder"}
+        self.flats = {str(index): builder.persistent("host.flats", str(index), layer) for index in range(self.model.layers)}
+        self.device = {name: builder.persistent("device.vocabulary", name, size) for name, size in others.items()}
+        self.gradients = {name: builder.persistent("device.vocabulary_gradients", name, size) for name, size in others.items()}
+        builder.slots("host.gradient_slabs", _SLABS, layer)
+        builder.slots("host.gradient_slabs_vocabulary", 2, max(others.values()))
+        builder.persistent("host.spare_slabs", "", 2 * layer)
+        rounding(builder, "weights", [layer] * self.model.layers)
+        rounding(builder, "slabs", [layer] * (_SLABS + 2) + [max(others.values())] * 2)
+        builder.slots("device.flats", 2, layer)
+        builder.slots("device.templates", 2, layer)
+        builder.slots("device.layer_gradients", 2, layer)
+        hidden = self.work.tokens * self.model.hidden * self.width
+        blocks = -(-self.model.layers // _INTERVAL)
+        builder.slots("device.checkpoints", blocks + 1, hidden)
+        builder.slots("device.hidden", _INTERVAL + 2, hidden)
+        saved = self.model.saved_bytes(self.work.tokens, self.work.dtype)
+        builder.slots("device.activations", 1, saved, dynamic=True)
+        logits = self.width * self.work.tokens * self.model.vocabulary
+        chunk = self.width * self.work.batch * min(_POSITIONS, self.work.sequence) * self.model.vocabulary
+        beside = saved + workspace(builder, plan) + 2 * layer + _INTERVAL * hidden  # of a block's backward, when the logits are gone
+        builder.persistent("device.logits", "loss", max(logits + 2 * chunk + self.device_bytes(self.model.head) - beside, 0))
+        self.shape = f"{self.model.shape}/{self.work.shape}"
+        self.flops = self.model.layer_flops(self.work.tokens, self.work.sequence)
+        self.loaded = self.passes = 0
+
+    def device_bytes(self, layer: str) -> int:
+        return self.width * self.stack[layer].elements
+
+    def load(self, layer: str, phase: str, micro: int) -> str:
+        """The template that holds the layer; the caller releases it."""
+        size = self.device_bytes(layer)
+        flat = self.builder.acquire("device.flats")
+        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.flats[layer]], [flat], bytes=size)
+        template = self.builder.acquire("device.templates")
+        self.builder.op(OpId("device_pass", layer, phase, micro), "compute", [flat], [template], bytes=2 * size)
+        self.builder.release(flat)
+        return template
+
+    def run(self, kind: str, layer: str, phase: str, micro: int, reads: list[str], writes: list[str], flops: int) -> None:
+        self.builder.op(OpId(kind, layer, phase, micro), "compute", reads, writes, flops=flops, shape=self.shape)
+
+    def save(self, layer: str, phase: str, micro: int, gradient: str) -> None:
+        """Off the device into a slab, and from there by one thread."""
+        size, target = self.device_bytes(layer), self.host["gradients", layer]
+        slab = self.builder.acquire("host.gradient_slabs" if self.stack[layer].kind == "decoder" else "host.gradient_slabs_vocabulary")
+        self.builder.op(OpId("save_gradients", layer, phase, micro, 0), "d2h", [gradient], [slab], bytes=size)
+        adds = micro > 0
+        self.builder.op(OpId("thread_pass", layer, phase, micro), "cpu", [slab] + ([target] if adds else []), [target], bytes=(3 if adds else 2) * size)
+        self.builder.release(slab)
+
+    def micro_batch(self, micro: int) -> None:
+        builder, layers, head = self.builder, self.model.layers, self.model.head
+        tokens = builder.persistent("device.tokens", str(micro), 2 * 8 * self.work.tokens)
+        x, checkpoints = builder.acquire("device.checkpoints"), {}
+        self.run("embed", "", "", micro, [self.device[EMBEDDING], tokens], [x], 0)
+        for index in range(layers):
+            checkpoints.update({index: x} if index % _INTERVAL == 0 else {})
+            template = self.load(str(index), "f", micro)
+            kept = (index + 1) % _INTERVAL == 0 or index + 1 == layers
+            y = builder.acquire("device.checkpoints" if kept else "device.hidden")
+            self.run("forward", str(index), "", micro, [template, x], [y], self.flops)
+            builder.release(template)
+            if index not in checkpoints:
+                builder.release(x)
+            x = y
+        dx = builder.acquire("device.hidden")
+        self.run("head", "", "", micro, [self.device[head], x, tokens], [self.gradients[head], dx], 3 * self.model.head_flops(self.work.tokens))
+        builder.release(x)
+        if not self.model.tied:
+            self.save(head, "h", micro, self.gradients[head])
+        for first in reversed(range(0, layers, _INTERVAL)):
+            dx = self.block(range(first, min(first + _INTERVAL, layers)), checkpoints[first], dx, micro)
+        reads = [tokens, dx] + ([self.gradients[EMBEDDING]] if self.model.tied else [])
+        self.run("embed_backward", "", "", micro, reads, [self.gradients[EMBEDDING]], 0)
+        builder.release(dx)
+        self.save(EMBEDDING, "b", micro, self.gradients[EMBEDDING])
+
+    def block(self, block: range, x: str, dx: str, micro: int) -> str:
+        builder, inputs = self.builder, {block[0]: x}
+        for index in block:  # the last one too, though nobody reads its output
+            template = self.load(str(index), "r", micro)
+            inputs[index + 1] = builder.acquire("device.hidden")
+            self.run("recompute", str(index), "", micro, [template, inputs[index]], [inputs[index + 1]], self.flops)
+            builder.release(template)
+        builder.release(inputs[block[-1] + 1])
+        for index in reversed(block):
+            layer, template, saved = str(index), self.load(str(index), "b", micro), builder.acquire("device.activations")
+            self.run("recompute", layer, "b", micro, [template, inputs[index]], [saved], self.flops)
+            below, gradient = builder.acquire("device.hidden"), builder.acquire("device.layer_gradients")
+            self.run("backward", layer, "", micro, [template, saved, inputs[index], dx], [gradient, below], 2 * self.flops)
+            for slot in (saved, inputs[index], dx):
+                builder.release(slot)
+            self.save(layer, "b", micro, gradient)
+            builder.release(template)
+            builder.release(gradient)
+            dx = below
+        return dx
+
+    def update(self) -> None:
+        """In series."""
+        names = list(self.stack)
+        weights, gradients, moments = ([self.host[name, layer] for layer in names] for name in ("weights", "gradients", "moments"))
+        if self.work.clipping == "global":
+            self.builder.op(OpId("thread_pass"), "cpu", gradients, gradients, bytes=round(_NORM_BYTES * self.parameters))
+            self.builder.op(OpId("host_pass", chunk=0), "cpu", gradients, gradients, bytes=4 * self.parameters)
+        adam_bytes = 3 * self.width + 16
+        self.builder.op(OpId("cpu_adam"), "cpu", gradients, weights + moments, parameters=self.parameters, bytes=adam_bytes * self.parameters)
+        flats, decoder = list(self.flats.values()), sum(self.device_bytes(layer) for layer in self.flats)
+        self.builder.op(OpId("host_pass", chunk=1), "cpu", weights, flats, bytes=2 * decoder)
+        for layer, buffer in self.device.items():
+            self.builder.op(OpId("load_weights", layer), "h2d", [self.host["weights", layer], *flats], [buffer], bytes=self.device_bytes(layer))
+        self.builder.op(OpId("host_pass", chunk=2), "cpu", list(self.device.values()), gradients, bytes=self.width * self.parameters)
+
+
+def lower(plan: Plan) -> Schedule:
+    code = _Code(plan)
+    for micro in range(plan.workload.accumulation):
+        code.micro_batch(micro)
+    code.update()
+    return code.builder.build()

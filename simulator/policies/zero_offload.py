@@ -1,0 +1,54 @@
+"""DeepSpeed ZeRO-Offload (stage 2, optimizer on the host), on one GPU. Prediction only.
+
+Read in the source of stage_1_and_2.py (0.19.8); not measured here.
+
+* bf16 weights stay on the device. Each layer's gradient is cast to fp32 on the device and copied into a pinned fp32 buffer on the host
+  during backward, 4 B a parameter; its norm is taken on the device.
+* After backward, in series, the GPU idle: scale by the clip coefficient (4 + 4), Adam on fp32 master and moments, convert the master to bf16
+  on the host (4 + 2), copy all weights back to the device, 2 B a parameter. That copy is really from pageable memory, a fifth of the link's rate
+  on an H200; here it has the whole.
+
+Host bytes a parameter: fp32 master 4, pinned, one block; fp32 gradients 4, pinned, one block; moments 8; the converted weights 2.
+"""
+
+from __future__ import annotations
+
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies._peers import Offload, bucket, lower_offload, rounding
+from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.specs import DTYPE_BYTES
+
+PREDICTION_ONLY = True
+_NORM_AND_CAST_BYTES = 2 + (2 + 4)
+
+
+class _Stage2(Offload):
+    def __init__(self, builder: Builder, plan: Plan) -> None:
+        super().__init__(builder, plan, {"gradients": 4, "master": 4, "moments": 8, "converted": DTYPE_BYTES[plan.workload.dtype]})
+        bucket(builder, plan)
+        rounding(builder, "gradients", [4 * self.parameters])
+        rounding(builder, "master", [4 * self.parameters])
+        self.device = {name: builder.persistent("device.weights", name, self.width * layer.elements) for name, layer in self.stack.items()}
+
+    def on_device(self, layer: str, phase: str, micro: int) -> str:
+        return self.device[layer]
+
+    def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
+        bytes_ = _NORM_AND_CAST_BYTES * self.stack[layer].elements
+        self.builder.op(OpId("device_pass", layer, phase, micro, 1), "compute", [buffer], [buffer], bytes=bytes_)
+        super().gradient_written(layer, phase, micro, buffer)
+
+    def update(self) -> None:
+        gradients, master, converted = self.all("gradients"), self.all("master"), self.all("converted")
+        if self.plan.workload.clipping == "global":
+            self.host_pass(4 + 4, gradients, gradients)
+        self.adam(gradients, master + self.all("moments"))
+        self.host_pass(4 + self.width, master, converted)
+        for name, layer in self.stack.items():
+            reads = [self.host["converted", name]]
+            self.builder.op(OpId("load_weights", name), "h2d", reads, [self.device[name]], bytes=self.width * layer.elements)
+
+
+def lower(plan: Plan) -> Schedule:
+    return lower_offload(plan, _Stage2)
