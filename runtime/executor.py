@@ -266,7 +266,8 @@ class Executor:
         slab, target = op.reads[0], op.writes[0]
         read, write = self.arenas.flat(slab, self.dtype, op.parameters), self._gradient(op.layer, target)
         first = target not in op.reads
-        return lambda: optimizer.accumulate(write, read, first=first)
+        workers = self._host_workers if op.lane == "cpu" else None
+        return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
 
     def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
         """The layer's step gradient [elements], fp32 where several are summed."""
