@@ -134,14 +134,14 @@ class DeviceKernels:
         """All [n], `clip` one factor: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; Triton passes Python's as fp32."""
         count = weights.numel()
         copy = None if copy_to is None else _bits(copy_to)
-        _adamw[triton.cdiv(count, _BLOCK),](
+        _adamw[(triton.cdiv(count, _BLOCK),)](
             _bits(weights), low, first, second, _bits(gradient), clip, copy, count, *scalars, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
         """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: the squares of each 4096, folded."""
         count = gradient.numel()
-        _row_sums[triton.cdiv(count, _ROW),](_bits(gradient), sums, count, SQUARE=True, num_warps=_WARPS, enable_fp_fusion=False)
+        _row_sums[(triton.cdiv(count, _ROW),)](_bits(gradient), sums, count, SQUARE=True, num_warps=_WARPS, enable_fp_fusion=False)
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum of `sums` [2^k] fp32 by halving, 0-dimensional; `sums` are lost."""
@@ -150,7 +150,7 @@ class DeviceKernels:
             width //= 2
             sums[:width] += sums[width : 2 * width]
         total = torch.empty(1, dtype=torch.float32, device=sums.device)
-        _row_sums[1,](sums, total, width, SQUARE=False, num_warps=_WARPS, enable_fp_fusion=False)
+        _row_sums[(1,)](sums, total, width, SQUARE=False, num_warps=_WARPS, enable_fp_fusion=False)
         return total[0]
 
     def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
