@@ -99,7 +99,8 @@ ALONE = Workers()
 
 
 def workers(threads: int) -> Workers:
-    """For a host lane of `threads` threads."""
+    """For a host lane of `threads` threads. Whoever asks will use the host's kernels: compiled now if they are not yet, rather than inside a timed op."""
+    kernels(torch.device("cpu"))
     return WorkerThreads(threads) if threads > 1 else Workers()
 
 
