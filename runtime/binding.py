@@ -193,7 +193,8 @@ class Binder:
         slab, target = op.reads[0], op.writes[0]
         read, write = self.arenas.flat(slab, self.dtype, op.parameters), self._gradient(op.layer, target)
         first = target not in op.reads
-        return lambda: optimizer.accumulate(write, read, first=first)
+        workers = self._host_workers if op.lane == "cpu" else None
+        return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
 
     def _gradient_dtype(self, buffer: str, layer: str) -> torch.dtype:
         """fp32 where several contributions are summed, in slots named for that too."""
@@ -214,31 +215,41 @@ class Binder:
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
     def _clip(self, op: Op) -> Run:
-        sums = [self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads]
+        scalars = {buffer: self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads}
+        losses = [scalar for buffer, scalar in scalars.items() if ".losses:" in buffer]
+        sums = [scalar for buffer, scalar in scalars.items() if ".losses:" not in buffer]
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
-        return lambda: result.copy_(torch.stack(optimizer.clip_coefficient(sums, self.settings.max_norm)))
+
+        def run() -> None:
+            factor = optimizer.finite_or_nan(losses).to(result.device)
+            if sums:
+                clip, norm = optimizer.clip_coefficient(sums, self.settings.max_norm)
+                result.copy_(torch.stack([factor * clip, norm]))
+            else:
+                result[0] = factor
+
+        return run
 
     def _update(self, op: Op) -> Run:
         """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
-        gradient, *others = op.reads
+        gradient, factor, *sources = op.reads
         target, *rest = op.writes
-        clips = [buffer for buffer in others if buffer.endswith(".norm:clip")]
-        sources = [self._elements(buffer, self.dtype, op) for buffer in others if buffer not in clips]
         low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
         moments = self._moments(rest.pop(0), op)
-        copies = [self._elements(buffer, self.dtype, op) for buffer in rest]
+        copy_to = self._elements(rest[0], self.dtype, op) if rest else None
         weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
-        clip = self.arenas.flat(clips[0], torch.float32, 1)[0] if clips else None
+        source = self._elements(sources[0], self.dtype, op) if sources else None
+        clip = self.arenas.flat(factor, torch.float32, 1)[0]
         workers = self._workers(op)
 
         def run() -> None:
-            for source in sources:
+            if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers)
-            for copy in copies:
-                copy.copy_(weights)
+                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers, copy_to=copy_to)
+            elif copy_to is not None:
+                copy_to.copy_(weights)
 
         return run
 

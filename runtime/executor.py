@@ -155,7 +155,7 @@ class Executor:
             torch.cuda.synchronize(self.device)
 
     def _read_norm(self) -> float | None:
-        for place in ("host", "device"):
+        for place in ("host", "device") if self.plan.workload.clipping == "global" else ():
             if f"{place}.norm:clip" in self.schedule.buffer:
                 return float(self.arenas.flat(f"{place}.norm:clip", torch.float32, 2)[1])
         return None

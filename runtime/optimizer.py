@@ -5,7 +5,8 @@ signed 16-bit residual: `master bits = (high << 16) + low`. (Ties to even would 
 fit.) In fp32 compute there is one fp32 weight and no low plane.
 
 Every operation is a single rounded fp32 one (no fused multiply-add, no reduction whose order depends on threads), so CPU and GPU,
-one block or many, agree bit for bit. The work goes in blocks that stay in cache.
+one block or many, agree bit for bit. What is written out here in PyTorch defines the arithmetic and works everywhere, in blocks that
+stay in cache; `runtime/kernels/` does the same in one pass over memory, where there is a C compiler or Triton.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from megatrain.runtime.kernels.choice import Kernels, kernels
+
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
 _GPU_BLOCK = 2**24  # elements: 64 MiB a temporary, launches negligible
+_FUSED_BLOCK = 2**14  # elements, a multiple of a row: a kernel needs no temporaries, and shares of a thread want to be even
 Share = tuple[int, int]
 """(first element, one past the last) of a run of blocks"""
 
@@ -94,61 +99,116 @@ ALONE = Workers()
 
 
 def workers(threads: int) -> Workers:
-    """For a host lane of `threads` threads."""
+    """For a host lane of `threads` threads. Whoever asks will use the host's kernels: compiled now if they are not yet, rather than inside a timed op."""
+    kernels(torch.device("cpu"))
     return WorkerThreads(threads) if threads > 1 else Workers()
+
+
+class Scalars(NamedTuple):
+    """What AdamW multiplies and adds in one step. Each is rounded to fp32 where it meets a tensor."""
+
+    decay: float
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    root_scale: float
+    epsilon: float
+    rate: float
+
+    @classmethod
+    def of(cls, settings: AdamW, rate: float, number: int, weight_decay: float | None = None) -> Scalars:
+        """Scalars multiply, never divide: a GPU divides by a scalar as a product with its reciprocal, a CPU does not."""
+        beta1, beta2 = settings.betas
+        decay = 1 - rate * (settings.weight_decay if weight_decay is None else weight_decay)
+        root_scale = (1 - beta2**number) ** -0.5
+        return cls(decay, beta1, 1 - beta1, beta2, 1 - beta2, root_scale, settings.epsilon, rate / (1 - beta1**number))
 
 
 def update(
     weights: torch.Tensor, low: torch.Tensor | None, moments: torch.Tensor, gradient: torch.Tensor, *,
     settings: AdamW, rate: float, number: int, clip: torch.Tensor | None, workers: Workers = ALONE,
+    weight_decay: float | None = None, copy_to: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One AdamW update in place.
+    """One AdamW update in place, of whole tensors or of any run of their elements.
 
     `weights` [n] bf16 with `low` [n] int16, or fp32 with None; `moments` [2, n] fp32; `gradient` [n] bf16 or fp32; `rate` the learning
-    rate; `number` of this step, from 1; `clip` a 0-dimensional fp32 factor on the gradient, on the same device, or None.
+    rate; `number` of this step, from 1; `clip` a 0-dimensional fp32 factor on the gradient, on the same device, or None; a NaN leaves
+    everything as it is; `weight_decay` instead of the settings' own; `copy_to` [n] as `weights` gets the new weights too.
     """
     count, device = weights.numel(), weights.device
+    scalars = Scalars.of(settings, rate, number, weight_decay)
+    dtype = torch.float32 if low is None else torch.bfloat16
+    runs = [(weights, dtype), (low, torch.int16), (moments[0], torch.float32), (moments[1], torch.float32), (gradient, None), (copy_to, dtype)]
+    assert all(tensor is None or tensor.shape == (count,) for tensor, _ in runs), "a kernel would write beyond the shorter ones"
+    fused = _fused(*runs, (clip, torch.float32))
+
+    def tensors(part: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return weights[part], None if low is None else low[part], moments[0, part], moments[1, part], gradient[part]
+
+    if fused is not None:
+
+        def in_one_pass(share: Share) -> None:
+            part = slice(*share)
+            fused.adamw(*tensors(part), clip, None if copy_to is None else copy_to[part], scalars)
+
+        _on(device, workers)(in_one_pass, count, _FUSED_BLOCK)
+        return
+    if clip is not None and bool(clip.isnan()):
+        return
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 
-    def work(share: Share) -> None:
+    def in_blocks(share: Share) -> None:
         scratch = torch.empty(3, block, dtype=torch.float32, device=device)  # once a share: fresh memory for each block would cost its page faults
         wide = torch.empty(block, dtype=torch.float64, device=device)
         for start in range(*share, block):
             part = slice(start, min(start + block, share[1]))
             length = part.stop - part.start
-            planes = weights[part], None if low is None else low[part]
-            _update_block(*planes, moments[0, part], moments[1, part], gradient[part], scratch[:, :length], wide[:length], settings, rate, number, clip)
+            _update_block(*tensors(part), scratch[:, :length], wide[:length], scalars, clip)
+            if copy_to is not None:
+                copy_to[part] = weights[part]
 
-    workers(work, count, block)
+    _on(device, workers)(in_blocks, count, block)
 
 
 def _update_block(
     weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-    temporaries: torch.Tensor, wide: torch.Tensor, settings: AdamW, rate: float, number: int, clip: torch.Tensor | None,
+    temporaries: torch.Tensor, wide: torch.Tensor, scalars: Scalars, clip: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Scalars multiply, never divide: a GPU divides by a scalar as a product with its reciprocal, a CPU does not."""
-    beta1, beta2 = settings.betas
+    """The arithmetic, an operation at a time."""
     g, scratch, joined = temporaries
     master = weights if low is None else _join(weights, low, joined, scratch)
     g.copy_(gradient)
     if clip is not None:
         g.mul_(clip)
-    if settings.weight_decay:
-        master.mul_(1 - rate * settings.weight_decay)
-    first.mul_(beta1).add_(torch.mul(g, 1 - beta1, out=scratch))
-    second.mul_(beta2).add_(torch.mul(g, g, out=scratch).mul_(1 - beta2))
-    denominator = scratch.copy_(wide.copy_(second).sqrt_()).mul_((1 - beta2**number) ** -0.5).add_(settings.epsilon)
-    master.sub_(torch.mul(first, rate / (1 - beta1**number), out=g).div_(denominator))
+    if scalars.decay != 1:
+        master.mul_(scalars.decay)
+    first.mul_(scalars.beta1).add_(torch.mul(g, scalars.rest1, out=scratch))
+    second.mul_(scalars.beta2).add_(torch.mul(g, g, out=scratch).mul_(scalars.rest2))
+    denominator = scratch.copy_(wide.copy_(second).sqrt_()).mul_(scalars.root_scale).add_(scalars.epsilon)
+    master.sub_(torch.mul(first, scalars.rate, out=g).div_(denominator))
     if low is not None:
         split(master, weights, low)
 
 
-def accumulate(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
-    """`total` [n] = (first) or += `gradient` [n]; `total` is fp32, or of the gradient's dtype where it gets only one."""
-    if first:
-        total.copy_(gradient)
-    else:
-        total.add_(gradient)
+def accumulate(total: torch.Tensor, gradient: torch.Tensor, *, first: bool, workers: Workers | None = None) -> None:
+    """`total` [n] = (first) or += `gradient` [n]; `total` is fp32, or of the gradient's dtype where it gets only one.
+
+    Without `workers` it is PyTorch's, on as many threads as the calling one lets PyTorch have.
+    """
+    assert total.shape == gradient.shape
+    fused = _fused((total, torch.float32), (gradient, None)) if workers else None
+
+    def work(share: Share) -> None:
+        part = slice(*share)
+        if fused is not None:
+            fused.accumulate(total[part], gradient[part], first=first)
+        elif first:
+            total[part] = gradient[part]
+        else:
+            total[part] += gradient[part]
+
+    _on(total.device, workers or ALONE)(work, len(total), _FUSED_BLOCK)
 
 
 def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
@@ -158,8 +218,12 @@ def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Te
     """
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
-    block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)  # folding takes 24 small ops a block
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
+    fused = _fused((gradient, None))
+    if fused is not None:
+        _on(device, workers)(lambda share: fused.row_sums(gradient[slice(*share)], sums[share[0] // _ROW :]), count, _FUSED_BLOCK)
+        return fused.fold(sums)
+    block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)  # folding takes 24 small ops a block
 
     def work(share: Share) -> None:
         scratch = torch.empty(block, dtype=torch.float32, device=device)
@@ -171,8 +235,21 @@ def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Te
             folded = _fold(squares.mul_(squares).view(-1, _ROW))
             sums[start // _ROW : start // _ROW + folded.numel()] = folded
 
-    workers(work, count, block)
+    _on(device, workers)(work, count, block)
     return _fold(sums.view(1, -1))[0]
+
+
+def _fused(*tensors: tuple[torch.Tensor | None, torch.dtype | None]) -> Kernels | None:
+    """Kernels that take these tensors, each of its dtype (None: bf16 or fp32), if all lie contiguously on one device and there are any."""
+    given = [(tensor, (torch.bfloat16, torch.float32) if dtype is None else (dtype,)) for tensor, dtype in tensors if tensor is not None]
+    device = given[0][0].device
+    usable = all(tensor.device == device and tensor.is_contiguous() and tensor.dtype in dtypes for tensor, dtypes in given)
+    return kernels(device) if usable else None
+
+
+def _on(device: torch.device, workers: Workers) -> Workers:
+    """A GPU needs one thread to launch what it does."""
+    return workers if device.type == "cpu" else ALONE
 
 
 def _fold(values: torch.Tensor) -> torch.Tensor:
@@ -189,10 +266,17 @@ def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt_().float()
 
 
+def finite_or_nan(losses: list[torch.Tensor]) -> torch.Tensor:
+    """1 where all `losses` (0-dimensional fp32) are finite, else NaN: as a factor on the gradient it stops the update."""
+    return torch.stack(losses).mul(0).sum() + 1
+
+
 def clip_coefficient(sums: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(factor, norm), 0-dimensional fp32: min(1, max_norm / (norm + 1e-6)) as torch's clip_grad_norm_, the norm over all layers' sums in their order."""
+    """(factor, norm), 0-dimensional fp32: min(1, max_norm / (norm + 1e-6)) as torch's clip_grad_norm_, the norm over all layers' sums in their
+    order. The factor is NaN where the norm is not finite.
+    """
     total = sums[0].clone()
     for part in sums[1:]:
         total += part
     norm = rounded_sqrt(total)
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0), norm
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) + norm * 0, norm

@@ -132,7 +132,7 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
         templates.backward(saved, "device.layer:0", x)
 
     def sum_gradients() -> None:
-        optimizer.accumulate(total, gradient, first=True)
+        optimizer.accumulate(total, gradient, first=True, workers=workers)
         optimizer.sum_of_squares(total, workers)
 
     return {

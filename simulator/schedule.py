@@ -16,7 +16,7 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | save_gradients (d2h) | device gradient | host slab or host gradient |
 | accumulate_gradients (cpu) | slab | host gradient |
 | norm | gradient | the layer's sum of squares |
-| clip | every sum of squares | the clip coefficient |
+| clip | every sum of squares, every loss | the clip coefficient, NaN where one of them is not finite |
 | update, cpu_update | gradient[, clip coefficient][, weights] | weights[, low plane], moments[, weight slot] |
 | load_state (h2d), save_state (d2h) | one buffer per class | the same classes elsewhere |
 | load_gradients (h2d) | host gradient | device gradient |
@@ -31,7 +31,7 @@ and, in schedules of other systems, which are only for prediction, so what they 
 | thread_pass (cpu) | the same by one thread |
 | device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
 
-A forward that also writes saved activations keeps them for its backward. An update that also reads weights takes the old ones from
+A forward that also writes saved activations keeps them for its backward. An update does nothing where its coefficient is NaN; one that also reads weights takes the old ones from
 there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its gradient *and reads it* adds to what
 is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the whole overlaps every part.
 """

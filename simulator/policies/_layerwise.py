@@ -29,6 +29,9 @@ class Storage(Protocol):
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         """The gradient stands in `buffer`: send it where it belongs."""
 
+    def losses_written(self, losses: list[str]) -> None:
+        """Every loss of the step stands in a buffer of `losses`; the last backward is still to come."""
+
     def update(self) -> None:
         """Every gradient of the step is there: clip and update."""
 
@@ -55,17 +58,21 @@ def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str
     return made
 
 
-def update_operands(state: dict[tuple[str, str], str], layer: str, clip: str | None) -> tuple[list[str], list[str]]:
+def update_operands(state: dict[tuple[str, str], str], layer: str, clip: str) -> tuple[list[str], list[str]]:
     """What an optimizer op of `layer` reads and writes."""
-    reads = [state["gradients", layer]] + ([clip] if clip else [])
-    return reads, [state[name, layer] for name in ("weights", "low", "moments") if (name, layer) in state]
+    return [state["gradients", layer], clip], [state[name, layer] for name in ("weights", "low", "moments") if (name, layer) in state]
 
 
 def norm_scalars(builder: Builder, plan: Plan, place: str) -> dict[str, str]:
-    """Persistent scalars for the layers' sums of squares (by layer) and for the clip coefficient (by `clip`); none without clipping."""
-    if plan.workload.clipping == "none":
-        return {}
-    return {key: builder.persistent(f"{place}.norm", key, SCALAR_BYTES) for key in (*plan.model.stack, "clip")}
+    """Persistent scalars for the layers' sums of squares (by layer; none without clipping) and for the clip coefficient (by `clip`)."""
+    layers = tuple(plan.model.stack) if plan.workload.clipping == "global" else ()
+    return {key: builder.persistent(f"{place}.norm", key, SCALAR_BYTES) for key in (*layers, "clip")}
+
+
+def clip(builder: Builder, norm: dict[str, str], losses: list[str], lane: str) -> str:
+    """Emits the op that makes of the `norm_scalars` and the losses what gradients are multiplied with; its buffer."""
+    builder.op(OpId("clip"), lane, [buffer for key, buffer in norm.items() if key != "clip"] + losses, [norm["clip"]])
+    return norm["clip"]
 
 
 def blocks_of(plan: Plan) -> list[list[int]]:
@@ -175,6 +182,8 @@ class _Compute:
 
     def micro_batch(self, micro: int) -> None:
         dx = self.head(micro, self.forward(micro))
+        if micro == self.plan.workload.accumulation - 1:
+            self.storage.losses_written(self.losses)
         for block in reversed(self.blocks):
             if block[0] not in self.stored:
                 self.recompute(block, micro)

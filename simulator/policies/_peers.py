@@ -124,6 +124,9 @@ class Offload:
     def gradient_arrived(self, layer: str) -> None:
         """The layer's gradient of the whole step is on the host."""
 
+    def losses_written(self, losses: list[str]) -> None:
+        """Clips on the host, by gradients alone."""
+
     def update(self) -> None:
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import compute, contributions, norm_scalars, state, update_operands
+from megatrain.simulator.policies._layerwise import clip, compute, contributions, norm_scalars, state, update_operands
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
@@ -34,6 +34,7 @@ class Streamed:
             builder.slots(f"host.slabs{suffix}", slabs, self.width * size)
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
+        self.losses: list[str] = []
 
     def _pool(self, name: str, layer: str) -> str:
         return name if self.stack[layer].kind == "decoder" else f"{name}_vocabulary"
@@ -70,17 +71,18 @@ class Streamed:
             self.builder.op(OpId("accumulate_gradients", layer, phase, micro), "cpu", reads, [target], parameters=elements)
             self.builder.release(slab)
         self.arrived[layer] += 1
-        if self.norm and self.arrived[layer] == contributions(self.plan, layer):
+        if layer in self.norm and self.arrived[layer] == contributions(self.plan, layer):
             self.builder.op(OpId("norm", layer), "cpu", [target], [self.norm[layer]], parameters=elements)
+
+    def losses_written(self, losses: list[str]) -> None:
+        self.losses = losses
 
     def update(self) -> None:
         for slot in self.loaded.values():
             self.builder.release(slot)
-        clip = self.norm.get("clip")
-        if clip:
-            self.builder.op(OpId("clip"), "cpu", [self.norm[layer] for layer in self.stack], [clip])
+        factor = clip(self.builder, self.norm, self.losses, "cpu")
         for layer, spec in self.stack.items():
-            reads, writes = update_operands(self.host, layer, clip)
+            reads, writes = update_operands(self.host, layer, factor)
             self.builder.op(OpId("cpu_update", layer), "cpu", reads, writes, parameters=spec.elements)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import compute, contributions, gradient_bytes, norm_scalars
+from megatrain.simulator.policies._layerwise import clip, compute, contributions, gradient_bytes, norm_scalars
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
 
@@ -38,6 +38,7 @@ class Overlapped:
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
         self.updated: set[str] = set()
+        self.losses: list[str] = []
 
     def _bytes(self, name: str, layer: str) -> int:
         """Bytes a parameter of a class of data."""
@@ -117,7 +118,7 @@ class Overlapped:
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
         complete = self.arrived[layer] == contributions(self.plan, layer)
-        if complete and self.norm:
+        if complete and layer in self.norm:
             self.builder.op(OpId("norm", layer), "update", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
         if complete and not self.owes:
             self.apply(layer, buffer, source=self.loaded.get(layer))
@@ -131,7 +132,6 @@ class Overlapped:
         """AdamW on `layer`, chunk by chunk where some of its state streams. The new weights also go into the slot `copy_to`; the old ones come
         from the slot `source` where they are on the device already.
         """
-        clip = [self.norm["clip"]] if self.norm else []
         classes = [name for name in ("weights", "low", "moments") if (name, layer) in self.home]
         streamed = [name for name in (*classes, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
         chunks = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
@@ -144,7 +144,7 @@ class Overlapped:
                 reads, writes = [f"{self.home[name, layer]}#{number}" for name in up], [slots[name] for name in up]
                 size = count * sum(self._bytes(name, layer) for name in up)
                 self.builder.op(OpId("load_state", layer, chunk=number), "h2d", reads, writes, bytes=size, **moved)
-            reads = [slots.get("gradients", gradient), *clip, *([source] if source and "weights" in streamed else [])]
+            reads = [slots.get("gradients", gradient), self.norm["clip"], *([source] if source and "weights" in streamed else [])]
             writes = [slots.get(name, self.home[name, layer]) for name in classes] + ([copy_to] if copy_to else [])
             self.builder.op(OpId("update", layer, chunk=number), "update", reads, writes, **moved)
             if down:
@@ -154,11 +154,16 @@ class Overlapped:
             for slot in slots.values():
                 self.builder.release(slot)
 
+    def losses_written(self, losses: list[str]) -> None:
+        self.losses = losses
+        if not self.owes:
+            clip(self.builder, self.norm, losses, "update")
+
     def update(self) -> None:
         for slot in self.loaded.values():
             self.builder.release(slot)
-        if self.norm:
-            self.builder.op(OpId("clip"), "update", [self.norm[layer] for layer in self.stack], [self.norm["clip"]])
+        if self.owes:
+            clip(self.builder, self.norm, self.losses, "update")
 
 
 def owes(plan: Plan) -> bool:

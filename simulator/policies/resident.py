@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import compute, contributions, norm_scalars, state, update_operands
+from megatrain.simulator.policies._layerwise import clip, compute, contributions, norm_scalars, state, update_operands
 from megatrain.simulator.schedule import OpId, Schedule
 
 
@@ -16,6 +16,7 @@ class Resident:
         self.device = state(builder, plan, "device")
         self.norm = norm_scalars(builder, plan, "device")
         self.arrived = dict.fromkeys(self.stack, 0)
+        self.losses: list[str] = []
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         return self.device["weights", layer]
@@ -25,15 +26,16 @@ class Resident:
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
-        if self.norm and self.arrived[layer] == contributions(self.plan, layer):
+        if layer in self.norm and self.arrived[layer] == contributions(self.plan, layer):
             self.builder.op(OpId("norm", layer), "compute", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
 
+    def losses_written(self, losses: list[str]) -> None:
+        self.losses = losses
+
     def update(self) -> None:
-        clip = self.norm.get("clip")
-        if clip:
-            self.builder.op(OpId("clip"), "compute", [self.norm[layer] for layer in self.stack], [clip])
+        factor = clip(self.builder, self.norm, self.losses, "compute")
         for layer, spec in self.stack.items():
-            reads, writes = update_operands(self.device, layer, clip)
+            reads, writes = update_operands(self.device, layer, factor)
             self.builder.op(OpId("update", layer), "update", reads, writes, parameters=spec.elements)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from megatrain.runtime import calibrate, optimizer, rates
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.kernels.choice import Kernels, kernels
 from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
@@ -82,6 +83,94 @@ def test_the_optimizer_gives_the_same_bits_on_both_sides_of_the_link(planes: boo
         results.append([updated.cpu(), kept.cpu(), optimizer.sum_of_squares(gradient.to(device)).cpu()])
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert torch.equal(on_cpu, on_gpu)
+
+
+SPECIAL = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x3F80_8000, 0xBF80_8000, 0x7F7F_7FFF, 0x7F80_0000, 0xFF80_0000,
+           0x7FC0_0000, 0xFFC1_2345]  # fmt: skip
+"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities, NaNs"""
+
+
+def any_floats(count: int) -> torch.Tensor:
+    """fp32 [n] on the GPU: an eighth special values, a half every bit pattern, the rest what training sees."""
+    kind, bits = torch.rand(count), torch.randint(0, 2**32, (count,))
+    bits = torch.where(kind < 0.125, torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (count,))], bits)
+    wild = (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
+    return torch.where(kind < 0.625, wild, torch.randn(count) * 10.0 ** torch.randint(-6, 2, (count,)).float()).cuda()
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """With all NaNs alike."""
+    return torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.view(torch.int32)[~ours.isnan()], theirs.view(torch.int32)[~theirs.isnan()])
+
+
+@pytest.fixture
+def triton_kernels() -> Kernels:
+    return kernels(torch.device("cuda")) or pytest.skip("needs Triton")
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1024, 1_000_003])
+@pytest.mark.parametrize("offset", [0, 64, 3])
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_fused_update_gives_pytorch_s_bits(
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, offset: int, planes: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(count + offset)
+    whole, part = count + offset + 5, slice(offset, offset + count)
+    master, gradient, first, second = (any_floats(whole) for _ in range(4))
+    gradient = gradient.to(dtype)
+    for clip, decay, copied in ((None, 0.0, False), (torch.tensor(0.37, device="cuda"), 0.1, True)):
+        results = []
+        for chosen in (triton_kernels, None):
+            monkeypatch.setattr(optimizer, "kernels", lambda _, chosen=chosen: chosen)
+            weights, low, moments = master.clone(), None, torch.stack([first, second])
+            if planes:
+                high, low = torch.empty(whole, dtype=torch.bfloat16, device="cuda"), torch.empty(whole, dtype=torch.int16, device="cuda")
+                optimizer.split(weights, high, low)
+                weights = high
+            copy = torch.zeros_like(weights)
+            optimizer.update(
+                weights[part], None if low is None else low[part], moments[:, part], gradient[part], settings=AdamW(), rate=1e-2, number=3, clip=clip,
+                weight_decay=decay, copy_to=copy[part] if copied else None,
+            )  # fmt: skip
+            assert torch.equal(copy[part].view(torch.uint8), (weights if copied else torch.zeros_like(weights))[part].view(torch.uint8))
+            results.append([weights if low is None else optimizer.join(weights, low), moments])
+        for ours, theirs in zip(*results, strict=True):
+            assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4096, 1_000_003, 4096 * 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_fused_sum_of_squares_gives_pytorch_s_bits(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype) -> None:
+    """On the GPU and on the CPU; 5,000 rows are folded in more than one piece."""
+    torch.manual_seed(count)
+    values = any_floats(count)
+    gradient = torch.where(values.abs() < 1e15, values, 0).to(dtype)
+    for given in (gradient, gradient[1:]) if count > 1 else (gradient,):
+        monkeypatch.setattr(optimizer, "kernels", lambda _: triton_kernels)
+        ours = optimizer.sum_of_squares(given)
+        monkeypatch.setattr(optimizer, "kernels", lambda _: None)
+        assert torch.equal(ours, optimizer.sum_of_squares(given))
+        assert torch.equal(ours.cpu(), optimizer.sum_of_squares(given.cpu()))
+
+
+@pytest.mark.usefixtures("triton_kernels")
+def test_steps_compile_the_fused_update_once() -> None:
+    """Neither the step's number nor a layer's length makes another kernel."""
+    from megatrain.runtime.kernels import device
+
+    def step(count: int, number: int) -> None:
+        weights, moments, gradient = torch.ones(count, device="cuda"), torch.zeros(2, count, device="cuda"), torch.ones(count, device="cuda")
+        optimizer.update(weights, None, moments, gradient, settings=AdamW(), rate=1.0 / number, number=number, clip=None)
+
+    def compiled() -> int:
+        return len(device._adamw.device_caches[torch.cuda.current_device()][0])
+
+    step(1024, 1)
+    before = compiled()
+    for number, count in enumerate((64, 1000 * 64, 4096, 2**20 + 64), 2):
+        step(count, number)
+    assert compiled() == before
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,12 @@ def three_threads() -> Iterator[WorkerThreads]:
     workers.close()
 
 
+@pytest.fixture(params=["kernels", "eager"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels of this machine, if it has any, and with PyTorch alone."""
+    monkeypatch.setenv("MEGATRAIN_KERNELS", request.param)
+
+
 def fp32(bits: list[int]) -> torch.Tensor:
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
@@ -60,6 +66,7 @@ def test_a_high_plane_keeps_its_shape() -> None:
 # ---- AdamW ----
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("in_planes", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -90,6 +97,7 @@ def test_twenty_steps_are_torch_s_adamw(in_planes: bool, weight_decay: float, ma
     torch.testing.assert_close(moments[1], state["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_bf16_gradient_counts_as_its_fp32_value() -> None:
     gradient = torch.randn(100, generator=torch.Generator().manual_seed(0)).bfloat16()
     results = []
@@ -100,6 +108,7 @@ def test_a_bf16_gradient_counts_as_its_fp32_value() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("in_planes", [False, True])
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 1000, 5000])
 def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, in_planes: bool) -> None:
@@ -118,6 +127,7 @@ def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three
     for block in (128, 96):
         monkeypatch.setattr(Workers, "cpu_block", block)
         monkeypatch.setattr(WorkerThreads, "cpu_block", block)
+        monkeypatch.setattr(optimizer, "_FUSED_BLOCK", block)
         assert torch.equal(three_updates(ALONE), whole)
         assert torch.equal(three_updates(three_threads), whole)
 
@@ -142,6 +152,7 @@ def test_an_error_in_a_share_is_raised(three_threads: WorkerThreads) -> None:
         three_threads(fail, 3000, 1000)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
     """At rate 1e-5 a step of AdamW moves a weight of 1 by 1e-5, and bf16 values around 1 lie 4e-3 to 8e-3 apart."""
     settings, gradient, start = AdamW(betas=(0.0, 0.0)), torch.ones(64), torch.linspace(0.5, 2.0, 64).bfloat16().float()
@@ -159,6 +170,7 @@ def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
 # ---- accumulation, norm, clip ----
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_gradients_are_written_first_and_added_then() -> None:
     total = torch.full((8,), float("nan"))
     optimizer.accumulate(total, torch.full((8,), 1.0).bfloat16(), first=True)
@@ -166,6 +178,7 @@ def test_gradients_are_written_first_and_added_then() -> None:
     assert torch.equal(total, torch.full((8,), 1 + 2.0**-10))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 12_288, 50_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
@@ -180,6 +193,7 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
     for block in (1024, 2048):  # rows are folded whole: four times as much is a multiple of 4096
         monkeypatch.setattr(Workers, "cpu_block", block)
         monkeypatch.setattr(WorkerThreads, "cpu_block", block)
+        monkeypatch.setattr(optimizer, "_FUSED_BLOCK", 4 * block)
         assert torch.equal(sum_of_squares(gradient), whole)
         assert torch.equal(sum_of_squares(gradient, three_threads), whole)
 

@@ -1,0 +1,167 @@
+"""The Triton kernels, for a CUDA GPU. Importing this needs Triton, which CUDA builds of PyTorch bring along.
+
+Elements are loaded as bits and rounded by integer arithmetic; additions and products stay apart (`enable_fp_fusion=False`), divisions and
+roots are the correctly rounded ones. A program takes one block; all but the last go without masks, so that loads are wide whatever the
+length. Lengths are not specialised: layers of different sizes share one compiled kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024  # elements a program: eight a thread, 16 bytes of each 16-bit plane
+_ROW = 4096  # elements folded together in a sum of squares, as in `optimizer`
+_WARPS = 4
+
+
+@triton.jit
+def _load(pointer, offsets, count, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(pointer + offsets)
+    return tl.load(pointer + offsets, mask=offsets < count, other=0)
+
+
+@triton.jit
+def _store(pointer, offsets, values, count, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointer + offsets, values)
+    else:
+        tl.store(pointer + offsets, values, mask=offsets < count)
+
+
+@triton.jit
+def _fp32(values):
+    """Of bf16 bits (int16), or fp32 as it is."""
+    if values.dtype == tl.int16:
+        values = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def _adamw_block(weights, low, first, second, gradient, factor, copy_to, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate,
+                 BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """The block that the pointers point at."""
+    offsets = tl.arange(0, BLOCK)
+    master = _load(weights, offsets, count, WHOLE)
+    if low is not None:
+        residual = _load(low, offsets, count, WHOLE).to(tl.int32)
+        master = ((master.to(tl.int32) << 16) + residual).to(tl.float32, bitcast=True)
+    g = _fp32(_load(gradient, offsets, count, WHOLE)) * factor
+    master = master * decay
+    m = _load(first, offsets, count, WHOLE) * beta1 + g * rest1
+    v = _load(second, offsets, count, WHOLE) * beta2 + (g * g) * rest2
+    _store(first, offsets, m, count, WHOLE)
+    _store(second, offsets, v, count, WHOLE)
+    master = master - tl.div_rn(m * rate, tl.sqrt_rn(v) * root_scale + epsilon)
+    if low is not None:
+        bits = master.to(tl.int32, bitcast=True)
+        _store(low, offsets, bits.to(tl.int16), count, WHOLE)
+        master = ((bits + 0x8000) >> 16).to(tl.int16)
+    _store(weights, offsets, master, count, WHOLE)
+    if copy_to is not None:
+        _store(copy_to, offsets, master, count, WHOLE)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["clip"])
+def _adamw(weights, low, first, second, gradient, clip, copy_to, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = count - start
+    factor = 1.0  # changes no bit
+    if clip is not None:
+        factor = tl.load(clip)
+    weights += start
+    if low is not None:
+        low += start
+    if copy_to is not None:
+        copy_to += start
+    if factor != factor:
+        return
+    if left >= BLOCK:
+        _adamw_block(weights, low, first + start, second + start, gradient + start, factor, copy_to, left,
+                     decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, BLOCK, True)  # fmt: skip
+    else:
+        _adamw_block(weights, low, first + start, second + start, gradient + start, factor, copy_to, left,
+                     decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, BLOCK, False)  # fmt: skip
+
+
+@triton.jit
+def _halved(values, WIDTH: tl.constexpr):
+    """[WIDTH] -> [WIDTH / 2]: each plus the one half a width on. A sum of two has one order only."""
+    return tl.sum(tl.reshape(values, (2, WIDTH // 2)), axis=0)
+
+
+@triton.jit
+def _row_sum(values):
+    """[4096] -> one, by halving."""
+    values = _halved(values, 4096)
+    values = _halved(values, 2048)
+    values = _halved(values, 1024)
+    values = _halved(values, 512)
+    values = _halved(values, 256)
+    values = _halved(values, 128)
+    values = _halved(values, 64)
+    values = _halved(values, 32)
+    values = _halved(values, 16)
+    values = _halved(values, 8)
+    values = _halved(values, 4)
+    return tl.sum(values)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _row_sums(gradient, sums, count, SQUARE: tl.constexpr):
+    """Of row `program_id` of 4096."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * 4096
+    offsets, left = tl.arange(0, 4096), count - start
+    if left >= 4096:
+        values = _fp32(_load(gradient + start, offsets, left, True))
+    else:
+        values = _fp32(_load(gradient + start, offsets, left, False))
+    if SQUARE:
+        values = values * values
+    tl.store(sums + row, _row_sum(values))
+
+
+class DeviceKernels:
+    """The kernels' launches. Tensors are contiguous and on one CUDA device, of the dtypes that each method says."""
+
+    def adamw(
+        self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
+        clip: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
+    ) -> None:  # fmt: skip
+        """All [n], `clip` one factor: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; Triton passes Python's as fp32."""
+        count = weights.numel()
+        copy = None if copy_to is None else _bits(copy_to)
+        _adamw[(triton.cdiv(count, _BLOCK),)](
+            _bits(weights), low, first, second, _bits(gradient), clip, copy, count, *scalars, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+        )
+
+    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
+        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: the squares of each 4096, folded."""
+        count = gradient.numel()
+        _row_sums[(triton.cdiv(count, _ROW),)](_bits(gradient), sums, count, SQUARE=True, num_warps=_WARPS, enable_fp_fusion=False)
+
+    def fold(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum of `sums` [2^k] fp32 by halving, 0-dimensional; `sums` are lost."""
+        width = sums.numel()
+        while width > _ROW:
+            width //= 2
+            sums[:width] += sums[width : 2 * width]
+        total = torch.empty(1, dtype=torch.float32, device=sums.device)
+        _row_sums[(1,)](sums, total, width, SQUARE=False, num_warps=_WARPS, enable_fp_fusion=False)
+        return total[0]
+
+    def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
+        """`total` [n] fp32 = (first) or += `gradient` [n] bf16 or fp32: one pass in PyTorch already."""
+        if first:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

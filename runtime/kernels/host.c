@@ -1,0 +1,151 @@
+/* AdamW, sums of squares and sums of gradients for a CPU: each in one pass over memory, with the bits of runtime/optimizer.py, which says
+ * what they compute. Plain loops, for the compiler to vectorise. The bits hold where it keeps IEEE arithmetic as written: no fast-math, no
+ * contraction into fused multiply-adds. Nothing here needs alignment beyond that of the types, and no call depends on another's range. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { TILE = 4096, ROW = 4096 }; /* elements: 106 KB, in L2, for what is read again; those folded together in a sum of squares */
+
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float from_bf16(uint16_t high) { return from_bits((uint32_t)high << 16); }
+
+typedef struct { /* in the order of optimizer.Scalars; each rounded once, from double */
+    float decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate;
+} Scalars;
+
+/* One step of one weight: returns the new master. */
+static inline float step(float master, float *first, float *second, float g, float clip, const Scalars s) {
+    g = g * clip;
+    master = master * s.decay;
+    const float m = *first * s.beta1 + g * s.rest1;
+    const float v = *second * s.beta2 + (g * g) * s.rest2;
+    *first = m;
+    *second = v;
+    return master - (m * s.rate) / (sqrtf(v) * s.root_scale + s.epsilon);
+}
+
+#define PLANES(NAME, GRADIENT, WIDEN)                                                                                                          \
+    static void NAME(int64_t count, uint16_t *restrict high, uint16_t *restrict low, float *restrict first, float *restrict second,            \
+                     const GRADIENT *restrict gradient, float clip, const Scalars s) {                                                         \
+        for (int64_t i = 0; i < count; i++) {                                                                                                  \
+            const uint32_t residual = (uint32_t)(int32_t)(int16_t)low[i];                                                                      \
+            const float master = from_bits(((uint32_t)high[i] << 16) + residual);                                                              \
+            const uint32_t bits = to_bits(step(master, first + i, second + i, WIDEN(gradient[i]), clip, s));                                   \
+            low[i] = (uint16_t)bits;                                                                                                           \
+            high[i] = (uint16_t)((bits + 0x8000u) >> 16);                                                                                      \
+        }                                                                                                                                      \
+    }
+
+#define SINGLE(NAME, GRADIENT, WIDEN)                                                                                                          \
+    static void NAME(int64_t count, float *restrict weights, float *restrict first, float *restrict second,                                    \
+                     const GRADIENT *restrict gradient, float clip, const Scalars s) {                                                         \
+        for (int64_t i = 0; i < count; i++)                                                                                                    \
+            weights[i] = step(weights[i], first + i, second + i, WIDEN(gradient[i]), clip, s);                                                 \
+    }
+
+PLANES(planes_bf16, uint16_t, from_bf16)
+PLANES(planes_fp32, float, )
+SINGLE(single_bf16, uint16_t, from_bf16)
+SINGLE(single_fp32, float, )
+
+/* `low`, `clip` and `copy` may be null: fp32 weights, a factor of 1, no copy. Multiplying by 1 changes no bit; a factor that is NaN leaves everything. */
+void megatrain_adamw(int64_t count, void *weights, uint16_t *low, float *first, float *second, const void *gradient, int gradient_is_fp32,
+                     const float *clip, void *copy, const Scalars *scalars) {
+    const Scalars s = *scalars;
+    const float factor = clip ? *clip : 1.0f;
+    if (factor != factor)
+        return;
+    const int64_t width = low ? 2 : 4, gradient_width = gradient_is_fp32 ? 4 : 2;
+    for (int64_t start = 0; start < count; start += TILE) {
+        const int64_t length = count - start < TILE ? count - start : TILE;
+        char *const w = (char *)weights + width * start;
+        const void *const g = (const char *)gradient + gradient_width * start;
+        float *const m = first + start, *const v = second + start;
+        if (low && gradient_is_fp32)
+            planes_fp32(length, (uint16_t *)w, low + start, m, v, g, factor, s);
+        else if (low)
+            planes_bf16(length, (uint16_t *)w, low + start, m, v, g, factor, s);
+        else if (gradient_is_fp32)
+            single_fp32(length, (float *)w, m, v, g, factor, s);
+        else
+            single_bf16(length, (float *)w, m, v, g, factor, s);
+        if (copy)
+            memcpy((char *)copy + width * start, w, width * length);
+    }
+}
+
+#define SQUARES(NAME, GRADIENT, WIDEN)                                                                                                         \
+    static void NAME(const GRADIENT *restrict g, float *restrict sums) {                                                                       \
+        for (int i = 0; i < ROW / 2; i++) {                                                                                                    \
+            const float a = WIDEN(g[i]), b = WIDEN(g[i + ROW / 2]);                                                                            \
+            sums[i] = a * a + b * b;                                                                                                           \
+        }                                                                                                                                      \
+    }
+
+SQUARES(squares_bf16, uint16_t, from_bf16)
+SQUARES(squares_fp32, float, )
+
+/* The sum of squares of each row of 4096, by halving; the last row is filled up with zeros. */
+void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp32, float *row_sums) {
+    const int64_t width = gradient_is_fp32 ? 4 : 2;
+    float sums[ROW / 2]; /* 8 KB of stack, and 16 */
+    union {
+        uint16_t bf16[ROW];
+        float fp32[ROW];
+    } last;
+    for (int64_t start = 0; start < count; start += ROW) {
+        const void *row = (const char *)gradient + width * start;
+        if (count - start < ROW) {
+            memset(&last, 0, sizeof last);
+            memcpy(&last, row, width * (count - start));
+            row = &last;
+        }
+        if (gradient_is_fp32)
+            squares_fp32(row, sums);
+        else
+            squares_bf16(row, sums);
+        for (int half = ROW / 4; half >= 16; half /= 2) /* apart from what follows, where vectors are longer than a half */
+            for (int i = 0; i < half; i++)
+                sums[i] += sums[i + half];
+        for (int half = 8; half >= 1; half /= 2)
+            for (int i = 0; i < half; i++)
+                sums[i] += sums[i + half];
+        row_sums[start / ROW] = sums[0];
+    }
+}
+
+/* The sum of `count` values, a power of two, by halving, into the first; the others are lost. */
+void megatrain_fold(int64_t count, float *sums) {
+    for (int64_t half = count / 2; half >= 1; half /= 2)
+        for (int64_t i = 0; i < half; i++)
+            sums[i] += sums[i + half];
+}
+
+/* fp32 `total` = or += a bf16 or fp32 `gradient`. */
+void megatrain_widen(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
+    for (int64_t i = 0; i < count; i++)
+        total[i] = from_bf16(gradient[i]);
+}
+
+void megatrain_add_bf16(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
+    for (int64_t i = 0; i < count; i++)
+        total[i] += from_bf16(gradient[i]);
+}
+
+void megatrain_add_fp32(int64_t count, float *restrict total, const float *restrict gradient) {
+    for (int64_t i = 0; i < count; i++)
+        total[i] += gradient[i];
+}

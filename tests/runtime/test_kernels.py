@@ -1,0 +1,263 @@
+"""The fused kernels give the bits of the PyTorch code, and where they cannot be had nothing changes.
+
+Triton's are tried where Triton is installed, in its interpreter, with `TRITON_INTERPRET=1 pytest tests/runtime/test_kernels.py`; on a GPU in `test_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.runtime import optimizer
+from megatrain.runtime.kernels import host
+from megatrain.runtime.kernels.choice import Kernels, kernels
+from megatrain.runtime.kernels.host import host_kernels
+from megatrain.runtime.optimizer import ALONE, AdamW, WorkerThreads, accumulate, join, sum_of_squares, update
+
+SPECIAL = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x3F80_0000, 0x3F80_8000, 0xBF80_8000, 0x7F7F_7FFF, 0x7F7F_FFFF,
+           0x7F80_0000, 0xFF80_0000, 0x7FC0_0000, 0x7FFF_FFFF, 0xFFC1_2345]  # fmt: skip
+"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities, NaNs"""
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+LENGTHS = st.integers(1, 300) | st.sampled_from([4095, 4096, 4097, 12_289, 33_000])
+
+
+@pytest.fixture(scope="module", params=["c", "triton"])
+def fused(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "c":
+        return host_kernels() or pytest.skip("no C compiler")
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton and TRITON_INTERPRET=1")
+    from megatrain.runtime.kernels.device import DeviceKernels
+
+    return DeviceKernels()
+
+
+@pytest.fixture(scope="module")
+def three_threads() -> Iterator[WorkerThreads]:
+    workers = WorkerThreads(3)
+    yield workers
+    workers.close()
+
+
+@contextmanager
+def using(chosen: Kernels | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "kernels", lambda _: chosen)
+        patch.setattr(optimizer, "_FUSED_BLOCK", 4096)  # more shares
+        yield
+
+
+def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.Tensor:
+    """fp32 [n]: a quarter special values and every bit pattern if `wild`, otherwise what training sees."""
+    if not wild:
+        return torch.randn(count, generator=generator) * 10.0 ** torch.randint(-6, 2, (count,), generator=generator).float()
+    bits = torch.randint(0, 2**32, (count,), generator=generator)
+    special = torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (count,), generator=generator)]
+    bits = torch.where(torch.rand(count, generator=generator) < 0.25, special, bits)
+    return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    """With all NaNs alike."""
+    return torch.where(values.isnan(), torch.tensor(0x7FC0_0000, dtype=torch.int32), values.view(torch.int32)).tolist()
+
+
+# ---- the arithmetic ----
+
+
+@given(
+    count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), wild=st.booleans(), planes=st.booleans(), dtype=DTYPES, threads=st.booleans(),
+    clip=st.none() | st.sampled_from([1.0, 0.37, 1e-30, 0.0]), decay=st.none() | st.sampled_from([0.0, 0.1]), copied=st.booleans(), number=st.integers(1, 1000),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_an_update_s_bits_are_pytorch_s(
+    fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, wild: bool, planes: bool, dtype: torch.dtype, threads: bool,
+    clip: float | None, decay: float | None, copied: bool, number: int,
+) -> None:  # fmt: skip
+    """Of a run of elements anywhere in its tensors; those before and behind it stay."""
+    whole, part = count + offset + 5, slice(offset, offset + count)
+    generator = torch.Generator().manual_seed(seed)
+    master, gradient, first, second = (any_floats(generator, whole, wild=wild) for _ in range(4))
+    gradient = gradient.to(dtype)
+    results = []
+    for chosen in (fused, None):
+        weights, low, moments = master.clone(), None, torch.stack([first, second if wild else second.abs()])
+        if planes:
+            high, low = torch.empty(whole, dtype=torch.bfloat16), torch.empty(whole, dtype=torch.int16)
+            optimizer.split(weights, high, low)
+            weights = high
+        copy = torch.zeros_like(weights)
+        with using(chosen):
+            update(
+                weights[part], None if low is None else low[part], moments[:, part], gradient[part], settings=AdamW(weight_decay=0.01), rate=1e-2,
+                number=number, clip=None if clip is None else torch.tensor(clip), workers=three_threads if threads and chosen is host_kernels() else ALONE, weight_decay=decay,
+                copy_to=copy[part] if copied else None,
+            )  # fmt: skip
+        now = weights if low is None else join(weights, low)
+        results.append([bits(now), bits(moments[0]), bits(moments[1])])
+        if copied:
+            assert torch.equal(copy[part].view(torch.uint8), weights[part].view(torch.uint8))
+        assert int(copy.count_nonzero()) == int(copy[part].count_nonzero() if copied else 0)
+    assert results[0] == results[1]
+
+
+@given(count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), wild=st.booleans(), dtype=DTYPES, threads=st.booleans())
+@settings(max_examples=60)
+def test_a_sum_of_squares_has_pytorch_s_bits(
+    fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, wild: bool, dtype: torch.dtype, threads: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradient = any_floats(generator, count + offset, wild=wild).to(dtype)[offset:]
+    if wild and seed % 2:  # otherwise the sum of every bit pattern is a NaN
+        gradient = torch.where(gradient.abs() < 1e15, gradient, torch.zeros((), dtype=dtype))
+    with using(fused):
+        ours = sum_of_squares(gradient, three_threads if threads and fused is host_kernels() else ALONE)
+    with using(None):
+        assert bits(ours) == bits(sum_of_squares(gradient))
+
+
+def test_more_rows_than_a_row_has_elements(fused: Kernels) -> None:
+    """Row sums are folded in more than one piece then."""
+    sums = torch.rand(2**14, generator=torch.Generator().manual_seed(0))
+    wanted = optimizer._fold(sums.clone().view(1, -1))[0]
+    assert torch.equal(fused.fold(sums), wanted)
+
+
+@given(count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), dtype=DTYPES, first=st.booleans())
+def test_sums_of_gradients_have_pytorch_s_bits(
+    fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, dtype: torch.dtype, first: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    before, gradient = any_floats(generator, count + offset, wild=True), any_floats(generator, count + offset, wild=True).to(dtype)
+    for workers in (ALONE, three_threads) if fused is host_kernels() else (ALONE,):  # Triton's interpreter is for one thread
+        results = []
+        for chosen in (fused, None):
+            total = before.clone()
+            with using(chosen):
+                accumulate(total[offset:], gradient[offset:], first=first, workers=workers)
+            results.append(bits(total))
+        assert results[0] == results[1]
+
+
+def test_tensors_that_a_kernel_does_not_take_go_through_pytorch() -> None:
+    gradient = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
+    strided, narrow = gradient.T.flatten()[::2], gradient[0].half()
+    assert optimizer._fused((strided, None)) is None
+    assert optimizer._fused((narrow, None)) is None
+    assert torch.equal(sum_of_squares(strided), sum_of_squares(strided.contiguous()))
+    assert torch.equal(sum_of_squares(narrow), sum_of_squares(narrow.float()))
+
+
+def test_tensors_of_unequal_length_are_refused() -> None:
+    weights, moments = torch.zeros(10), torch.zeros(2, 10)
+    with pytest.raises(AssertionError):
+        update(weights, None, moments, torch.zeros(9), settings=AdamW(), rate=1e-2, number=1, clip=None)
+    with pytest.raises(AssertionError):
+        update(weights, None, torch.zeros(2, 9), torch.zeros(10), settings=AdamW(), rate=1e-2, number=1, clip=None)
+
+
+# ---- the library ----
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty one, and no library loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MEGATRAIN_KERNELS", raising=False)
+    host_kernels.cache_clear()
+    yield tmp_path / "cache" / "megatrain"
+    host_kernels.cache_clear()
+
+
+def works(found: Kernels | None) -> bool:
+    if found is None:
+        return False
+    sums = torch.zeros(1)
+    found.row_sums(torch.full((100,), 2.0), sums)
+    return float(sums) == 400
+
+
+@pytest.fixture
+def compiler() -> None:
+    if not any(map(host.shutil.which, host._COMPILERS)):
+        pytest.skip("no C compiler")
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda content: content[:5000] + b"?" + content[5001:]])
+def test_a_damaged_library_is_compiled_again(cache: Path, damage: Callable[[bytes], bytes]) -> None:
+    assert works(host_kernels())
+    (library,) = cache.iterdir()
+    whole, again = library.read_bytes(), library.with_name("aside")
+    again.write_bytes(damage(whole))
+    again.replace(library)  # not in place: this process has it mapped
+    host_kernels.cache_clear()
+    assert works(host_kernels())
+    assert host._intact(library)
+    assert list(cache.iterdir()) == [library]
+
+
+@pytest.mark.usefixtures("cache", "compiler")
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert works(host_kernels())
+    host_kernels.cache_clear()
+    monkeypatch.setattr(host, "_COMPILERS", ())
+    assert works(host_kernels())
+
+
+@pytest.mark.usefixtures("compiler")
+def test_processes_may_compile_at_once(cache: Path) -> None:
+    code = """
+import sys, torch
+from megatrain.runtime import optimizer
+from megatrain.runtime.kernels.host import host_kernels
+sys.stdin.read(1)
+assert host_kernels() is not None
+print(float(optimizer.sum_of_squares(torch.full((100,), 2.0))))
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go")
+        process.stdin.flush()
+    assert [process.communicate()[0].strip() for process in processes] == ["400.0", "400.0"]
+    (library,) = cache.iterdir()
+    assert host._intact(library)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_without_a_cache_folder_there_are_kernels_all_the_same(cache: Path) -> None:
+    cache.parent.write_text("not a folder")
+    assert works(host_kernels())
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_a_compiler_that_works_it_is_pytorch(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: bool
+) -> None:
+    (tmp_path / "cc").write_text("#!/bin/sh\necho 'no headers' >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o600 if missing else 0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert host_kernels() is None
+    assert ("found no C compiler" if missing else "cc: no headers") in caplog.text
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    assert float(sum_of_squares(torch.full((100,), 2.0))) == 400
+    assert list(cache.iterdir()) == []
+
+
+def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_KERNELS", "eager")
+    assert kernels(torch.device("cpu")) is None
+    assert kernels(torch.device("cuda")) is None
+    monkeypatch.delenv("MEGATRAIN_KERNELS")
+    assert kernels(torch.device("meta")) is None
