@@ -13,25 +13,32 @@ import math
 import re
 from collections.abc import Mapping
 
-from megatrain.simulator.costs.protocol import FIX
+from megatrain.simulator.costs.elementwise import Elementwise
+from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import Op
+from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec
 
 
-class Calibrated:
+class Calibrated(Shared):
     """A CostTable, looked up."""
 
-    def __init__(self, table: CostTable) -> None:
+    def __init__(self, table: CostTable, sharing: Sharing | None = None, elementwise: Elementwise | None = None) -> None:
+        """`sharing`: the table's pairs by default. `elementwise`: what the cpu lane's ops ask of host DRAM, needed where that is shared."""
         self.table = table
-        self.contention: Mapping[str, Mapping[str, float]] = table.contention
+        self.sharing = sharing or Sharing(table.contention)
+        self._elementwise = elementwise
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns = table.step_overhead_ns
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
 
     def duration_ns(self, op: Op) -> int:
         return self._look_up(op)[0]
+
+    def touched_bytes(self, op: Op) -> int:
+        return (self._elementwise.touched_bytes(op) or 0) if self._elementwise else 0
 
     def extrapolated(self, op: Op) -> bool:
         return self._look_up(op)[1]

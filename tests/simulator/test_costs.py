@@ -161,9 +161,19 @@ def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., P
 
 def test_both_directions_of_the_link_share_by_the_duplex_fraction() -> None:
     hardware = HardwareSpec.load("h200")
-    costs = Datasheet(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
-    assert costs.contention["h2d"] == {"d2h": 0.908, "cpu": 0.971}
     assert "d2h" not in hardware.contention["h2d"]
+    assert together(hardware, load(2**28), save(2**28)) == (908_000, 908_000)
+    assert together(hardware, load(2**28), Op(id="N0", lane="cpu", parameters=2**28))[0] == 971_000
+
+
+def save(size: int) -> Op:
+    return Op(id="G0.c0", lane="d2h", bytes=size)
+
+
+def together(hardware: HardwareSpec, *ops: Op) -> tuple[int, ...]:
+    costs = cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
+    demands = [costs.demand(op) for op in ops]
+    return costs.rates(tuple(demand for demand in demands if demand is not None))
 
 
 def test_adding_to_a_gradient_takes_longer_than_writing_it(make_plan: Callable[..., Plan]) -> None:
