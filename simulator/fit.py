@@ -1,11 +1,12 @@
 """Fit: the host's DRAM as a HostMemory, from rates that copies and cores reach alone and together.
 
 Minimised is the sum of squared log ratios of what `Sharing` gives to what was measured, over every rate of every combination, by a pattern search:
-each parameter in turn a step up or down, the steps halved where none helps. What the rates do not tell stays near HostMemory's defaults.
+every parameter a step up, down or not at all (they pull together: more memory looks like cheaper copies), the step halved where no such move helps. What the rates do not tell stays near HostMemory's defaults.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,10 +16,11 @@ from megatrain.simulator.sharing import PARTS, Demand, Sharing
 
 _SHORT = 0.95  # copies that keep more of their speed than this beside the cores tell nothing about DRAM
 _WORST = 0.15  # relative error of a rate beyond which DRAM is not what explains it
-_PRIOR = 1e-3
+_PRIOR = 1e-5
 _STARTS = (1.0, 1.25, 1.6)  # of the cores' own traffic
 _SMALLEST_STEP = 1e-3
 _BOUNDS = {"gb_per_s": (1e-3, 1e6), "h2d_cost": (0.5, 8.0), "d2h_cost": (0.5, 8.0), "cpu_weight": (0.05, 20.0)}
+_DIRECTIONS = tuple(itertools.product((-1, 0, 1), repeat=len(_BOUNDS)))
 
 
 class HostRates(NamedTuple):
@@ -43,6 +45,7 @@ def fit_host_memory(alone: HostRates, together: Sequence[HostRates], duplex: flo
 
     if not any(rates[lane] < _SHORT * expected(rates, lane) for rates in measured for lane in ("h2d", "d2h") if lane in rates):
         return None
+    measured.append({"h2d": duplex * alone.h2d, "d2h": duplex * alone.d2h})  # the memory must leave them that
     candidates = [_search(HostMemory(gb_per_s=start * alone.cpu), alone, measured, pairs) for start in _STARTS]
     best = min(candidates, key=lambda memory: _loss(memory, alone, measured, pairs))
     worst = max(abs(ratio) for ratio in _log_ratios(best, alone_of, measured, pairs))
@@ -80,15 +83,16 @@ def _search(memory: HostMemory, alone: HostRates, measured: Sequence[Mapping[str
     bounds = {**_BOUNDS, "gb_per_s": (alone.cpu, _BOUNDS["gb_per_s"][1])}  # the cores alone reached that much
     least, step = _loss(memory, alone, measured, pairs), 0.25
     while step > _SMALLEST_STEP:
-        better = False
-        for field, (low, high) in bounds.items():
-            for factor in (1 + step, 1 / (1 + step)):
-                values = {name: getattr(memory, name) for name in _BOUNDS}
-                values[field] = min(max(values[field] * factor, low), high)
-                tried = HostMemory(**values)
-                loss = _loss(tried, alone, measured, pairs)
-                if loss < least:
-                    memory, least, better = tried, loss, True
-        if not better:
+        found = memory
+        for signs in _DIRECTIONS:
+            values = {
+                field: min(max(getattr(memory, field) * (1 + step) ** sign, low), high)
+                for sign, (field, (low, high)) in zip(signs, bounds.items(), strict=True)
+            }
+            loss = _loss(HostMemory(**values), alone, measured, pairs)
+            if loss < least:
+                found, least = HostMemory(**values), loss
+        if found is memory:
             step /= 2
+        memory = found
     return HostMemory(**{name: round(getattr(memory, name), 3) for name in _BOUNDS})

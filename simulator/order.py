@@ -53,10 +53,10 @@ class Order:
         clock = self._clock[second]
         return lane < len(clock) and clock[lane] >= ended
 
-    def precedes_next(self, first: str, lane: str) -> bool:
-        """`first` has ended whenever the op starts that will be added to `lane` next, whatever that waits for."""
-        first_lane, ended = self._place[first]
-        return self._next[self._lane(lane)][first_lane] >= ended
+    def not_awaited(self, lane: str, ops: Iterable[str]) -> list[str]:
+        """Of `ops`, those that may still run when the op starts that will be added to `lane` next, unless that waits for them."""
+        clock, place = self._next[self._lane(lane)], self._place
+        return [op for op in ops if clock[place[op][0]] < place[op][1]]
 
     def conflicts(self, reads: Iterable[str], writes: Iterable[str]) -> list[tuple[str, str]]:
         """Earlier ops, each with the buffer, that an op with these accesses must wait for: write-read, read-write, write-write.

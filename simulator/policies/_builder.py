@@ -80,7 +80,7 @@ class Builder:
     def _fewest(self, lane: str, before: Iterable[str]) -> tuple[str, ...]:
         """Of the ops to wait for, those that neither the lane's order nor another of them implies. Latest first, so none is kept in vain."""
         order = self._order
-        open_ops = [op for op in before if not order.precedes_next(op, lane)]
+        open_ops = order.not_awaited(lane, before)
         if len(open_ops) < 2:
             return tuple(open_ops)
         kept: list[str] = []
