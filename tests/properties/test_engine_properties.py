@@ -24,7 +24,7 @@ from megatrain.simulator.timeline import Timeline
 
 
 class Given(Unmeasured):
-    """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many bytes as nanoseconds, so 1 GB/s of traffic a unit of cost."""
+    """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many bytes as nanoseconds, 1 GB/s."""
 
     step_overhead_ns = 0
 
@@ -35,7 +35,7 @@ class Given(Unmeasured):
         dispatch_ns: Mapping[str, int] | None = None,
         memory: HostMemory | None = None,
     ) -> None:
-        self.durations, self.contention, self.dispatch_ns = durations, contention or {}, dispatch_ns or {}
+        self.durations, self.contention, self.dispatch_ns, self.memory = durations, contention or {}, dispatch_ns or {}, memory
         self.sharing = Sharing(self.contention, memory)
 
     def sizes(self, schedule: Schedule) -> Sizes:
@@ -81,10 +81,13 @@ def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
     for one in timeline.spans:
         done = []
         for time in range(one.start_ns, one.end_ns):
+            busy = [each for each in timeline.spans if each.start_ns <= time < each.end_ns]
             rate = Fraction(PARTS)
-            for other in LANES:
-                busy = other != one.lane and any(each.lane == other and each.start_ns <= time < each.end_ns for each in timeline.spans)
-                rate *= Fraction(str(costs.contention.get(one.lane, {}).get(other, 1.0))) if busy else 1
+            for other in busy:
+                rate *= Fraction(str(costs.contention.get(one.lane, {}).get(other.lane, 1.0)))
+            if costs.memory:
+                asked = [costs.demand(schedule.by_id[each.op]) or Demand(each.lane) for each in busy]
+                rate = Fraction(costs.rates(tuple(asked))[busy.index(one)])
             done.append(int(rate))
         work = costs.durations[one.op] * PARTS
         assert sum(done) >= work, f"{one.op} ends before its work is done"
@@ -97,6 +100,14 @@ def test_the_engine_plays_every_program_by_the_rules(case: tuple[Schedule, Given
     timeline = simulate(schedule, costs)
     assert_played(schedule, costs, timeline)
     assert simulate(schedule, costs) == timeline
+
+
+@given(cases(contention=True, dispatch=True), st.builds(HostMemory, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])))
+def test_the_engine_shares_host_memory_by_the_rules(case: tuple[Schedule, Given], memory: HostMemory) -> None:
+    """Every op of the link and the cpu lane asks for 1 GB/s, times its cost, of a memory that has too little for all of them."""
+    schedule, costs = case
+    shared = Given(costs.durations, costs.contention, costs.dispatch_ns, memory)
+    assert_played(schedule, shared, simulate(schedule, shared))
 
 
 @given(cases(contention=False, dispatch=True))
