@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class CostModel(Protocol):
         """Host time per step outside the schedule."""
 
     def sizes(self, schedule: Schedule) -> Sizes:
-        """One op of each cost, and for every op whose cost is its own: what the players ask instead of asking for every op."""
+        """One op of each cost, and for every op of the schedule which of them it costs as: the players ask once a size, not once an op."""
 
     def duration_ns(self, op: Op) -> int:
         """Time of `op` at full rate. Raises UserError where nothing is known of its kind or shape."""
@@ -45,7 +46,7 @@ class CostModel(Protocol):
         """Peak device bytes besides the planned pools and saved activations, where that was measured."""
 
 
-class Shared:
+class Shared(abc.ABC):
     """What cost models have in common: ops of one size cost the same, and share what `sharing` says."""
 
     sharing: Sharing
@@ -53,8 +54,9 @@ class Shared:
     def sizes(self, schedule: Schedule) -> Sizes:
         return schedule.sizes
 
+    @abc.abstractmethod
     def duration_ns(self, op: Op) -> int:
-        raise NotImplementedError
+        """As in CostModel."""
 
     def touched_bytes(self, op: Op) -> int:
         """Bytes that an op of the cpu lane reads and writes."""
