@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -16,12 +17,15 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.lanes import DEVICE_LANES
 from megatrain.runtime.templates import Templates, layer_tensors
+from megatrain.simulator.fit import HostRates, fit_host_memory
+from megatrain.simulator.hardware import HostMemory
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 _PAIR_SECONDS = 0.5
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
+_DRAM_LANES = ("h2d", "d2h", "cpu")
 Work = Callable[[], object]
 
 
@@ -33,6 +37,8 @@ class Rates:
     """`load_weights` and `save_gradients`: (bytes, ns)"""
     contention: dict[str, dict[str, float]]
     """lane -> other lane -> share of its speed that the first keeps"""
+    host_memory: HostMemory | None
+    """what the link and the host's cores share, where there is a link and its copies suffer from them"""
     matmul_flops: float
     device_bytes_per_s: float
     host_bytes_per_s: float
@@ -66,10 +72,11 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         torch.set_num_threads(threads["compute"])
         templates = Templates(model, workload, config, device)
         work = _lane_work(templates, arenas, layer, largest, device, workers)
-        contention = _contention(work, threads, device)
+        speeds = _measure_together(work, threads, device)
+        memory = _host_memory(speeds, _traffic(layer, width, largest)) if device.type == "cuda" else None
         matmul, device_rate, host_rate, adam = _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), _adam_rate()
         torch.set_num_threads(1)
-        return Rates(copies, contention, matmul, device_rate, host_rate, _memory_rate(torch.device("cpu")), adam)
+        return Rates(copies, _contention(speeds), memory, matmul, device_rate, host_rate, _memory_rate(torch.device("cpu")), adam)
     finally:
         torch.set_num_threads(own_threads)
         workers.close()
@@ -123,7 +130,7 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
     for tensor in weights.values():
         tensor.normal_(0, 0.02)
     x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(templates.dtype)
-    chunk = min(largest, width * layer.elements)
+    chunk = _copied_bytes(layer, width, largest)
     flat = {name: arenas.flat(name, torch.uint8, chunk) for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")}
     total, gradient = arenas.flat("host.layer:0", torch.float32, layer.elements), torch.randn(layer.elements).to(templates.dtype)
 
@@ -143,17 +150,45 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
     }
 
 
-def _contention(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, dict[str, float]]:
+def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
+    """Of a copy's unit of work."""
+    return min(largest, width * layer.elements)
+
+
+def _traffic(layer: LayerSpec, width: int, largest: int) -> dict[str, int]:
+    """Bytes copied, or read and written by the cores, in a unit of work: the sum reads the gradient and writes fp32, the squares read that."""
+    copied = _copied_bytes(layer, width, largest)
+    return {"h2d": copied, "d2h": copied, "cpu": (width + 4 + 4) * layer.elements}
+
+
+def _measure_together(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[tuple[str, ...], dict[str, float]]:
+    """Units of work a second of each lane: alone, in pairs, and on a GPU both directions of the link beside the cores."""
+    combinations: list[tuple[str, ...]] = [*itertools.combinations(work, 1), *itertools.combinations(work, 2)]
+    if device.type == "cuda":
+        combinations.append(_DRAM_LANES)
+    return {lanes: _together({lane: work[lane] for lane in lanes}, threads, device) for lanes in combinations}
+
+
+def _contention(speeds: dict[tuple[str, ...], dict[str, float]]) -> dict[str, dict[str, float]]:
     """Each pair of lanes at once, against each alone."""
-    alone = {lane: _together({lane: run}, threads, device)[lane] for lane, run in work.items()}
     kept: dict[str, dict[str, float]] = {}
-    lanes = list(work)
-    for index, first in enumerate(lanes):
-        for second in lanes[index + 1 :]:
-            both = _together({first: work[first], second: work[second]}, threads, device)
-            for lane, other in ((first, second), (second, first)):
-                kept.setdefault(lane, {})[other] = round(min(1.0, max(both[lane] / alone[lane], 0.01)), 3)
+    for lanes, both in speeds.items():
+        if len(lanes) == 2:
+            for lane, other in (lanes, lanes[::-1]):
+                kept.setdefault(lane, {})[other] = round(min(1.0, max(both[lane] / speeds[lane,][lane], 0.01)), 3)
     return kept
+
+
+def _host_memory(speeds: dict[tuple[str, ...], dict[str, float]], traffic: dict[str, int]) -> HostMemory | None:
+    """The fit to what link and cores reach alone and together. `traffic`: bytes in a unit of each lane's work."""
+
+    def rates(*lanes: str) -> HostRates:
+        return HostRates(**{lane: speeds[lanes][lane] * traffic[lane] / 1e9 for lane in lanes})
+
+    alone = HostRates(*(getattr(rates(lane), lane) for lane in HostRates._fields))
+    link = rates("h2d", "d2h")
+    duplex = min(1.0, link.h2d / alone.h2d, link.d2h / alone.d2h)
+    return fit_host_memory(alone, [rates("h2d", "cpu"), rates("d2h", "cpu"), rates(*_DRAM_LANES)], duplex)
 
 
 def _together(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, float]:

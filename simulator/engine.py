@@ -1,27 +1,24 @@
-"""Engine: the schedule played in simulated time, one process per lane, busy lanes slowing each other.
+"""Engine: the schedule played in simulated time, one process per lane, ops that run at the same time slowing each other.
 
-An op's duration is work at full rate. While the lanes in B are busy, lane l does work at
-
-    rate(l) = product of contention[l][other] over the others in B
-
-so an op lasts until its work is done, however often the rate changes on the way: a fluid model. Rates are whole thousandths and work
-is counted in their product, so every sum is exact; an op ends at the first whole nanosecond by which its work is done. A lane is busy
-from an op's start to its end, not while it waits or dispatches. Not modelled: bursts, queues inside the DMA engines, clock changes.
+An op's duration is work at full speed. While the ops B are busy each of them does `costs.rates(demands of B)` millionths of that, so an
+op lasts until its work is done, however often the rate changes on the way: a fluid model. Work is counted in millionths of nanoseconds, so every
+sum is exact; an op ends at the first whole nanosecond by which its work is done. A lane is busy from an op's start to its end, not while it
+waits or dispatches. The engine knows no physics: what slows what is the cost model's. Not modelled: bursts, queues inside the DMA engines.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 import simpy
+from simpy.core import Infinity
 
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.schedule import LANES, Op, Schedule
+from megatrain.simulator.schedule import LANES, Schedule
+from megatrain.simulator.sharing import PARTS, Demand
 from megatrain.simulator.timeline import Span, Timeline
 
-_PARTS = 1000
-_FULL: int = _PARTS ** (len(LANES) - 1)  # a rate is at most the product of one factor per other lane
+_NOT_YET = -1
 
 
 class DeadlockError(RuntimeError):
@@ -30,95 +27,161 @@ class DeadlockError(RuntimeError):
 
 def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     """The predicted timeline. Raises DeadlockError naming the first blocked op of each lane and what it waits for."""
+    starts, ends = _play(schedule, costs)
+    spans = [Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end) for op, start, end in zip(schedule.ops, starts, ends, strict=True)]
+    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
+
+
+def makespan_ns(schedule: Schedule, costs: CostModel) -> int:
+    """End of the last op of `simulate`, without building a timeline."""
+    return max(_play(schedule, costs)[1], default=0)
+
+
+def _play(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
+    """Starts and ends of all ops, in program order."""
     environment = simpy.Environment()
-    flow = _Flow(environment, costs.contention)
-    done = {op.id: environment.event() for op in schedule.ops}
-    started: dict[str, int] = {}
-    for lane, queue in schedule.lanes.items():
-        environment.process(_run(environment, flow, lane, queue, costs, done, started))
-    environment.run()
-    if len(flow.ended) < len(schedule.ops):
-        raise DeadlockError(_blocked(schedule, flow.ended))
-    spans = tuple(Span(op=op.id, lane=op.lane, start_ns=started[op.id], end_ns=flow.ended[op.id]) for op in schedule.ops)
-    return Timeline(name="predicted", digest=schedule.digest, spans=spans)
+    sizes = costs.sizes(schedule)
+    times, demands = [costs.duration_ns(op) for op in sizes.ops], [costs.demand(op) for op in sizes.ops]
+    flow = _Flow(environment, costs, demands)
+    game = _Game(schedule, [times[size] for size in sizes.which], [flow.codes[size] for size in sizes.which])
+    for lane, queue in enumerate(game.queues):
+        if queue:
+            environment.process(_run(environment, flow, game, lane, queue, costs.dispatch_ns.get(LANES[lane], 0)))
+    if len(flow.known) == 1:
+        environment.run()
+    else:
+        _run_shared(environment, flow)
+    ends = game.ends[:-1]
+    if _NOT_YET in ends:
+        raise DeadlockError(_blocked(schedule, game))
+    return game.starts, ends
 
 
-def _run(
-    environment: simpy.Environment, flow: _Flow, lane: str, queue: tuple[Op, ...], costs: CostModel, done: dict[str, simpy.Event], started: dict[str, int]
-) -> Generator[simpy.Event, None, None]:
-    """One lane: each op in turn, once what it waits for has ended."""
-    latency = costs.dispatch_ns.get(lane, 0)
-    never = environment.event()
-    for op in queue:
-        for other in op.after:
-            event = done.get(other, never)
-            if not event.processed:
+class _Game:
+    """The schedule as lists by place in program order, and how far it has been played."""
+
+    def __init__(self, schedule: Schedule, durations: list[int], codes: list[int]) -> None:
+        self.durations, self.codes = durations, codes
+        self.after = schedule.compiled.after
+        self.queues: list[list[int]] = [[] for _ in LANES]
+        for index, lane in enumerate(schedule.compiled.lanes):
+            self.queues[lane].append(index)
+        self.starts = [_NOT_YET] * len(durations)
+        self.ends = [_NOT_YET] * (len(durations) + 1)  # the last stands for ops that are not there
+        self.awaited: dict[int, simpy.Event] = {}
+
+
+def _run(environment: simpy.Environment, flow: _Flow, game: _Game, lane: int, queue: list[int], latency: int) -> Generator[simpy.Event, None, None]:
+    """One lane: each op in turn, once what it waits for has ended. An op has an event only where somebody waits for it."""
+    starts, ends, after, durations, codes, awaited, timeout = game.starts, game.ends, game.after, game.durations, game.codes, game.awaited, environment.timeout
+    now = 0
+    for index in queue:
+        for other in after[index]:
+            if ends[other] == _NOT_YET:
+                event = awaited.get(other)
+                if event is None:
+                    event = awaited[other] = environment.event()
                 yield event
+                now = environment.now  # type: ignore[assignment]
         if latency:
-            yield environment.timeout(latency)
-        started[op.id] = int(environment.now)
-        flow.start(lane, op.id, costs.duration_ns(op), done[op.id])
-        yield done[op.id]
+            yield timeout(latency)
+            now = environment.now  # type: ignore[assignment]
+        starts[index] = now
+        duration = durations[index]
+        if duration:
+            if codes[index]:
+                flow.start(lane, codes[index], duration)
+                yield flow.carriers[lane]
+                flow.stop(lane)
+            else:
+                yield timeout(duration)
+            now = environment.now  # type: ignore[assignment]
+        ends[index] = now
+        if index in awaited:
+            awaited.pop(index).succeed()
 
 
-class _Task:
-    """The op that a busy lane runs."""
-
-    def __init__(self, op: str, work: int, done: simpy.Event, now: int) -> None:
-        self.op, self.work, self.done, self.since = op, work, done, now
-        self.rate = 0  # work a nanosecond
-        self.turn = 0  # counts plans of its end; a timer of an earlier plan is void
+def _run_shared(environment: simpy.Environment, flow: _Flow) -> None:
+    """Plays to the end. Rates change between instants: whatever ends and starts at one instant counts as one change."""
+    step, peek = environment.step, environment.peek
+    while True:
+        coming = peek()
+        if flow.changed and coming > environment.now:
+            flow.share()
+        elif coming == Infinity:
+            return
+        else:
+            step()
 
 
 class _Flow:
     """The work in progress on every lane, and when each will be done at the rates of this moment."""
 
-    def __init__(self, environment: simpy.Environment, contention: Mapping[str, Mapping[str, float]]) -> None:
-        self._environment = environment
-        parts = {lane: {other: round(rate * _PARTS) for other, rate in others.items()} for lane, others in contention.items()}
-        self._parts = {lane: {other: part for other, part in others.items() if part != _PARTS} for lane, others in parts.items()}
-        self._busy: dict[str, _Task] = {}
-        self.ended: dict[str, int] = {}
+    def __init__(self, environment: simpy.Environment, costs: CostModel, demands: list[Demand | None]) -> None:
+        self._environment, self._costs = environment, costs
+        self.known: list[Demand | None] = [None]
+        codes: dict[Demand | None, int] = {None: 0}
+        for demand in demands:
+            if demand not in codes:
+                codes[demand] = len(self.known)
+                self.known.append(demand)
+        self.codes = [codes[demand] for demand in demands]
+        """by size, the number of its demand; 0 for none"""
+        lanes = len(LANES)
+        self.carriers: list[simpy.Event] = [environment.event() for _ in range(lanes)]
+        """by lane, the event that its process waits for while it is busy: the callbacks move on when the end is planned anew"""
+        self.changed = False
+        self._busy = [0] * lanes  # code of the running op
+        self._work, self._rate, self._since = [0] * lanes, [0] * lanes, [0] * lanes  # work left at the moment since when the rate holds
+        self._factor = [len(self.known) ** lane for lane in range(lanes)]
+        self._mix = 0  # number of the combination of codes
+        self._mixes: dict[int, list[tuple[int, int]]] = {}  # combination -> (lane, rate)
 
-    def start(self, lane: str, op: str, duration: int, done: simpy.Event) -> None:
-        """`lane` begins `duration` nanoseconds of work; `done` succeeds at its end."""
-        self._busy[lane] = _Task(op, duration * _FULL, done, int(self._environment.now))
-        self._share()
+    def start(self, lane: int, code: int, duration: int) -> None:
+        """`lane` begins `duration` nanoseconds of work; its carrier is processed at the end."""
+        self._busy[lane], self._work[lane], self._rate[lane] = code, duration * PARTS, 0
+        self._mix += code * self._factor[lane]
+        self.changed = True
 
-    def _share(self) -> None:
+    def stop(self, lane: int) -> None:
+        self._mix -= self._busy[lane] * self._factor[lane]
+        self._busy[lane] = 0
+        self.carriers[lane] = self._environment.event()
+        self.changed = True
+
+    def share(self) -> None:
         """Brings work and rates up to date after a change of the busy lanes, and plans anew the end of each lane whose rate changed."""
+        self.changed = False
+        mix = self._mixes.get(self._mix)
+        if mix is None:
+            mix = self._mixes[self._mix] = self._rates()
         now = int(self._environment.now)
-        for lane, task in self._busy.items():
-            rate = self._rate(lane)
-            if rate == task.rate:
-                continue
-            task.work = max(task.work - task.rate * (now - task.since), 0)
-            task.rate, task.since, task.turn = rate, now, task.turn + 1
-            timer = self._environment.timeout(-(-task.work // rate))
-            timer.callbacks.append(functools.partial(self._finish, lane, task, task.turn))
+        for lane, rate in mix:
+            old = self._rate[lane]
+            if rate != old:
+                work = self._work[lane] = self._work[lane] - old * (now - self._since[lane]) if old else self._work[lane]
+                self._rate[lane], self._since[lane] = rate, now
+                timer, carrier = self._environment.timeout(-(-work // rate)), self.carriers[lane]
+                timer.callbacks, carrier.callbacks = carrier.callbacks, []
+                self.carriers[lane] = timer
 
-    def _rate(self, lane: str) -> int:
-        rate, parts = _FULL, self._parts.get(lane)
-        if parts:
-            for other in self._busy:
-                rate = rate // _PARTS * parts.get(other, _PARTS)
-        return rate
-
-    def _finish(self, lane: str, task: _Task, turn: int, timer: simpy.Event) -> None:
-        if turn != task.turn:
-            return
-        del self._busy[lane]
-        self.ended[task.op] = int(self._environment.now)
-        task.done.succeed()
-        self._share()
+    def _rates(self) -> list[tuple[int, int]]:
+        lanes = [lane for lane, code in enumerate(self._busy) if code]
+        demands = [demand for lane in lanes if (demand := self.known[self._busy[lane]]) is not None]
+        return list(zip(lanes, self._costs.rates(tuple(demands)), strict=True))
 
 
-def _blocked(schedule: Schedule, ended: Mapping[str, int]) -> str:
+def _blocked(schedule: Schedule, game: _Game) -> str:
     """One clause per lane that has not finished."""
     clauses = []
-    for lane, queue in schedule.lanes.items():
-        op = next((op for op in queue if op.id not in ended), None)
-        if op is not None:
-            waits = [f"{other}{'' if other in schedule.by_id else ' (which no lane runs)'}" for other in op.after if other not in ended]
-            clauses.append(f"{lane} is blocked at {op.id}, which waits for {', '.join(waits) or 'nothing'}")
+    for lane, queue in enumerate(game.queues):
+        first = next((index for index in queue if game.ends[index] == _NOT_YET), None)
+        if first is not None:
+            op = schedule.ops[first]
+            waits = [
+                f"{name}{'' if other >= 0 else ' (which no lane runs)'}"
+                for name, other in zip(op.after, game.after[first], strict=True)
+                if game.ends[other] == _NOT_YET
+            ]
+            clauses.append(f"{LANES[lane]} is blocked at {op.id}, which waits for {', '.join(waits) or 'nothing'}")
     return "; ".join(clauses)

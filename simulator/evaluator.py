@@ -11,45 +11,52 @@ from __future__ import annotations
 import msgspec
 
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.schedule import Schedule, ScheduleError
+from megatrain.simulator.schedule import LANES, Schedule, ScheduleError
 from megatrain.simulator.timeline import Span, Timeline
 
 
 def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
     """The predicted timeline without contention. Raises ScheduleError for a dependency that does not stand before its op."""
     ends, starts = _times(schedule, costs)
-    spans = tuple(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=ends[op.id]) for op, start in zip(schedule.ops, starts, strict=True))
-    return Timeline(name="predicted", digest=schedule.digest, spans=spans)
+    spans = [Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end) for op, start, end in zip(schedule.ops, starts, ends, strict=True)]
+    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
 
 
 def makespan_ns(schedule: Schedule, costs: CostModel) -> int:
     """End of the last op of `evaluate`, without building a timeline."""
-    return max(_times(schedule, costs)[0].values(), default=0)
+    return max(_ends(schedule, _priced(schedule, costs)), default=0)
 
 
-def _times(schedule: Schedule, costs: CostModel) -> tuple[dict[str, int], list[int]]:
-    """Ends by op id, and starts in program order."""
-    duration, dispatch = costs.duration_ns, costs.dispatch_ns
-    free: dict[str, int] = {}
-    ends: dict[str, int] = {}
-    starts: list[int] = []
-    op = None
-    try:
-        for op in schedule.ops:
-            lane = op.lane
-            start = free.get(lane, 0)
-            for other in op.after:
-                end = ends[other]
-                if end > start:
-                    start = end
-            start += dispatch.get(lane, 0)
-            starts.append(start)
-            free[lane] = ends[op.id] = start + duration(op)
-    except KeyError as error:
-        if op is None or error.args[0] not in op.after:
-            raise
-        raise ScheduleError(f"{op.id}: depends on {error.args[0]}, which does not stand before it") from None
-    return ends, starts
+def _priced(schedule: Schedule, costs: CostModel) -> list[int]:
+    """Dispatch and duration of every op, in program order; looked up once a size."""
+    if schedule.compiled.fault:
+        raise ScheduleError(schedule.compiled.fault)
+    sizes, dispatch = costs.sizes(schedule), costs.dispatch_ns
+    times = [dispatch.get(op.lane, 0) + costs.duration_ns(op) for op in sizes.ops]
+    return [times[size] for size in sizes.which]
+
+
+def _ends(schedule: Schedule, times: list[int]) -> list[int]:
+    """Ends in program order, of ops that take `times`."""
+    free = [0] * len(LANES)
+    ends: list[int] = []
+    ended = ends.append
+    for lane, after, time in zip(schedule.compiled.lanes, schedule.compiled.after, times, strict=True):
+        start = free[lane]
+        for other in after:
+            if ends[other] > start:
+                start = ends[other]
+        free[lane] = start = start + time
+        ended(start)
+    return ends
+
+
+def _times(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
+    """Ends and starts, in program order."""
+    sizes = costs.sizes(schedule)
+    ends = _ends(schedule, _priced(schedule, costs))
+    times = [costs.duration_ns(op) for op in sizes.ops]
+    return ends, [end - times[size] for end, size in zip(ends, sizes.which, strict=True)]
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,18 +80,19 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 def bounds(schedule: Schedule, costs: CostModel) -> Bounds:
     """Bounds on the makespan of `schedule`, whatever the contention. Raises ScheduleError like `evaluate`."""
+    times, compiled = _priced(schedule, costs), schedule.compiled
     released: dict[str, list[tuple[int, int]]] = {}  # lane -> (earliest start, duration) of its ops
-    chain: dict[str, int] = {}
+    chain: list[int] = []
     written: dict[str, int] = {}
-    for op in schedule.ops:
-        missing = next((other for other in op.after if other not in chain), None)
-        if missing is not None:
-            raise ScheduleError(f"{op.id}: depends on {missing}, which does not stand before it")
-        time = costs.dispatch_ns.get(op.lane, 0) + costs.duration_ns(op)
-        start = max((chain[other] for other in op.after), default=0)
-        start = max(start, max((written.get(buffer, 0) for buffer in op.reads), default=0))
+    for op, after, time in zip(schedule.ops, compiled.after, times, strict=True):
+        start = 0
+        for other in after:
+            start = max(start, chain[other])
+        for buffer in op.reads:
+            start = max(start, written.get(buffer, 0))
         released.setdefault(op.lane, []).append((start, time))
-        end = chain[op.id] = start + time
+        end = start + time
+        chain.append(end)
         for buffer in op.writes:
             written[buffer] = max(written.get(buffer, 0), end)
     lanes = {lane: sum(time for _, time in ops) for lane, ops in released.items()}
@@ -94,4 +102,4 @@ def bounds(schedule: Schedule, costs: CostModel) -> Bounds:
         for start, time in sorted(ops):
             end = max(end, start) + time
         bound = max(bound, end)
-    return Bounds(lanes_ns=lanes, critical_path_ns=max(chain.values(), default=0), lower_bound_ns=bound, sum_ns=sum(lanes.values()))
+    return Bounds(lanes_ns=lanes, critical_path_ns=max(chain, default=0), lower_bound_ns=bound, sum_ns=sum(lanes.values()))

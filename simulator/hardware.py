@@ -6,7 +6,7 @@ nodes, disks or temperature. While others are busy too, a lane runs at
     rate(lane) = product over the other busy lanes of contention[lane][other]
 
 of its full speed; a pair that is not named does not disturb each other. What both directions of the link and the CPU share is
-the host's DRAM, which is why `contention` is a property of the machine and not of the schedule.
+the host's DRAM: where a HostMemory is given it replaces the factors between them (`sharing.py` says how).
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """likewise, to the host"""
     cpu_weight: float = 3.3
     """the cores' share where DRAM is short, against one direction of the link"""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if not 0.01 <= getattr(self, field) <= 1e6:
+                raise UserError(f"host_memory: {field}", found=getattr(self, field), allowed="0.01 to 1e6", fix=f"correct {field}")
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

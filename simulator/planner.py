@@ -21,7 +21,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine import simulate
+from megatrain.simulator.engine import makespan_ns as shared_makespan_ns
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import Bounds, bounds, makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
@@ -104,7 +104,7 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     schedule = policy_library.lower(plan)
     verdict = plan_account(plan, schedule, costs)
     limits = bounds(schedule, costs)
-    seconds = (simulate(schedule, costs).makespan_ns + costs.step_overhead_ns) / 1e9
+    seconds = (shared_makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
     prediction = Prediction(
         step_seconds=seconds,
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
@@ -112,7 +112,7 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
         host_peak_bytes=verdict.host_peak_bytes,
         binding=limits.binding if verdict.fits else verdict.binding,
     )
-    flagged = tuple(sorted({op.kind for op in schedule.ops if costs.extrapolated(op)}))
+    flagged = tuple(sorted({op.kind for op in costs.sizes(schedule).ops if costs.extrapolated(op)}))
     plan = msgspec.structs.replace(plan, digest=schedule.digest, prediction=prediction)
     return Choice(plan=plan, account=verdict, bounds=limits, step_seconds=seconds, extrapolated=flagged)
 
@@ -225,7 +225,7 @@ class _Search:
         kept = [min(frugal, key=lambda entry: entry[1]), min(knobs, key=lambda entry: entry[:2])]
         tried: list[tuple[int, int, int, dict[str, int]]] = []
         for (_, total, setting), chunk in itertools.product(kept, self.chunks):
-            time = simulate(policy_library.lower(_with(short, chunk_bytes=chunk, **setting)), self.costs).makespan_ns
+            time = shared_makespan_ns(policy_library.lower(_with(short, chunk_bytes=chunk, **setting)), self.costs)
             tried.append((time, total, -chunk, {**setting, "chunk_bytes": chunk}))
         fastest = min(entry[0] for entry in tried)
         chosen = min((entry for entry in tried if entry[0] <= fastest * _TIE), key=lambda entry: entry[1:3])

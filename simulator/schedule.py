@@ -41,10 +41,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
+
+from megatrain.simulator.order import Order
 
 LANES = ("compute", "update", "h2d", "d2h", "cpu")
 """FIFO queues: three or four CUDA streams and one host thread."""
@@ -172,6 +173,25 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return any(buffer in self.reads for buffer in self.writes)
 
 
+class Compiled(NamedTuple):
+    """A schedule's lanes and dependencies as integers, for the players: ops by their place in program order, lanes by theirs in LANES."""
+
+    lanes: list[int]
+    after: list[tuple[int, ...]]
+    """-1 stands for an op that is not there"""
+    fault: str
+    """the first dependency that does not stand before its op; empty where all do"""
+
+
+class Sizes(NamedTuple):
+    """Ops of one size cost the same: kind, lane, bytes, parameters, FLOPs, shape, adding or not; the layer only where it is no decoder layer."""
+
+    ops: tuple[Op, ...]
+    """one of each size"""
+    which: list[int]
+    """for every op in program order, its size's place in `ops`"""
+
+
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One optimizer step. Steps follow each other with all lanes drained in between; persistent buffers carry the state."""
 
@@ -198,6 +218,44 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Of the whole program, 16 hexadecimal digits: two schedules with one digest are the same."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def compiled(self) -> Compiled:
+        place = {op.id: index for index, op in enumerate(self.ops)}
+        lane_of = {lane: index for index, lane in enumerate(LANES)}
+        lanes = [lane_of[op.lane] for op in self.ops]
+        after = [tuple([place.get(other, -1) for other in op.after]) if op.after else () for op in self.ops]
+        fault = ""
+        for index, places in enumerate(after):
+            for other, name in zip(places, self.ops[index].after, strict=True):
+                if not 0 <= other < index and not fault:
+                    fault = f"{self.ops[index].id}: depends on {name}, which does not stand before it"
+        return Compiled(lanes, after, fault)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """Raises ScheduleError for an op id that cannot be read."""
+        named: dict[str, str] = {}  # an id up to its micro-batch and chunk -> kind and layer, of decoder layers only the kind
+        found: dict[tuple[object, ...], int] = {}
+        ops: list[Op] = []
+        which: list[int] = []
+        for op in self.ops:
+            start = op.id.partition(".")[0]
+            name = named.get(start)
+            if name is None:
+                kind, layer, _, _, _ = parse_id(op.id)
+                name = named[start] = kind if layer.isdigit() else f"{kind} {layer}"
+            reads, adds = op.reads, False
+            for buffer in op.writes:
+                if buffer in reads:
+                    adds = True
+            key = (name, op.lane, op.bytes, op.parameters, op.flops, op.shape, adds)
+            size = found.get(key)
+            if size is None:
+                size = found[key] = len(ops)
+                ops.append(op)
+            which.append(size)
+        return Sizes(tuple(ops), which)
+
     def to_text(self) -> str:
         """One line per buffer and per op; `from_text` reads it back."""
         lines = [f"schedule {self.policy}"]
@@ -206,10 +264,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for buffer in self.buffers
         ]
         for op in self.ops:
-            words = [op.id, op.lane]
-            words += [f"{field}={','.join(getattr(op, field))}" for field in _LISTS if getattr(op, field)]
-            words += [f"{field}={getattr(op, field)}" for field in (*_NUMBERS, "shape") if getattr(op, field)]
-            lines.append(" ".join(words))
+            line = f"{op.id} {op.lane}"
+            for field, names in (("after", op.after), ("reads", op.reads), ("writes", op.writes), ("acquires", op.acquires), ("releases", op.releases)):
+                if names:
+                    line += f" {field}={','.join(names)}"
+            for field, value in (("offset", op.offset), ("bytes", op.bytes), ("parameters", op.parameters), ("flops", op.flops), ("shape", op.shape)):
+                if value:
+                    line += f" {field}={value}"
+            lines.append(line)
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -275,68 +337,3 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")
 _NUMBERS = ("offset", "bytes", "parameters", "flops")
-
-
-class Order:
-    """Happens-before among ops, by vector clocks: per op, how far each lane must have come before it starts.
-
-    Policies derive their dependencies from it and `Schedule.check` proves them with it, each from scratch.
-    """
-
-    def __init__(self) -> None:
-        self._clock: dict[str, dict[str, int]] = {}
-        self._place: dict[str, tuple[str, int]] = {}
-        self._last_in_lane: dict[str, str] = {}
-        self._last_write: dict[str, str] = {}
-        self._reads_since: dict[str, list[str]] = {}
-        self._parts: dict[str, set[str]] = {}
-
-    def add(self, op: str, lane: str, after: Iterable[str]) -> None:
-        """Puts `op` at the end of `lane`, behind the ops `after`."""
-        clock: dict[str, int] = {}
-        before = [self._last_in_lane[lane]] if lane in self._last_in_lane else []
-        for other in (*before, *after):
-            for key, count in self._clock[other].items():
-                clock[key] = max(clock.get(key, 0), count)
-            other_lane, index = self._place[other]
-            clock[other_lane] = max(clock.get(other_lane, 0), index)
-        self._clock[op] = clock
-        self._place[op] = (lane, self._place[before[0]][1] + 1 if before else 1)
-        self._last_in_lane[lane] = op
-
-    def last(self, lane: str) -> str | None:
-        """The op at the end of `lane`."""
-        return self._last_in_lane.get(lane)
-
-    def precedes(self, first: str, second: str) -> bool:
-        """`first` has ended whenever `second` starts."""
-        lane, index = self._place[first]
-        return self._clock[second].get(lane, 0) >= index
-
-    def conflicts(self, reads: Iterable[str], writes: Iterable[str]) -> list[tuple[str, str]]:
-        """Earlier ops, each with the buffer, that an op with these accesses must wait for: write-read, read-write, write-write."""
-        found = []
-        for buffer in reads:
-            found += [(self._last_write[name], buffer) for name in self._overlapping(buffer) if name in self._last_write]
-        for buffer in writes:
-            for name in self._overlapping(buffer):
-                found += [(reader, buffer) for reader in self._reads_since.get(name, ())]
-                if name in self._last_write:
-                    found.append((self._last_write[name], buffer))
-        return found
-
-    def _overlapping(self, buffer: str) -> tuple[str, ...]:
-        if "#" in buffer:
-            return buffer, whole(buffer)
-        return (buffer, *self._parts[buffer]) if buffer in self._parts else (buffer,)
-
-    def touch(self, op: str, reads: Iterable[str], writes: Iterable[str]) -> None:
-        """Records the accesses of `op`."""
-        for buffer in (*reads, *writes):
-            if "#" in buffer:
-                self._parts.setdefault(whole(buffer), set()).add(buffer)
-        for buffer in reads:
-            self._reads_since.setdefault(buffer, []).append(op)
-        for buffer in writes:
-            self._last_write[buffer] = op
-            self._reads_since[buffer] = []

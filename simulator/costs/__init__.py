@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from megatrain.simulator.costs.calibrated import Calibrated
-from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.costs.datasheet import Datasheet, duplex_curve
+from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
 
 __all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
@@ -14,6 +16,9 @@ __all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
 
 def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
     """The calibrated model where the machine was measured, else the datasheet's."""
-    if hardware.costs is None:
+    table = hardware.costs
+    if table is None:
         return Datasheet(hardware, model, workload)
-    return Calibrated(hardware.costs, Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None)
+    sharing = Sharing(table.contention, table.host_memory or hardware.host_memory, duplex_curve(hardware))
+    datasheet = Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
+    return Calibrated(table, datasheet, sharing, Elementwise(model, workload))

@@ -14,19 +14,23 @@ import re
 from collections.abc import Mapping
 
 from megatrain.simulator.costs.datasheet import Datasheet
-from megatrain.simulator.costs.protocol import FIX
+from megatrain.simulator.costs.elementwise import Elementwise
+from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import Op
+from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec
 
 
-class Calibrated:
-    """A CostTable, looked up. Passes of other systems, which nobody measures op by op, cost what the machine's `rates` say, and are flagged."""
+class Calibrated(Shared):
+    """A CostTable, looked up. Passes of other systems, which nobody measures op by op, cost what its `datasheet` rates say, and are flagged."""
 
-    def __init__(self, table: CostTable, rates: Datasheet | None = None) -> None:
-        self.table, self.rates = table, rates
-        self.contention: Mapping[str, Mapping[str, float]] = table.contention
+    def __init__(self, table: CostTable, datasheet: Datasheet | None = None, sharing: Sharing | None = None, elementwise: Elementwise | None = None) -> None:
+        """`sharing`: the table's pairs by default. `elementwise`: what the cpu lane's ops ask of host DRAM, needed where that is shared."""
+        self.table, self._datasheet = table, datasheet
+        self.sharing = sharing or Sharing(table.contention)
+        self._elementwise = elementwise
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns = table.step_overhead_ns
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
@@ -34,14 +38,17 @@ class Calibrated:
     def duration_ns(self, op: Op) -> int:
         return self._look_up(op)[0]
 
+    def touched_bytes(self, op: Op) -> int:
+        return (self._elementwise.touched_bytes(op) or 0) if self._elementwise else 0
+
     def extrapolated(self, op: Op) -> bool:
         return self._look_up(op)[1]
 
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`."""
         kind = op.kind
-        if kind in PASS_KINDS and self.rates is not None:
-            return self.rates.duration_ns(op), True
+        if kind in PASS_KINDS and self._datasheet is not None:
+            return self._datasheet.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (kind, op.lane, op.adds, size)
         if key not in self._known:

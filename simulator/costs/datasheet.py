@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import FIX, Unmeasured
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, HardwareSpec
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workload
+from megatrain.simulator.sharing import Sharing
+from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec, Workload
+
+
+def duplex_curve(hardware: HardwareSpec) -> Sequence[Sequence[float]]:
+    """(bytes, GB/s of each direction while both run), where that was measured."""
+    curve: Sequence[Sequence[float]] = getattr(hardware, "duplex_curve", ())
+    return curve
+
 
 _ADAM_BYTES = 22
 """Read and written a parameter by the AdamW of `cpu_adam_per_s`: bf16 weight 2 + 2 and gradient 2, fp32 moments 8 + 8. It is bound by memory, so
@@ -25,7 +34,6 @@ class Datasheet(Unmeasured):
 
     def __init__(self, hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> None:
         self.hardware, self.model, self.workload = hardware, model, workload
-        width = self._width = DTYPE_BYTES[workload.dtype]
         if workload.dtype not in hardware.peak_tflops:
             raise UserError(
                 f"hardware {hardware.name}: peak_tflops",
@@ -35,7 +43,9 @@ class Datasheet(Unmeasured):
             )
         duplex = {"h2d": {"d2h": hardware.duplex_fraction}, "d2h": {"h2d": hardware.duplex_fraction}}
         named = hardware.contention
-        self.contention: Mapping[str, Mapping[str, float]] = {lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}}
+        pairs = {lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}}
+        self.sharing = Sharing(pairs, hardware.host_memory, duplex_curve(hardware))
+        self._elementwise = Elementwise(model, workload)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         self._flops_per_ns = hardware.peak_tflops[workload.dtype] * hardware.compute_efficiency * 1e3
         adam_gb_per_s = _ADAM_BYTES * hardware.cpu_adam_per_s / 1e9
@@ -43,17 +53,12 @@ class Datasheet(Unmeasured):
             "cpu_adam": adam_gb_per_s, "host_pass": _PASS_SHARE * adam_gb_per_s,
             "thread_pass": hardware.thread_gb_per_s, "device_pass": hardware.device_gb_per_s,
         }  # fmt: skip
-        self._embedding_bytes = 2 * width * workload.tokens * model.hidden
+        self._embedding_bytes = 2 * DTYPE_BYTES[workload.dtype] * workload.tokens * model.hidden
 
-    def _gradient_width(self, layer: str) -> int:
-        """Bytes an element of the layer's step gradient: fp32 where several are summed."""
-        several = self.workload.accumulation > 1 or (self.model.tied and layer == EMBEDDING)
-        return 4 if several else self._width
+    def touched_bytes(self, op: Op) -> int:
+        return self._elementwise.touched_bytes(op) or 0
 
     def duration_ns(self, op: Op) -> int:
-        """Bytes of elementwise ops, per parameter: the sum of squares reads the gradient; an accumulation reads the slab, writes the gradient,
-        and reads it where it adds; AdamW reads and writes master (4) and moments (8) and reads the gradient.
-        """
         hardware, kind = self.hardware, op.kind
         if kind in PASS_KINDS:
             return math.ceil(op.bytes / self._pass_gb_per_s[kind])
@@ -67,8 +72,7 @@ class Datasheet(Unmeasured):
             return 0
         if kind == "cpu_update":
             return math.ceil(op.parameters / hardware.cpu_update_per_s * 1e9)
-        gradient = self._gradient_width(op.layer)
-        per_parameter = {"norm": gradient, "accumulate_gradients": self._width + gradient * (2 if op.adds else 1), "update": 24 + gradient}.get(kind)
-        if per_parameter is None:
+        touched = self._elementwise.touched_bytes(op)
+        if touched is None:
             raise UserError(f"hardware {hardware.name}: {op.id}", found=f"an op of kind {kind}", allowed="a kind with a datasheet formula", fix=FIX)
-        return math.ceil(per_parameter * op.parameters / (hardware.host_gb_per_s if op.lane == "cpu" else hardware.device_gb_per_s))
+        return math.ceil(touched / (hardware.host_gb_per_s if op.lane == "cpu" else hardware.device_gb_per_s))

@@ -6,19 +6,24 @@ from collections.abc import Mapping
 
 from megatrain.simulator.costs.protocol import Unmeasured
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule import Op, Schedule, Sizes
+from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.timeline import Timeline
 
 
 class Replayed(Unmeasured):
     """Durations of a timeline, with nothing added: what the engine makes of them, against the timeline, is the engine's own error."""
 
-    contention: Mapping[str, Mapping[str, float]] = {}
+    sharing = Sharing({})
     dispatch_ns: Mapping[str, int] = {}
     step_overhead_ns = 0
 
     def __init__(self, timeline: Timeline) -> None:
         self._durations = {span.op: span.duration_ns for span in timeline.spans}
+
+    def sizes(self, schedule: Schedule) -> Sizes:
+        """Every op has a duration of its own."""
+        return Sizes(schedule.ops, list(range(len(schedule.ops))))
 
     def duration_ns(self, op: Op) -> int:
         if op.id not in self._durations:

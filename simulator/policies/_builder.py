@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from megatrain.simulator.schedule import Buffer, Op, OpId, Order, Schedule, ScheduleError
+from megatrain.simulator.order import Order
+from megatrain.simulator.schedule import Buffer, Op, OpId, Schedule, ScheduleError
 
 
 class Builder:
@@ -24,6 +25,7 @@ class Builder:
         self._fresh: set[str] = set()
         self._last_use: dict[str, int] = {}
         self._ops: list[dict[str, Any]] = []
+        self._releases: dict[int, list[str]] = {}
         self._index: dict[str, int] = {}
         self._order = Order()
 
@@ -49,36 +51,47 @@ class Builder:
 
     def release(self, slot: str) -> None:
         """Ends the hold of `slot` with the last op that touched it."""
-        self._ops[self._last_use[slot]]["releases"].append(slot)
+        self._releases.setdefault(self._last_use[slot], []).append(slot)
         self._free[slot.partition(":")[0]].append(slot)
 
     def op(self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any) -> str:
         """Appends an op; returns its id. `sizes`: Op's offset, bytes, parameters, flops, shape."""
-        reads, writes, name = tuple(reads), tuple(writes), str(id)
-        before = [op for op, _ in self._order.conflicts(reads, writes)]
+        reads, writes, name, index, order = tuple(reads), tuple(writes), str(id), len(self._ops), self._order
+        before = [op for op, _ in order.conflicts(reads, writes)]
         if self._serial and self._ops:
             before.append(self._ops[-1]["id"])
         after = self._fewest(lane, before)
-        acquires = [slot for slot in writes if slot in self._fresh]
-        self._fresh.difference_update(acquires)
-        self._order.add(name, lane, after)
-        self._order.touch(name, reads, writes)
-        self._last_use.update(dict.fromkeys(reads + writes, len(self._ops)))
-        self._index[name] = len(self._ops)
-        self._ops.append({"id": name, "lane": lane, "after": after, "reads": reads, "writes": writes, "acquires": tuple(acquires), "releases": [], **sizes})
+        order.add(name, lane, after)
+        order.touch(name, reads, writes)
+        op = {"id": name, "lane": lane, "after": after, "reads": reads, "writes": writes, **sizes}
+        if self._fresh:
+            acquired = self._fresh.intersection(writes)
+            if acquired:
+                self._fresh -= acquired
+                op["acquires"] = tuple([slot for slot in writes if slot in acquired])
+        for buffer in reads:
+            self._last_use[buffer] = index
+        for buffer in writes:
+            self._last_use[buffer] = index
+        self._index[name] = index
+        self._ops.append(op)
         return name
 
     def _fewest(self, lane: str, before: Iterable[str]) -> tuple[str, ...]:
         """Of the ops to wait for, those that neither the lane's order nor another of them implies. Latest first, so none is kept in vain."""
+        order = self._order
+        open_ops = order.not_awaited(lane, before)
+        if len(open_ops) < 2:
+            return tuple(open_ops)
         kept: list[str] = []
-        last = self._order.last(lane)
-        for candidate in sorted(set(before), key=self._index.__getitem__, reverse=True):
-            implied = (last,) if last else ()
-            if not any(candidate == other or self._order.precedes(candidate, other) for other in (*implied, *kept)):
+        for candidate in sorted(set(open_ops), key=self._index.__getitem__, reverse=True):
+            if not any(order.precedes(candidate, other) for other in kept):
                 kept.append(candidate)
         return tuple(reversed(kept))
 
     def build(self) -> Schedule:
         """The schedule so far."""
-        ops = tuple(Op(**{**op, "releases": tuple(op["releases"])}) for op in self._ops)
+        for index, slots in self._releases.items():
+            self._ops[index]["releases"] = tuple(slots)
+        ops = tuple([Op(**op) for op in self._ops])
         return Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=ops)

@@ -30,7 +30,7 @@ class Storage(Protocol):
         """The gradient stands in `buffer`: send it where it belongs."""
 
     def losses_written(self, losses: list[str]) -> None:
-        """Every loss of the step stands in a buffer of `losses`; the last backward is still to come."""
+        """Every loss of the step stands in a buffer of `losses`, before any gradient of the last micro-batch is told."""
 
     def update(self) -> None:
         """Every gradient of the step is there: clip and update."""
@@ -155,6 +155,8 @@ class _Compute:
         reads = [weights, x, self.tokens[micro]] + ([gradient] if adding else [])
         self.emit("head", "", micro, reads, [gradient, dx, self.losses[micro]], 3 * model.head_flops(work.tokens))
         self.builder.release(x)
+        if micro == work.accumulation - 1:
+            self.storage.losses_written(self.losses)
         self.storage.gradient_written(model.head, "h", micro, gradient)
         return dx
 
@@ -182,8 +184,6 @@ class _Compute:
 
     def micro_batch(self, micro: int) -> None:
         dx = self.head(micro, self.forward(micro))
-        if micro == self.plan.workload.accumulation - 1:
-            self.storage.losses_written(self.losses)
         for block in reversed(self.blocks):
             if block[0] not in self.stored:
                 self.recompute(block, micro)

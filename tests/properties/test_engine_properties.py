@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -12,34 +13,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
+from megatrain.simulator.costs.protocol import Unmeasured
 from megatrain.simulator.engine import DeadlockError, simulate
 from megatrain.simulator.evaluator import bounds, evaluate, makespan_ns
+from megatrain.simulator.hardware import HostMemory
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import LANES, Op, Schedule
+from megatrain.simulator.schedule import LANES, Op, Schedule, Sizes
+from megatrain.simulator.sharing import PARTS, Demand, Sharing
 from megatrain.simulator.timeline import Timeline
 
 
-class Given:
-    """A cost model of given durations."""
+class Given(Unmeasured):
+    """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many bytes as nanoseconds, 1 GB/s."""
 
     step_overhead_ns = 0
 
     def __init__(
-        self, durations: Mapping[str, int], contention: Mapping[str, Mapping[str, float]] | None = None, dispatch_ns: Mapping[str, int] | None = None
+        self,
+        durations: Mapping[str, int],
+        contention: Mapping[str, Mapping[str, float]] | None = None,
+        dispatch_ns: Mapping[str, int] | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
-        self.durations, self.contention, self.dispatch_ns = durations, contention or {}, dispatch_ns or {}
+        self.durations, self.contention, self.dispatch_ns, self.memory = durations, contention or {}, dispatch_ns or {}, memory
+        self.sharing = Sharing(self.contention, memory)
+
+    def sizes(self, schedule: Schedule) -> Sizes:
+        return Sizes(schedule.ops, list(range(len(schedule.ops))))
 
     def duration_ns(self, op: Op) -> int:
         return self.durations[op.id]
 
-    def extrapolated(self, op: Op) -> bool:
-        return False
-
-    def activations_bytes(self, shape: str) -> int | None:
-        return None
-
-    def workspace(self, shape: str) -> None:
-        return None
+    def demand(self, op: Op) -> Demand | None:
+        return self.sharing.demand(op.lane, self.durations[op.id], self.durations[op.id])
 
 
 @st.composite
@@ -75,12 +81,15 @@ def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
     for one in timeline.spans:
         done = []
         for time in range(one.start_ns, one.end_ns):
-            rate = 1
-            for other in LANES:
-                busy = other != one.lane and any(each.lane == other and each.start_ns <= time < each.end_ns for each in timeline.spans)
-                rate *= round(1000 * costs.contention.get(one.lane, {}).get(other, 1.0)) if busy else 1000
-            done.append(rate)
-        work = costs.durations[one.op] * 1000 ** len(LANES)
+            busy = [each for each in timeline.spans if each.start_ns <= time < each.end_ns]
+            rate = Fraction(PARTS)
+            for other in busy:
+                rate *= Fraction(str(costs.contention.get(one.lane, {}).get(other.lane, 1.0)))
+            if costs.memory:
+                asked = [costs.demand(schedule.by_id[each.op]) or Demand(each.lane) for each in busy]
+                rate = Fraction(costs.rates(tuple(asked))[busy.index(one)])
+            done.append(int(rate))
+        work = costs.durations[one.op] * PARTS
         assert sum(done) >= work, f"{one.op} ends before its work is done"
         assert not done or sum(done[:-1]) < work, f"{one.op} goes on after its work is done"
 
@@ -91,6 +100,14 @@ def test_the_engine_plays_every_program_by_the_rules(case: tuple[Schedule, Given
     timeline = simulate(schedule, costs)
     assert_played(schedule, costs, timeline)
     assert simulate(schedule, costs) == timeline
+
+
+@given(cases(contention=True, dispatch=True), st.builds(HostMemory, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])))
+def test_the_engine_shares_host_memory_by_the_rules(case: tuple[Schedule, Given], memory: HostMemory) -> None:
+    """Every op of the link and the cpu lane asks for 1 GB/s, times its cost, of a memory that has too little for all of them."""
+    schedule, costs = case
+    shared = Given(costs.durations, costs.contention, costs.dispatch_ns, memory)
+    assert_played(schedule, shared, simulate(schedule, shared))
 
 
 @given(cases(contention=False, dispatch=True))

@@ -101,3 +101,17 @@ def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
     assert module._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
     assert module._ascending([(100, 7)]) == ((100, 7), (200, 14))
     assert module._ascending([(0, 7)]) == ((0, 7),)
+
+
+def test_host_memory_comes_from_units_of_work_a_second() -> None:
+    """A copy's unit is 1 GB, the cores' 2.2 GB: machine B of h200.md, where DeepSpeed's CPUAdam updates 0.1e9 parameters a unit."""
+    alone = {("h2d",): {"h2d": 55.4}, ("d2h",): {"d2h": 55.3}, ("cpu",): {"cpu": 100.0}}
+    pairs = {("h2d", "d2h"): {"h2d": 50.3, "d2h": 50.3}, ("h2d", "cpu"): {"h2d": 25.0, "cpu": 77.0}, ("d2h", "cpu"): {"d2h": 23.0, "cpu": 75.0}}
+    speeds = {**alone, **pairs, ("h2d", "d2h", "cpu"): {"h2d": 20.0, "d2h": 20.0, "cpu": 64.0}}
+    traffic = {"h2d": 10**9, "d2h": 10**9, "cpu": 2_200_000_000}
+    memory = rates._host_memory(speeds, traffic)
+    assert memory is not None
+    assert memory.gb_per_s == pytest.approx(220, rel=0.03)
+    unhurt = {**speeds, **{lanes: {lane: alone[lane,][lane] for lane in lanes} for lanes in speeds}}
+    assert rates._host_memory(unhurt, traffic) is None
+    assert rates._contention({**alone, **pairs})["h2d"] == {"d2h": 0.908, "cpu": 0.451}

@@ -14,7 +14,8 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
 from megatrain.simulator.costs.calibrated import interpolate, work
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, Workspace
+from megatrain.simulator.evaluator import evaluate
+from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -161,9 +162,35 @@ def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., P
 
 def test_both_directions_of_the_link_share_by_the_duplex_fraction() -> None:
     hardware = HardwareSpec.load("h200")
-    costs = Datasheet(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
-    assert costs.contention["h2d"] == {"d2h": 0.908, "cpu": 0.971}
     assert "d2h" not in hardware.contention["h2d"]
+    assert together(hardware, load(2**28), save(2**28)) == (908_000, 908_000)
+    assert together(hardware, load(2**28), Op(id="N0", lane="cpu", parameters=2**28))[0] == 971_000
+
+
+def save(size: int) -> Op:
+    return Op(id="G0.c0", lane="d2h", bytes=size)
+
+
+def together(hardware: HardwareSpec, *ops: Op) -> tuple[int, ...]:
+    costs = cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
+    demands = [costs.demand(op) for op in ops]
+    return costs.rates(tuple(demand for demand in demands if demand is not None))
+
+
+@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize("changes", [{}, {"tied": True, "accumulation": 2}, {"tied": True}], ids=str)
+def test_ops_of_one_size_cost_the_same(make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]) -> None:
+    """The players ask once a size; a difference that `Schedule.sizes` overlooked would be a wrong duration."""
+    plan = make_plan(policy, **changes)
+    schedule = policies.lower(plan)
+    costs = Datasheet(msgspec.structs.replace(HardwareSpec.load("h200"), host_memory=HostMemory(gb_per_s=50.0)), plan.model, plan.workload)
+    sizes = costs.sizes(schedule)
+    assert len(sizes.ops) < len(schedule.ops)
+    for op, size in zip(schedule.ops, sizes.which, strict=True):
+        assert (costs.duration_ns(op), costs.demand(op)) == (costs.duration_ns(sizes.ops[size]), costs.demand(sizes.ops[size]))
+        assert (op.kind, op.lane) == (sizes.ops[size].kind, sizes.ops[size].lane)
+    replayed = Replayed(evaluate(schedule, costs))
+    assert evaluate(schedule, replayed) == evaluate(schedule, costs), "a replayed op has a duration of its own"
 
 
 def test_adding_to_a_gradient_takes_longer_than_writing_it(make_plan: Callable[..., Plan]) -> None:

@@ -8,16 +8,17 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed
-from megatrain.simulator.engine import DeadlockError, simulate
+from megatrain.simulator.engine import DeadlockError, makespan_ns, simulate
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.timeline import Span, Timeline
 
 
 def costs(durations: Mapping[str, int], contention: Mapping[str, Mapping[str, float]] | None = None, dispatch_ns: Mapping[str, int] | None = None) -> Replayed:
     spans = tuple(Span(op=op, lane="compute", start_ns=0, end_ns=duration) for op, duration in durations.items())
     model = Replayed(Timeline(name="measured", digest="", spans=spans))
-    model.contention, model.dispatch_ns = contention or {}, dispatch_ns or {}
+    model.sharing, model.dispatch_ns = Sharing(contention or {}), dispatch_ns or {}
     return model
 
 
@@ -83,6 +84,7 @@ def test_a_replayed_timeline_without_gaps_plays_as_measured(make_plan: Callable[
     schedule = policies.lower(make_plan("double_buffer"))
     first = simulate(schedule, costs({op.id: 5 + index % 11 for index, op in enumerate(schedule.ops)}))
     assert simulate(schedule, Replayed(first)) == first
+    assert makespan_ns(schedule, Replayed(first)) == first.makespan_ns
 
 
 def test_nothing_to_do_takes_no_time() -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
+from megatrain.simulator.order import Order
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import CODES, LANES, Buffer, Op, OpId, Order, Schedule, ScheduleError, parse_id
+from megatrain.simulator.schedule import CODES, LANES, Buffer, Op, OpId, Schedule, ScheduleError, parse_id
 
 ids = st.builds(
     OpId,

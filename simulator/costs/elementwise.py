@@ -1,0 +1,34 @@
+"""Elementwise: bytes that the elementwise ops read and write, on either side of the link."""
+
+from __future__ import annotations
+
+from megatrain.simulator.hardware import PASS_KINDS
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workload
+
+
+class Elementwise:
+    """Bytes by op, for one model and workload."""
+
+    def __init__(self, model: ModelSpec, workload: Workload) -> None:
+        self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
+
+    def _gradient_width(self, layer: str) -> int:
+        """Bytes an element of the layer's step gradient: fp32 where several are summed."""
+        several = self._workload.accumulation > 1 or (self._model.tied and layer == EMBEDDING)
+        return 4 if several else self._width
+
+    def touched_bytes(self, op: Op) -> int | None:
+        """The sum of squares reads the gradient; an accumulation reads the slab, writes the gradient, and reads it where it adds; AdamW reads and
+        writes master (4) and moments (8) and reads the gradient. None for a kind without a formula.
+        """
+        kind, gradient = op.kind, self._gradient_width(op.layer)
+        if kind in PASS_KINDS:
+            return op.bytes
+        if kind == "norm":
+            return gradient * op.parameters
+        if kind == "accumulate_gradients":
+            return (self._width + gradient * (2 if op.adds else 1)) * op.parameters
+        if kind in ("update", "cpu_update"):
+            return (24 + gradient) * op.parameters
+        return 0 if kind == "clip" else None

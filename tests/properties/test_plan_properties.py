@@ -1,0 +1,200 @@
+"""Properties of what policies make, lowered with any knobs and played with any durations by an engine whose lanes slow each other.
+
+Each is checked from the schedule's ops and the timeline's spans alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import Datasheet
+from megatrain.simulator.engine import simulate
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.evaluator import bounds, evaluate, makespan_ns
+from megatrain.simulator.hardware import HardwareSpec, HostMemory
+from megatrain.simulator.memory import account, usage
+from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.policies._layerwise import gradient_bytes
+from megatrain.simulator.schedule import Schedule, whole
+from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.timeline import Timeline
+
+H200 = HardwareSpec.load("h200")
+MakePlan = Callable[..., Plan]
+
+
+machines = st.builds(
+    msgspec.structs.replace,
+    st.just(H200),
+    h2d_gb_per_s=st.floats(0.5, 60),
+    d2h_gb_per_s=st.floats(0.5, 60),
+    duplex_fraction=st.floats(0.3, 1),
+    link_latency_ns=st.integers(0, 10_000),
+    host_gb_per_s=st.floats(1, 100),
+    cpu_update_per_s=st.floats(1e7, 1e10),
+    peak_tflops=st.fixed_dictionaries({"bf16": st.floats(0.1, 900), "fp32": st.floats(0.1, 60)}),
+    host_memory=st.none() | st.builds(HostMemory, gb_per_s=st.floats(1, 300), cpu_weight=st.floats(0.2, 5)),
+)
+
+
+def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, Schedule]:
+    """A plan of `policy` with knobs drawn from all that it takes, down to the fewest of each."""
+    changes: dict[str, Any] = {
+        "layers": data.draw(st.integers(1, 4)),
+        "tied": data.draw(st.booleans()),
+        "accumulation": data.draw(st.integers(1, 2)),
+        "clipping": data.draw(st.sampled_from(["global", "none"])),
+        "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
+        "gradient_slots": data.draw(st.integers(1, 3)),
+        "gradient_slabs": data.draw(st.integers(1, 3)),
+        "chunk_bytes": data.draw(st.sampled_from([6_000, 20_000, 2**20])),
+        "checkpoint_interval": data.draw(st.integers(1, 5)),
+        "state_slots": data.draw(st.integers(1, 3)),
+        "placement": Placement(**{name: data.draw(st.sampled_from(["", "0", "all"])) for name in Placement.__struct_fields__}),
+    }
+    try:
+        plan = make_plan(policy, **changes, weight_slots=data.draw(st.integers(1, 5)))
+        return plan, policies.lower(plan)
+    except UserError:  # the policy fixes this one
+        plan = make_plan(policy, **changes)
+        return plan, policies.lower(plan)
+
+
+every_policy = pytest.mark.parametrize("policy", policies.names())
+
+
+@every_policy
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_plan_on_any_machine_plays_by_the_rules(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
+    """With any knobs, down to the fewest slots of each: no deadlock, no race, no bound broken, no link overloaded, no slot held twice."""
+    plan, schedule = drawn(make_plan, policy, data)
+    hardware = data.draw(machines)
+    costs = Datasheet(hardware, plan.model, plan.workload)
+    timeline = simulate(schedule, costs)
+    schedule.check()
+    assert len(timeline.spans) == len(schedule.ops)
+    assert timeline.makespan_ns >= bounds(schedule, costs).lower_bound_ns
+    assert_links_carry_what_they_can(schedule, timeline, costs, hardware)
+    assert_holds_are_disjoint(schedule, timeline)
+    assert_pools_stay_within_their_account(schedule, timeline)
+
+
+def assert_links_carry_what_they_can(schedule: Schedule, timeline: Timeline, costs: Datasheet, hardware: HardwareSpec) -> None:
+    """Bytes of the ops that start and end within a window, on each direction of the link, and all traffic where host DRAM is shared."""
+    limits = {"h2d": hardware.h2d_gb_per_s, "d2h": hardware.d2h_gb_per_s}
+    loads = {lane: [(timeline.by_op[op.id], float(op.bytes)) for op in schedule.lanes.get(lane, ())] for lane in limits}
+    if hardware.host_memory:
+        demands = [(op, costs.demand(op)) for op in schedule.ops]
+        loads["dram"] = [(timeline.by_op[op.id], demand.traffic * costs.duration_ns(op) / 1e9) for op, demand in demands if demand and demand.traffic]
+        limits["dram"] = hardware.host_memory.gb_per_s
+    for name, load in loads.items():
+        times = sorted({time for span, _ in load for time in (span.start_ns, span.end_ns)})
+        for begin, end in itertools.combinations(times[:: 1 + len(times) // 12], 2):
+            inside = sum(size for span, size in load if span.start_ns >= begin and span.end_ns <= end)
+            assert inside <= limits[name] * (end - begin) * (1 + 1e-6), name
+
+
+def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
+    """From the start of the op that acquires a slot to the end of the last that uses it, it is that user's."""
+    begun: dict[str, int] = {}
+    ended: dict[str, int] = defaultdict(int)
+    for op in schedule.ops:
+        span = timeline.by_op[op.id]
+        for slot in op.acquires:
+            assert slot not in begun
+            begun[slot] = span.start_ns
+            assert begun[slot] >= ended[slot], f"{op.id} takes {slot} before its last user has gone"
+        for name in map(whole, op.buffers):
+            assert schedule.buffer[name].persistent or span.start_ns >= begun[name]
+            ended[name] = max(ended[name], span.end_ns)
+        for slot in op.releases:
+            del begun[slot]
+    assert not begun
+
+
+def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timeline) -> None:
+    """Whatever overlaps, a pool's peak is at most what the account sets aside, and at the end every slot is given back."""
+    planned = account(schedule, 2**60, 2**60, None, 0).pools
+    kept: dict[str, int] = defaultdict(int)
+    for buffer in schedule.buffers:
+        kept[buffer.pool] += buffer.allocated if buffer.persistent else 0
+    for pool, steps in usage(schedule, timeline).items():
+        assert kept[pool] <= max(size for _, size in steps) <= planned[pool]
+        assert steps[-1][1] == kept[pool]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(make_plan: MakePlan, slots: int) -> None:
+    """Where loads run ahead as far as there are slots, the peak over time is the static account's, to the byte."""
+    schedule = policies.lower(make_plan("k_buffer", weight_slots=slots, layers=6))
+    costs = Datasheet(msgspec.structs.replace(H200, peak_tflops={"bf16": 0.001}), make_plan().model, make_plan().workload)
+    steps = usage(schedule, simulate(schedule, costs))
+    for pool in ("device.weights", "device.checkpoints", "device.activations"):
+        assert max(size for _, size in steps[pool]) == account(schedule, 2**60, 2**60, None, 0).pools[pool]
+
+
+@every_policy
+@settings(max_examples=40)
+@given(data=st.data())
+def test_bytes_are_conserved_by_tensor_class(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
+    """Each journey of a layer's weights or gradient is cut into copies that neither overlap nor leave a gap; each layer is updated once."""
+    plan, schedule = drawn(make_plan, policy, data)
+    stack, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
+    sums = {layer: 4 if gradient_bytes(plan, layer) == 4 and policy == "overlapped" else width for layer in stack}
+    journeys = defaultdict(list)
+    updated: dict[str, int] = defaultdict(int)
+    for op in schedule.ops:
+        if op.kind in ("load_weights", "save_gradients", "load_gradients"):
+            journeys[op.kind, op.layer, op.id.partition(".c")[0]].append((op.offset, op.bytes))
+        if op.kind in ("update", "cpu_update"):
+            updated[op.layer] += op.parameters
+    for (kind, layer, _), copies in journeys.items():
+        assert [offset for offset, _ in copies] == [0, *itertools.accumulate(size for _, size in copies[:-1])]
+        assert sum(size for _, size in copies) == (width if kind == "load_weights" else sums[layer]) * stack[layer].elements
+    assert updated == {name: layer.elements for name, layer in stack.items()}
+    saved = defaultdict(int)
+    for kind, layer, _ in journeys:
+        saved[layer] += kind == "save_gradients"
+    for layer, times in saved.items():
+        last = policy == "overlapped" and plan.workload.clipping == "none"  # then a layer's last contribution does not leave the device
+        assert times in (0, plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1) - last)
+
+
+@every_policy
+@settings(max_examples=40)
+@given(data=st.data())
+def test_without_contention_fewer_dependencies_end_nothing_later(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
+    plan, schedule = drawn(make_plan, policy, data)
+    costs = Datasheet(data.draw(machines), plan.model, plan.workload)
+    waiting = [index for index, op in enumerate(schedule.ops) if op.after]
+    if not waiting:
+        return
+    index = data.draw(st.sampled_from(waiting))
+    op = schedule.ops[index]
+    gone = data.draw(st.sampled_from(op.after))
+    freed = msgspec.structs.replace(op, after=tuple(other for other in op.after if other != gone))
+    looser = msgspec.structs.replace(schedule, ops=(*schedule.ops[:index], freed, *schedule.ops[index + 1 :]))
+    for before, after in zip(evaluate(schedule, costs).spans, evaluate(looser, costs).spans, strict=True):
+        assert after.end_ns <= before.end_ns
+
+
+@pytest.mark.parametrize("knob", ["gradient_slots", "gradient_slabs"])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_without_contention_deeper_buffers_are_no_slower(make_plan: MakePlan, knob: str, data: st.DataObject) -> None:
+    """Of buffers that every layer goes through; more weight slots also change what is loaded at all."""
+    plan, _ = drawn(make_plan, "k_buffer", data)
+    costs = Datasheet(data.draw(machines), plan.model, plan.workload)
+    depth = getattr(plan.knobs, knob)
+    deeper = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, **{knob: depth + 1}))
+    assert makespan_ns(policies.lower(deeper), costs) <= makespan_ns(policies.lower(plan), costs)
