@@ -16,6 +16,8 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.supported import refuse_unsupported
+from megatrain.simulator.families import with_nulls
 from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
 
 IGNORED = -100
@@ -23,12 +25,13 @@ IGNORED = -100
 
 
 def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
-    """transformers' config of `model`: from its folder, or from the spec's own where there is none."""
+    """transformers' config of `model`: from its folder, or from the spec's own where there is none. Raises UserError for one that cannot be executed."""
+    refuse_unsupported(model)
     if folder is not None:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     else:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        config = AutoConfig.for_model(**{**absent, **model.config})
+        config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})
     config.use_cache = False
     config._attn_implementation = "sdpa"
     return config

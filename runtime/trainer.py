@@ -21,6 +21,7 @@ from megatrain.runtime.executor import Executor, StepResult
 from megatrain.runtime.machine import describe, forget_device_memory
 from megatrain.runtime.model_files import ModelState, export, folder_weights, random_weights
 from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.supported import refuse_unsupported
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_text, write_json, write_text
@@ -82,6 +83,7 @@ def train(
     fit or is not its digest's, a missing model or corpus, or an `out` that is taken.
     """
     plan = Plan.load(plan_path)
+    refuse_unsupported(plan.model)
     schedule = verified(plan)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")

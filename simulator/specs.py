@@ -55,6 +55,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tensors: tuple[TensorSpec, ...]
     signature: str = ""
     """of a decoder layer: what the duration of its ops depends on besides the tokens, e.g. `qwen2-2048x11008-16:2x128-v151936`"""
+    attention: str = ""
+    """of a decoder layer: `full_attention`, `sliding_attention` or `linear_attention`"""
     inner: int = 0
     """of a decoder layer: elements a token between its MLP's projections, those of all its experts together"""
 
@@ -150,9 +152,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         decoders = {kind: _tensors(shape.decoder(kind).tensors) for kind in dict.fromkeys(shape.kinds)}
         stack = [LayerSpec(name=EMBEDDING, kind="embedding", tensors=table + head if self.tied else table)]
         stack += [
-            LayerSpec(name=str(index), kind="decoder", tensors=decoders[kind], signature=shape.signature(kind), inner=shape.decoder(kind).inner)
+            LayerSpec(
+                name=str(index), kind="decoder", tensors=decoders[kind], signature=shape.signature(kind), attention=kind.attention,
+                inner=shape.decoder(kind).inner,
+            )
             for index, kind in enumerate(shape.kinds)
-        ]
+        ]  # fmt: skip
         if not self.tied:
             stack.append(LayerSpec(name=HEAD, kind="head", tensors=head))
         return {layer.name: layer for layer in stack}

@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families.config import Config, essential
+from megatrain.simulator.families.config import ZERO_FOR_NULL, Config, essential
 from megatrain.simulator.families.decoders import DENSE, FAMILIES, FULL, Kind
 from megatrain.simulator.families.parts import Part, Tensors, joined
 
-__all__ = ["FAMILIES", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config"]
+__all__ = ["FAMILIES", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
@@ -58,6 +58,11 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     return {**shorter, "num_hidden_layers": layers}
 
 
+def with_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as transformers wants it: null where `essential` put 0 for it."""
+    return {key: None if value == 0 and key in ZERO_FOR_NULL else value for key, value in config.items()}
+
+
 def text_config(config: Any, where: str) -> dict[str, Any]:
     """The keys that matter of a config.json; of a multimodal model, those of its language model. Raises UserError for what is neither."""
     if not isinstance(config, dict):
@@ -68,4 +73,7 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
         config = {**({} if tied is None else {"tie_word_embeddings": tied}), **inner}
     if config.get("is_encoder_decoder"):
         raise UserError(f"{where}: is_encoder_decoder", found="true", allowed="a decoder alone", fix=f"use a model of one of {', '.join(FAMILIES)}")
-    return essential(config)
+    try:
+        return essential(config)
+    except RecursionError:
+        raise UserError(where, found="lists nested in lists without end", allowed="a Hugging Face config.json", fix="name a model folder") from None

@@ -18,6 +18,10 @@ _NOISE = frozenset((
 """keys that decide neither the shape nor the arithmetic of a training step"""
 
 
+ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
+"""keys whose null says *none*, not *the default*"""
+
+
 class Config:
     """Checked access. Sizes of `config` fall back to the family's `defaults`, which are those of transformers' class."""
 
@@ -117,8 +121,9 @@ class Config:
 
 
 def essential(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that matter, in a form that TOML can hold: no null anywhere, no noise."""
-    return {key: _without_none(value) for key, value in config.items() if value is not None and key not in _NOISE}
+    """The keys that matter, in a form that TOML can hold: no null anywhere, no noise. Where null means something, 0 stands for it."""
+    told = {key: 0 if value is None and key in ZERO_FOR_NULL else value for key, value in config.items() if isinstance(key, str) and key not in _NOISE}
+    return {key: _without_none(value) for key, value in told.items() if value is not None}
 
 
 def _without_none(value: Any) -> Any:

@@ -31,7 +31,7 @@ from megatrain.simulator.families.parts import (
     shared_input,
 )
 
-FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
 Parts = tuple[Part, ...]
 
@@ -119,20 +119,6 @@ def dense_first(c: Config) -> list[str]:
     return [DENSE if index < first else SPARSE for index in range(c.layers)]
 
 
-def llama4_sparse(c: Config) -> list[str]:
-    listed = c.get("moe_layers")
-    step = c.size("interleave_moe_layer_step", 1)
-    sparse = set(range(step - 1, c.layers, step)) if listed is None else set(c.indices("moe_layers"))
-    return [SPARSE if index in sparse else DENSE for index in range(c.layers)]
-
-
-def llama4_attention(c: Config) -> list[str]:
-    listed, positions = c.each_layer("layer_types", (FULL, CHUNKED)), c.each_layer("no_rope_layers", (0, 1))
-    period = c.size("no_rope_layer_interval", 4)
-    positions = positions or [int((index + 1) % period != 0) for index in range(c.layers)]
-    return listed or [CHUNKED if turned else FULL for turned in positions]
-
-
 # ---- parts that several families share
 
 
@@ -213,7 +199,7 @@ def phi3(c: Config, kind: Kind) -> Parts:
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
     return (
         linear("self_attn.o_proj", heads * size, hidden), linear("self_attn.qkv_proj", hidden, (heads + 2 * kv_heads) * size),
-        rotary((heads + kv_heads) * size), attend(c, kind.attention), *gated_mlp(c, fused=True), *before(c),
+        rotary((heads + kv_heads) * size), attend(c, kind.attention, copied=True, fused=True), *gated_mlp(c, fused=True), *before(c),
     )  # fmt: skip
 
 
@@ -222,7 +208,7 @@ def phi(c: Config, kind: Kind) -> Parts:
     if c.flag("qk_layernorm"):
         norms = tuple(layer_norm(f"self_attn.{name}_layernorm", c.head_dim, rows=rows, projected=False) for name, rows in (("q", c.heads), ("k", c.kv_heads)))
     return (
-        *attention(c, kind.attention, bias=True, out_bias=True, out="dense"), *norms, *plain_mlp(c, "fc1", "fc2"),
+        *attention(c, kind.attention, bias=True, out_bias=True, out="dense", copied=True), *norms, *plain_mlp(c, "fc1", "fc2"),
         layer_norm("input_layernorm", c.hidden, first=True), shared_input(c.hidden, 2), residual(c.hidden),
     )  # fmt: skip
 
@@ -237,12 +223,12 @@ def olmo2(c: Config, kind: Kind) -> Parts:
 
 
 def glm(c: Config, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention, bias=c.flag("attention_bias")), *gated_mlp(c, fused=True), *before(c))
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), copied=True), *gated_mlp(c, fused=True), *before(c))
 
 
 def glm4(c: Config, kind: Kind) -> Parts:
     norms = sandwich(c, ("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm"))
-    return (*attention(c, kind.attention, bias=c.flag("attention_bias")), *gated_mlp(c, fused=True), *norms)
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), copied=True), *gated_mlp(c, fused=True), *norms)
 
 
 def granite(c: Config, kind: Kind) -> Parts:
@@ -308,7 +294,7 @@ def qwen3_next(c: Config, kind: Kind) -> Parts:
     gated = (
         linear("self_attn.q_proj", hidden, 2 * query, bias), linear("self_attn.k_proj", hidden, key, bias), linear("self_attn.v_proj", hidden, key, bias),
         linear("self_attn.o_proj", query, hidden, bias), rms_norm("self_attn.q_norm", c.head_dim, rows=c.heads, projected=False, weight="wide"),
-        rms_norm("self_attn.k_norm", c.head_dim, rows=c.kv_heads, projected=False, weight="wide"), rotary(query + key), attend(c, FULL), shared_input(hidden, 3),
+        rms_norm("self_attn.k_norm", c.head_dim, rows=c.kv_heads, projected=False, weight="wide"), rotary(query + key), attend(c, FULL, copied=True), shared_input(hidden, 3),
         Part(forward=Traffic(7 * query), backward=Traffic(15 * query), kept=Kept(2 * query)),  # a sigmoid of the projection's other half scales the output
     )  # fmt: skip
     return (*gated, *mlp, *before(c, "wide"))
@@ -330,10 +316,12 @@ def deepseek(c: Config, kind: Kind) -> Parts:
 
 def glm4_moe(c: Config, kind: Kind) -> Parts:
     norms = "head" if c.flag("use_qk_norm") else ""
-    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms), *_deepseek_mlp(c, kind), *before(c))
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True), *_deepseek_mlp(c, kind), *before(c))
 
 
 def olmoe(c: Config, kind: Kind) -> Parts:
+    if c.heads * c.head_dim != c.hidden:
+        raise c.wrong("head_dim", f"hidden_size / num_attention_heads = {c.hidden // c.heads}: its norm of the queries is as wide as the layer")
     bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_experts")
     routed = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen))
     return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole"), *routed, *before(c))
@@ -358,30 +346,17 @@ def gpt_neox(c: Config, kind: Kind) -> Parts:
     return (
         layer_norm("input_layernorm", hidden, first=True), layer_norm("post_attention_layernorm", hidden, first=bool(inside)),
         linear("attention.query_key_value", hidden, 3 * hidden, bias), linear("attention.dense", hidden, hidden, bias),
-        *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"), rotary(2 * hidden), attend(c, kind.attention), residual(hidden),
+        *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"), rotary(2 * hidden), attend(c, kind.attention, copied=True, fused=True), residual(hidden),
     )  # fmt: skip
-
-
-def llama4(c: Config, kind: Kind) -> Parts:
-    bias, name = c.flag("attention_bias"), "feed_forward"
-    if kind.mlp == DENSE:
-        mlp = gated_mlp(c, name=name, inner=c.size("intermediate_size_mlp"))
-    else:
-        (count, chosen), inner = top_k(c, "num_local_experts"), c.size("intermediate_size")
-        mlp = (
-            experts(f"{name}.experts", c.hidden, inner, count, chosen, transposed=True), router(f"{name}.router", c.hidden, count),
-            shared_expert(c, f"{name}.shared_expert", inner),
-        )  # fmt: skip
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *mlp, *before(c))
 
 
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 _GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}
-_MISTRAL: dict[str, Any] = {**_SILU, "num_key_value_heads": 8}
+_MIXTRAL: dict[str, Any] = {**_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(layer=llama, defaults=_SILU),
-    "mistral": Family(layer=mistral, attention=one_window, defaults=_MISTRAL),
+    "mistral": Family(layer=mistral, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": Family(layer=qwen2, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096}),
     "qwen3": Family(layer=qwen3, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096}),
     "gemma": Family(
@@ -408,7 +383,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(layer=gpt_oss, attention=pattern(2), mlp=every_layer, norm=functools.partial(rms_norm, weight="wide"), defaults={
         "num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "attention_bias": True,
     }),
-    "mixtral": Family(layer=mixtral, attention=one_window, mlp=every_layer, defaults={**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral": Family(layer=mixtral, attention=one_window, mlp=every_layer, defaults=_MIXTRAL),
     "qwen2_moe": Family(layer=qwen2_moe, attention=qwen2_moe_window, mlp=qwen_sparse, defaults={
         **_SILU, "num_key_value_heads": 16, "sliding_window": 4096, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
@@ -431,8 +406,4 @@ FAMILIES: dict[str, Family] = {
         "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 2,
     }),
     "gpt_neox": Family(layer=gpt_neox, norm=layer_norm, norm_name="final_layer_norm", embedding="embed_in", defaults={"hidden_act": "gelu"}),
-    "llama4_text": Family(layer=llama4, attention=llama4_attention, mlp=llama4_sparse, defaults={
-        **_SILU, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192, "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-    }),
 }  # fmt: skip

@@ -11,7 +11,7 @@ def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bo
     tensors: Tensors = ((f"{name}.weight", (experts, hidden)),)
     return Part(
         tensors=tensors + (((f"{name}.bias", (experts,)),) if bias else ()), active=experts * hidden, forward=Traffic(0, 4 * experts, experts),
-        backward=Traffic(0, 6 * experts, experts), kept=Kept(0, experts + (hidden if wide else 0)),
+        backward=Traffic(0, 6 * experts, experts), kept=Kept(0, experts, hidden if wide else 0),
     )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def experts(name: str, hidden: int, inner: int, count: int, chosen: int, *, tran
     if bias:
         tensors += ((f"{name}.down_proj_bias", (count, hidden)),)
     rows, columns = chosen * hidden, chosen * inner
-    clamped = 4 if bias else 0  # gpt-oss: both halves clamped, and a sum
+    clamped = 3 if bias else 0  # gpt-oss: both halves clamped, and a sum
     return Part(
         tensors=tensors, active=3 * chosen * hidden * inner, inner=chosen * inner,
         idle=(count - chosen) * (3 * hidden * inner + (2 * inner + hidden if bias else 0)), mlp=f"{chosen}of{count}x{inner}",
@@ -52,7 +52,7 @@ def expert_gate(name: str, hidden: int) -> Part:
 def latent_attention(c: Config, kind: str) -> tuple[Part, ...]:
     """DeepSeek's: queries and keys and values through narrow latents with norms of their own, positions in separate dimensions of each head.
 
-    Keys are put together (2) and their latent half split off; queries likewise.
+    Keys and queries are put together head by head (2). Values are kept with what they were split from, the keys' half.
     """
     hidden, heads, bias = c.hidden, c.heads, c.flag("attention_bias")
     rank, latent, plain, turned, value = (
@@ -70,7 +70,7 @@ def latent_attention(c: Config, kind: str) -> tuple[Part, ...]:
     return (
         *into, linear("self_attn.kv_a_proj_with_mqa", hidden, latent + turned, bias), rms_norm("self_attn.kv_a_layernorm", latent),
         linear("self_attn.kv_b_proj", latent, heads * (plain + value)), linear("self_attn.o_proj", heads * value, hidden, bias),
-        rotary((heads + 1) * turned), joining, attend(c, kind, query=query, value=value, kv_heads=heads), shared_input(hidden, 2),
+        rotary((heads + 1) * turned), joining, attend(c, kind, query=query, value=value, kv_heads=heads, copied=True), Part(kept=Kept(heads * plain)), shared_input(hidden, 2),
     )  # fmt: skip
 
 
@@ -92,15 +92,15 @@ def gated_delta(c: Config) -> tuple[Part, ...]:
     keys, values, name = key * key_heads, value * value_heads, "linear_attn"
     mixed, wide, chunk = 2 * keys + values, key * value_heads, _CHUNK
     convolution = Part(
-        tensors=((f"{name}.conv1d.weight", (mixed, 1, kernel)),), state=2 * kernel * mixed, forward=Traffic(6 * mixed), backward=Traffic(9 * mixed), kept=Kept(3 * mixed)
+        tensors=((f"{name}.conv1d.weight", (mixed, 1, kernel)),), state=2 * kernel * mixed, forward=Traffic(6 * mixed), backward=Traffic(9 * mixed), kept=Kept(2 * mixed)
     )  # fmt: skip
     rule = Part(
         state=value_heads * (4 * chunk * key + chunk * (key + value) + 6 * key * value + 2 * chunk * value),
         forward=Traffic(2 * (keys + values), 30 * wide + 12 * values + 10 * chunk * value_heads, 2 * wide + 2 * values),
         backward=Traffic(4 * (keys + values), 60 * wide + 30 * values + 24 * chunk * value_heads, 2 * wide + 2 * values),
-        kept=Kept(0, 10 * wide + 5 * values + 5 * chunk * value_heads + value_heads * key * value // chunk), attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
+        kept=Kept(0, 8 * wide + 3 * values + 5 * chunk * value_heads + 2 * value_heads * key * value // chunk), attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
     )  # fmt: skip
-    gate = Part(forward=Traffic(values, 7 * values, 2 * values), backward=Traffic(values, 12 * values, 3 * values), kept=Kept(2 * values, 3 * values))
+    gate = Part(forward=Traffic(values, 7 * values, 2 * values), backward=Traffic(values, 12 * values, 3 * values), kept=Kept(2 * values, 2 * values))
     small: Tensors = ((f"{name}.dt_bias", (value_heads,)), (f"{name}.A_log", (value_heads,)))
     return (
         Part(tensors=small), convolution, linear(f"{name}.in_proj_qkvz", hidden, mixed + values), linear(f"{name}.in_proj_ba", hidden, 2 * value_heads),

@@ -149,17 +149,25 @@ def rotary(elements: int) -> Part:
     return Part(forward=Traffic(10 * elements), backward=Traffic(15 * elements))
 
 
-def attend(c: Config, kind: str, *, query: int = 0, value: int = 0, heads: int = 0, kv_heads: int = 0) -> Part:
-    """Attention itself, in one kernel that keeps q, k, v, its output and a scale a head. A sliding window `kind` sees `sliding_window` tokens."""
-    heads, kv_heads, query = heads or c.heads, kv_heads or c.kv_heads, query or c.head_dim
+def attend(c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: int = 0, copied: bool = False, fused: bool = False) -> Part:
+    """Attention itself, in one kernel that keeps q, k, v, its output and a scale a head. A sliding window `kind` sees `sliding_window` tokens.
+
+    `copied`: queries were put together head by head, so the output comes head by head and is copied for the projection, which keeps the copy.
+    `fused`: q, k and v are one projection, all of which is kept with v.
+    """
+    heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
     value = value or query
-    window = c.size("sliding_window") if kind == "sliding_attention" else c.size("attention_chunk_size") if kind == "chunked_attention" else 0
+    window = c.size("sliding_window") if kind == "sliding_attention" else 0
+    output, whole = heads * value if copied else 0, (heads + kv_heads) * query if fused else 0
     label = f"{heads}:{kv_heads}x{query}" + (f"v{value}" if value != query else "") + (f"w{window}" if window else "")
-    return Part(pair=2 * heads * (query + value), window=window, kept=Kept((heads + kv_heads) * (query + value), heads), attention=label)
+    return Part(
+        pair=2 * heads * (query + value), window=window, forward=Traffic(2 * output), backward=Traffic(2 * output),
+        kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads), attention=label,
+    )  # fmt: skip
 
 
 def attention(
-    c: Config, kind: str, *, bias: bool = False, out_bias: bool = False, out: str = "o_proj", norms: str = "", weight: str = "low"
+    c: Config, kind: str, *, bias: bool = False, out_bias: bool = False, out: str = "o_proj", norms: str = "", weight: str = "low", copied: bool = False
 ) -> tuple[Part, ...]:
     """Query, key and value projections, rotary positions, attention, output projection. `norms`: of query and key, over a `head` or the `whole`."""
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
@@ -168,7 +176,7 @@ def attention(
     for name, count in (("q", heads), ("k", kv_heads)) if norms else ():
         rows, each = (count, size) if norms == "head" else (1, count * size)
         parts.append(rms_norm(f"self_attn.{name}_norm", each, rows=rows, projected=False, weight=weight))
-    return (*parts, rotary((heads + kv_heads) * size), attend(c, kind), shared_input(hidden, 3))
+    return (*parts, rotary((heads + kv_heads) * size), attend(c, kind, copied=copied), shared_input(hidden, 3))
 
 
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
