@@ -16,6 +16,8 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.supported import refuse_unsupported
+from megatrain.simulator.families import with_nulls
 from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
 
 IGNORED = -100
@@ -23,15 +25,13 @@ IGNORED = -100
 
 
 def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
-    """transformers' config of `model`: from its folder, or from the numbers of the spec where there is none."""
+    """transformers' config of `model`: from its folder, or from the spec's own where there is none. Raises UserError for one that cannot be executed."""
+    refuse_unsupported(model)
     if folder is not None:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     else:
-        config = AutoConfig.for_model(
-            model.family, hidden_size=model.hidden, intermediate_size=model.intermediate, num_hidden_layers=model.layers,
-            num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim, vocab_size=model.vocabulary,
-            tie_word_embeddings=model.tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+        absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})
     config.use_cache = False
     config._attn_implementation = "sdpa"
     return config

@@ -21,6 +21,7 @@ from megatrain.runtime.executor import Executor, StepResult
 from megatrain.runtime.machine import describe, forget_device_memory
 from megatrain.runtime.model_files import ModelState, export, folder_weights, random_weights
 from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.supported import refuse_unsupported
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_text, write_json, write_text
@@ -82,6 +83,7 @@ def train(
     fit or is not its digest's, a missing model or corpus, or an `out` that is taken.
     """
     plan = Plan.load(plan_path)
+    refuse_unsupported(plan.model)
     schedule = executable(plan)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
@@ -140,10 +142,10 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
     config = folder / "config.json"
     if not config.exists():
         return False
-    found = msgspec.structs.replace(ModelSpec.load(str(config)), name=planned.name)
-    fields = [field for field in found.__struct_fields__ if getattr(found, field) != getattr(planned, field)]
-    if fields:
-        differs, expected = (", ".join(f"{field} {getattr(model, field)}" for field in fields) for model in (found, planned))
+    found = ModelSpec.load(str(config)).config
+    keys = [key for key in {**found, **planned.config} if found.get(key) != planned.config.get(key)]
+    if keys:
+        differs, expected = (", ".join(f"{key} {values.get(key)}" for key in keys) for values in (found, planned.config))
         raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`")
     return True
 

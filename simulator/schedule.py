@@ -152,6 +152,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """of an op on optimizer state, or elementwise: how many parameters, padding included"""
     flops: int = 0
     """of a compute op"""
+    elements: int = 0
+    """of a compute op without FLOPs, the embedding's: elements moved"""
     shape: str = ""
     """of a compute op: key into a calibrated cost table"""
 
@@ -166,6 +168,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def buffers(self) -> tuple[str, ...]:
         return self.reads + self.writes
+
+    @property
+    def amount(self) -> int:
+        """What a compute op's duration is proportional to among its like: FLOPs, or elements moved."""
+        return self.flops or self.elements
 
     @property
     def adds(self) -> bool:
@@ -248,7 +255,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for buffer in op.writes:
                 if buffer in reads:
                     adds = True
-            key = (name, op.lane, op.bytes, op.parameters, op.flops, op.shape, adds)
+            key = (name, op.lane, op.bytes, op.parameters, op.flops, op.elements, op.shape, adds)
             size = found.get(key)
             if size is None:
                 size = found[key] = len(ops)
@@ -268,7 +275,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for field, names in (("after", op.after), ("reads", op.reads), ("writes", op.writes), ("acquires", op.acquires), ("releases", op.releases)):
                 if names:
                     line += f" {field}={','.join(names)}"
-            for field, value in (("offset", op.offset), ("bytes", op.bytes), ("parameters", op.parameters), ("flops", op.flops), ("shape", op.shape)):
+            for field, value in (
+                ("offset", op.offset),
+                ("bytes", op.bytes),
+                ("parameters", op.parameters),
+                ("flops", op.flops),
+                ("elements", op.elements),
+                ("shape", op.shape),
+            ):
                 if value:
                     line += f" {field}={value}"
             lines.append(line)
@@ -336,4 +350,4 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")
-_NUMBERS = ("offset", "bytes", "parameters", "flops")
+_NUMBERS = ("offset", "bytes", "parameters", "flops", "elements")

@@ -7,7 +7,7 @@ keeping their activations, unless they are stored, then backward through them; e
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
@@ -75,6 +75,14 @@ def clip(builder: Builder, norm: dict[str, str], losses: list[str], lane: str) -
     return norm["clip"]
 
 
+def cost_keys(plan: Plan, kind: str, layer: str) -> dict[str, Any]:
+    """What the duration of a compute op depends on, the same for all layers of one signature. `layer` is empty for embedding and head."""
+    model, work = plan.model, plan.workload
+    flops = model.work(kind, layer, work).flops
+    signature = model.stack[layer].signature if layer else model.shape
+    return {"flops": flops, "elements": 0 if flops else work.tokens * model.hidden, "shape": f"{signature}/{work.shape}"}
+
+
 def blocks_of(plan: Plan) -> list[list[int]]:
     """Decoder layers in runs of at most K that are recomputed together; a stored layer is a run of its own."""
     stored, blocks = plan.placed("stored"), list[list[int]]()
@@ -99,7 +107,7 @@ class _Compute:
         self.parked = {block[0] for block in self.blocks if str(block[0]) in plan.placed("parked")} - self.stored
         self.first = {block[0] for block in self.blocks}
         longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)
-        saved = model.saved_bytes(work.tokens, work.dtype)
+        saved = model.most_saved_bytes(work.tokens, work.dtype)
         builder.slots("device.checkpoints", len(self.blocks) - len(self.parked) + min(len(self.parked), 2), self.hidden_bytes)
         builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes)
         builder.slots("device.activations", longest, saved, dynamic=True)
@@ -107,15 +115,15 @@ class _Compute:
         self.homes = {index: builder.persistent("host.parked", str(index), self.hidden_bytes) for index in sorted(self.parked)}
         self.tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
         self.losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
+        self.costs: dict[tuple[str, str], dict[str, Any]] = {}
         self.inputs: dict[int, str] = {}
         self.saved: dict[int, str] = {}
 
-    def emit(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str], flops: int) -> None:
-        shape = f"{self.plan.model.shape}/{self.plan.workload.shape}"
-        self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, flops=flops, shape=shape)
-
-    def layer_flops(self) -> int:
-        return self.plan.model.layer_flops(self.plan.workload.tokens, self.plan.workload.sequence)
+    def emit(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str]) -> None:
+        key = kind, self.plan.model.stack[layer].signature if layer else ""
+        if key not in self.costs:
+            self.costs[key] = cost_keys(self.plan, kind, layer)
+        self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
 
     def park(self, index: int, micro: int) -> None:
         """Sends the layer's input to the host, as soon as it is there."""
@@ -131,7 +139,7 @@ class _Compute:
     def forward(self, micro: int) -> str:
         """Embedding and all decoder layers; the last one's output."""
         x = self.builder.acquire("device.checkpoints")
-        self.emit("embed", "", micro, [self.storage.weights(EMBEDDING, "f", micro), self.tokens[micro]], [x], 0)
+        self.emit("embed", "", micro, [self.storage.weights(EMBEDDING, "f", micro), self.tokens[micro]], [x])
         for index in range(self.plan.model.layers):
             self.inputs[index] = x
             if index in self.parked:
@@ -141,7 +149,7 @@ class _Compute:
             if index in self.stored:
                 self.saved[index] = self.builder.acquire("device.stored")
                 outputs.append(self.saved[index])
-            self.emit("forward", str(index), micro, [weights, x], outputs, self.layer_flops())
+            self.emit("forward", str(index), micro, [weights, x], outputs)
             if index not in self.first or index in self.parked:
                 self.builder.release(x)
             x = outputs[0]
@@ -153,7 +161,7 @@ class _Compute:
         weights, (gradient, adding) = self.storage.weights(model.head, "h", micro), self.storage.gradient(model.head, "h", micro)
         dx = self.builder.acquire("device.hidden")
         reads = [weights, x, self.tokens[micro]] + ([gradient] if adding else [])
-        self.emit("head", "", micro, reads, [gradient, dx, self.losses[micro]], 3 * model.head_flops(work.tokens))
+        self.emit("head", "", micro, reads, [gradient, dx, self.losses[micro]])
         self.builder.release(x)
         if micro == work.accumulation - 1:
             self.storage.losses_written(self.losses)
@@ -168,7 +176,7 @@ class _Compute:
             weights = self.storage.weights(str(index), "r", micro)
             self.saved[index] = self.builder.acquire("device.activations")
             outputs = [self.saved[index]] + ([self.builder.acquire("device.hidden")] if index != block[-1] else [])
-            self.emit("recompute", str(index), micro, [weights, x], outputs, self.layer_flops())
+            self.emit("recompute", str(index), micro, [weights, x], outputs)
             x = outputs[-1]
 
     def backward(self, index: int, micro: int, dx: str) -> str:
@@ -176,7 +184,7 @@ class _Compute:
         weights, (gradient, adding) = self.storage.weights(str(index), "b", micro), self.storage.gradient(str(index), "b", micro)
         below = self.builder.acquire("device.hidden")
         reads = [weights, self.saved[index], self.inputs[index], dx] + ([gradient] if adding else [])
-        self.emit("backward", str(index), micro, reads, [gradient, below], 2 * self.layer_flops())
+        self.emit("backward", str(index), micro, reads, [gradient, below])
         for slot in (self.saved[index], self.inputs[index], dx):
             self.builder.release(slot)
         self.storage.gradient_written(str(index), "b", micro, gradient)
@@ -190,7 +198,7 @@ class _Compute:
             for index in reversed(block):
                 dx = self.backward(index, micro, dx)
         gradient, adding = self.storage.gradient(EMBEDDING, "b", micro)
-        self.emit("embed_backward", "", micro, [self.tokens[micro], dx] + ([gradient] if adding else []), [gradient], 0)
+        self.emit("embed_backward", "", micro, [self.tokens[micro], dx] + ([gradient] if adding else []), [gradient])
         self.builder.release(dx)
         self.storage.gradient_written(EMBEDDING, "b", micro, gradient)
 

@@ -49,8 +49,7 @@ def rounding(builder: Builder, name: str, sizes: Iterable[int]) -> None:
 
 def workspace(builder: Builder, plan: Plan) -> int:
     """A layer's temporaries in `memory.workspace_estimate`, as a pool of the schedule: its bytes."""
-    work, model, width = plan.workload, plan.model, DTYPE_BYTES[plan.workload.dtype]
-    size = model.stack["0"].elements * width + 3 * work.tokens * model.intermediate * width
+    size = plan.model.transient_bytes(plan.workload.tokens, plan.workload.dtype)
     builder.persistent("device.workspace", "layer", size)
     return size
 
@@ -68,7 +67,7 @@ class Offload:
             (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements)
             for name, size in host_bytes.items() for layer in self.stack.values()
         }  # fmt: skip
-        self.decoder = self.stack["0"].elements
+        self.decoder = max(layer.elements for layer in plan.model.decoders)
         self.vocabulary = max(layer.elements for layer in self.stack.values() if layer.kind != "decoder")
         leaving = max(self.width, self.gradient_width)  # some are cast before they leave
         builder.slots("device.layer_gradients", 2, leaving * self.decoder)
@@ -77,7 +76,7 @@ class Offload:
             builder.slots("host.gradient_slabs", 2, self.gradient_width * max(self.decoder, self.vocabulary))
         self.held: str | None = None  # a tied matrix's gradient, between head and embedding
         self.passes = 0
-        beside = workspace(builder, plan) + plan.model.saved_bytes(plan.workload.tokens, plan.workload.dtype)
+        beside = workspace(builder, plan) + plan.model.most_saved_bytes(plan.workload.tokens, plan.workload.dtype)
         beside += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (self.decoder + self.vocabulary)
         self.logits = plan.workload.tokens * plan.model.vocabulary
         builder.persistent("device.logits", "loss", max(LOGIT_BYTES * self.logits - beside, 0))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.policies._peers import rounding, workspace
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
@@ -44,7 +45,7 @@ class _Code:
             (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements)
             for name, size in (("weights", self.width), ("gradients", self.width), ("moments", 8)) for layer in self.stack.values()
         }  # fmt: skip
-        layer = self.width * self.stack["0"].elements
+        layer = self.width * max(spec.elements for spec in self.model.decoders)
         others = {name: self.width * spec.elements for name, spec in self.stack.items() if spec.kind != "decoder"}
         self.flats = {str(index): builder.persistent("host.flats", str(index), layer) for index in range(self.model.layers)}
         self.device = {name: builder.persistent("device.vocabulary", name, size) for name, size in others.items()}
@@ -61,14 +62,12 @@ class _Code:
         blocks = -(-self.model.layers // _INTERVAL)
         builder.slots("device.checkpoints", blocks + 1, hidden)
         builder.slots("device.hidden", _INTERVAL + 2, hidden)
-        saved = self.model.saved_bytes(self.work.tokens, self.work.dtype)
+        saved = self.model.most_saved_bytes(self.work.tokens, self.work.dtype)
         builder.slots("device.activations", 1, saved, dynamic=True)
         logits = self.width * self.work.tokens * self.model.vocabulary
         chunk = self.width * self.work.batch * min(_POSITIONS, self.work.sequence) * self.model.vocabulary
         beside = saved + workspace(builder, plan) + 2 * layer + _INTERVAL * hidden  # of a block's backward, when the logits are gone
         builder.persistent("device.logits", "loss", max(logits + 2 * chunk + self.device_bytes(self.model.head) - beside, 0))
-        self.shape = f"{self.model.shape}/{self.work.shape}"
-        self.flops = self.model.layer_flops(self.work.tokens, self.work.sequence)
         self.loaded = self.passes = 0
 
     def device_bytes(self, layer: str) -> int:
@@ -84,8 +83,8 @@ class _Code:
         self.builder.release(flat)
         return template
 
-    def run(self, kind: str, layer: str, phase: str, micro: int, reads: list[str], writes: list[str], flops: int) -> None:
-        self.builder.op(OpId(kind, layer, phase, micro), "compute", reads, writes, flops=flops, shape=self.shape)
+    def run(self, kind: str, layer: str, phase: str, micro: int, reads: list[str], writes: list[str]) -> None:
+        self.builder.op(OpId(kind, layer, phase, micro), "compute", reads, writes, **cost_keys(self.plan, kind, layer))
 
     def save(self, layer: str, phase: str, micro: int, gradient: str) -> None:
         """Off the device into a slab, and from there by one thread."""
@@ -100,26 +99,26 @@ class _Code:
         builder, layers, head = self.builder, self.model.layers, self.model.head
         tokens = builder.persistent("device.tokens", str(micro), 2 * 8 * self.work.tokens)
         x, checkpoints = builder.acquire("device.checkpoints"), {}
-        self.run("embed", "", "", micro, [self.device[EMBEDDING], tokens], [x], 0)
+        self.run("embed", "", "", micro, [self.device[EMBEDDING], tokens], [x])
         for index in range(layers):
             checkpoints.update({index: x} if index % _INTERVAL == 0 else {})
             template = self.load(str(index), "f", micro)
             kept = (index + 1) % _INTERVAL == 0 or index + 1 == layers
             y = builder.acquire("device.checkpoints" if kept else "device.hidden")
-            self.run("forward", str(index), "", micro, [template, x], [y], self.flops)
+            self.run("forward", str(index), "", micro, [template, x], [y])
             builder.release(template)
             if index not in checkpoints:
                 builder.release(x)
             x = y
         dx = builder.acquire("device.hidden")
-        self.run("head", "", "", micro, [self.device[head], x, tokens], [self.gradients[head], dx], 3 * self.model.head_flops(self.work.tokens))
+        self.run("head", "", "", micro, [self.device[head], x, tokens], [self.gradients[head], dx])
         builder.release(x)
         if not self.model.tied:
             self.save(head, "h", micro, self.gradients[head])
         for first in reversed(range(0, layers, _INTERVAL)):
             dx = self.block(range(first, min(first + _INTERVAL, layers)), checkpoints[first], dx, micro)
         reads = [tokens, dx] + ([self.gradients[EMBEDDING]] if self.model.tied else [])
-        self.run("embed_backward", "", "", micro, reads, [self.gradients[EMBEDDING]], 0)
+        self.run("embed_backward", "", "", micro, reads, [self.gradients[EMBEDDING]])
         builder.release(dx)
         self.save(EMBEDDING, "b", micro, self.gradients[EMBEDDING])
 
@@ -128,14 +127,14 @@ class _Code:
         for index in block:  # the last one too, though nobody reads its output
             template = self.load(str(index), "r", micro)
             inputs[index + 1] = builder.acquire("device.hidden")
-            self.run("recompute", str(index), "", micro, [template, inputs[index]], [inputs[index + 1]], self.flops)
+            self.run("recompute", str(index), "", micro, [template, inputs[index]], [inputs[index + 1]])
             builder.release(template)
         builder.release(inputs[block[-1] + 1])
         for index in reversed(block):
             layer, template, saved = str(index), self.load(str(index), "b", micro), builder.acquire("device.activations")
-            self.run("recompute", layer, "b", micro, [template, inputs[index]], [saved], self.flops)
+            self.run("recompute", layer, "b", micro, [template, inputs[index]], [saved])
             below, gradient = builder.acquire("device.hidden"), builder.acquire("device.layer_gradients")
-            self.run("backward", layer, "", micro, [template, saved, inputs[index], dx], [gradient, below], 2 * self.flops)
+            self.run("backward", layer, "", micro, [template, saved, inputs[index], dx], [gradient, below])
             for slot in (saved, inputs[index], dx):
                 builder.release(slot)
             self.save(layer, "b", micro, gradient)

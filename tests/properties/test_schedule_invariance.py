@@ -56,7 +56,11 @@ class Trained(NamedTuple):
 
 def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: bool = False) -> ModelSpec:
     return ModelSpec(
-        name="tiny", family=family, layers=layers, hidden=hidden, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocabulary=301, tied=tied
+        name="tiny",
+        config={
+            "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 96, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 301, "tie_word_embeddings": tied, "sliding_window": 0,
+        },
     )  # fmt: skip
 
 

@@ -183,8 +183,12 @@ def machine() -> HardwareSpec:
 
 
 MODEL = ModelSpec(
-    name="m", family="qwen2", layers=8, hidden=1024, intermediate=4096, heads=8, kv_heads=2, head_dim=128, vocabulary=32_000, tied=False
-)  # fmt: skip
+    name="m",
+    config={
+        "model_type": "qwen2", "num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 32_000,
+    },
+)  # fmt: skip  # fmt: skip
 WORK = Workload(batch=8, sequence=1024)
 
 

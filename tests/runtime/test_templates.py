@@ -61,8 +61,8 @@ def test_a_decoder_layer_is_transformers_own(make_plan: Callable[..., Plan], fam
     positions = torch.arange(plan.workload.sequence)[None]
     for layer in model.model.layers:
         weights = dict(layer.named_parameters())
-        assert list(weights) == [tensor.name for tensor in plan.model.decoder]
-        assert [tuple(weight.shape) for weight in weights.values()] == [tensor.shape for tensor in plan.model.decoder]
+        assert list(weights) == [tensor.name for tensor in plan.model.stack["0"].tensors]
+        assert [tuple(weight.shape) for weight in weights.values()] == [tensor.shape for tensor in plan.model.stack["0"].tensors]
         theirs = layer(x, attention_mask=None, position_ids=positions, position_embeddings=model.model.rotary_emb(x, positions))
         assert torch.equal(templates.decoder({name: weight.detach() for name, weight in weights.items()}, x), theirs)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
-from megatrain.simulator.costs.calibrated import interpolate, work
+from megatrain.simulator.costs.calibrated import interpolate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
@@ -29,7 +29,7 @@ def table(**changes: Any) -> CostTable:
         "measured_on": "here",
         "date": "2026-11-21",
         "curves": {"load_weights": ((1000, 110), (2000, 210), (4000, 350)), "clip": ((0, 7),), "norm": ((1000, 50),), "norm@compute": ((1000, 5),)},
-        "compute": {"forward": {SHAPE.format(8): 800, SHAPE.format(32): 3000}},
+        "compute": {"forward": {SHAPE.format(8): (80, 800), SHAPE.format(32): (320, 3000)}},
     }
     return msgspec.convert({**base, **changes}, CostTable)
 
@@ -38,8 +38,11 @@ def load(size: int) -> Op:
     return Op(id="W0.c0", lane="h2d", bytes=size)
 
 
-def forward(shape: str) -> Op:
-    return Op(id="F0.m0", lane="compute", flops=1, shape=shape)
+def forward(batch: int | str) -> Op:
+    """Of 10 FLOPs a sequence; of another shape 1 FLOP."""
+    if isinstance(batch, str):
+        return Op(id="F0.m0", lane="compute", flops=1, shape=batch)
+    return Op(id="F0.m0", lane="compute", flops=10 * batch, shape=SHAPE.format(batch))
 
 
 @pytest.mark.parametrize(
@@ -92,19 +95,24 @@ def test_a_single_point_stands_for_a_proportion() -> None:
 
 def test_a_measured_shape_is_taken_as_it_is() -> None:
     costs = Calibrated(table())
-    assert (costs.duration_ns(forward(SHAPE.format(8))), costs.extrapolated(forward(SHAPE.format(8)))) == (800, False)
+    assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
 
 
 def test_another_shape_is_scaled_by_flops_from_the_nearest_and_flagged() -> None:
     costs = Calibrated(table())
-    assert (costs.duration_ns(forward(SHAPE.format(12))), costs.extrapolated(forward(SHAPE.format(12)))) == (1200, True)
-    assert costs.duration_ns(forward(SHAPE.format(64))) == 6000
+    assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1200, True)
+    assert costs.duration_ns(forward(64)) == 6000
+
+
+def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:
+    costs = Calibrated(table(compute={"embed": {SHAPE.format(8): (100, 70)}}))
+    assert costs.duration_ns(Op(id="E.m0", lane="compute", elements=300, shape=SHAPE.format(24))) == 210
 
 
 def test_the_same_model_is_nearer_than_the_same_flops() -> None:
     other = SHAPE.replace("11008", "11009").format(16)
-    costs = Calibrated(table(compute={"forward": {SHAPE.format(8): 800, other: 10**9}}))
-    assert costs.duration_ns(forward(SHAPE.format(16))) == 1600
+    costs = Calibrated(table(compute={"forward": {SHAPE.format(8): (80, 800), other: (160, 10**9)}}))
+    assert costs.duration_ns(forward(16)) == 1600
 
 
 @pytest.mark.parametrize(
@@ -123,16 +131,33 @@ def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
 
 
 def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
-    costs = Calibrated(table(activations={SHAPE.format(8): 800}, workspace={SHAPE.format(8): Workspace(layer=70, head=9)}))
-    assert [costs.activations_bytes(SHAPE.format(batch)) for batch in (8, 32)] == [800, 3200]
-    assert costs.activations_bytes(SHAPE.format(8).replace("11008", "11009")) is None
-    assert [costs.workspace(SHAPE.format(batch)) for batch in (8, 32)] == [Workspace(layer=70, head=9), None]
+    shape, tokens = SHAPE.format(8), 8 * 1024
+    costs = Calibrated(table(activations={shape: (tokens, 800)}, workspace={shape: Workspace(layer=70, head=9)}))
+    model, other = ModelSpec.load("qwen2.5-3b"), ModelSpec.load("qwen2.5-7b")
+    works = [Workload(batch=batch, sequence=1024) for batch in (8, 32)]
+    assert [costs.activations_bytes(model, work) for work in works] == [800, 3200]
+    assert costs.activations_bytes(model, Workload(batch=4, sequence=4096)) == 1600
+    assert costs.activations_bytes(other, works[0]) is None
+    assert costs.activations_bytes(model, msgspec.structs.replace(works[0], dtype="fp32")) is None
+    assert [costs.workspace(model, work) for work in works] == [Workspace(layer=70, head=9), None]
 
 
-def test_work_is_the_flops_that_the_policies_give(make_plan: Callable[..., Plan]) -> None:
-    for op in policies.lower(make_plan("resident")).ops:
-        if op.kind in COMPUTE_KINDS and op.flops:
-            assert work(op.kind, op.shape) == op.flops
+def test_every_compute_op_has_an_amount(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("resident")
+    for op in policies.lower(plan).ops:
+        assert (op.amount > 0) == (op.kind in COMPUTE_KINDS)
+        if op.kind in COMPUTE_KINDS:
+            assert op.amount == (plan.model.work(op.kind, op.layer, plan.workload).flops or plan.workload.tokens * plan.model.hidden)
+
+
+def test_layers_that_differ_are_looked_up_apart(make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec]) -> None:
+    """Every other layer slides over 4 tokens: fewer FLOPs, another shape; slots fit the largest."""
+    model = make_model(family="gemma2", hidden=32, head_dim=8, sliding_window=4, hidden_activation="silu")
+    plan = make_plan("resident", model=model)
+    ops = policies.lower(plan).by_id
+    assert (ops["F0.m0"].shape, ops["F1.m0"].shape) == tuple(f"{model.decoders[index].signature}/{plan.workload.shape}" for index in (0, 1))
+    assert ops["F0.m0"].flops < ops["F1.m0"].flops
+    assert ops["F0.m0"].shape == ops["F2.m0"].shape
 
 
 @pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
@@ -147,7 +172,7 @@ def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, measured_ms
     """Forward of one eager decoder layer at 32 x 1024, measured 2026-11-21 on an H200."""
     model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=32, sequence=1024)
     costs = cost_model(HardwareSpec.load("h200"), model, workload)
-    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops(workload.tokens, workload.sequence), shape="any")
+    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops("0", workload.tokens, workload.sequence), shape="any")
     assert costs.duration_ns(op) / 1e6 == pytest.approx(measured_ms, rel=0.03)
 
 

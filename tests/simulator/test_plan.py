@@ -24,9 +24,9 @@ text = st.text(st.characters(codec="utf-8"), max_size=20)
 seconds = st.floats(0, 1e9)
 heads = st.tuples(st.integers(1, 64), st.integers(1, 64))
 models = st.builds(
-    lambda groups, **fields: ModelSpec(kv_heads=groups[0], heads=groups[0] * groups[1], **fields),
-    heads, name=text, family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), layers=size, hidden=size, intermediate=size, head_dim=size,
-    vocabulary=size, tied=st.booleans(),
+    lambda groups, name, **config: ModelSpec(name=name, config={"num_key_value_heads": groups[0], "num_attention_heads": groups[0] * groups[1], **config}),
+    heads, name=text, model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), num_hidden_layers=st.integers(1, 1024), hidden_size=size,
+    intermediate_size=size, head_dim=size, vocab_size=size, tie_word_embeddings=st.booleans(), rms_norm_eps=st.floats(0, 1),
 )  # fmt: skip
 workloads = st.builds(
     Workload,
@@ -78,11 +78,11 @@ GONE = object()
         # unknown
         ("slots", 3, ["top level", "unknown key `slots`", "allowed: device_limit_bytes, digest, format", "fix: remove `slots`"]),
         ("knobs.weight_slot", 3, ["knobs: ", "unknown key `weight_slot`", "allowed: checkpoint_interval, chunk_bytes", "fix: remove `weight_slot`"]),
-        ("model.experts", 8, ["model: ", "unknown key `experts`", "allowed: family, head_dim", "fix: remove `experts`"]),
+        ("model.experts", 8, ["model: ", "unknown key `experts`", "allowed: config, name", "fix: remove `experts`"]),
         ("prediction.eta", 8, ["prediction: ", "unknown key `eta`", "allowed: binding, device_peak_bytes", "fix: remove `eta`"]),
         # missing
         ("policy", GONE, ["top level", "no key `policy`", "fix: add `policy`"]),
-        ("model.hidden", GONE, ["model: ", "no key `hidden`", "fix: add `hidden`"]),
+        ("model.config", GONE, ["model: ", "no key `config`", "fix: add `config`"]),
         ("workload", GONE, ["top level", "no key `workload`", "fix: add `workload`"]),
         # of a wrong type
         ("policy", 3, ["policy: ", "found `int`", "allowed: `str`", "fix: correct this value"]),
@@ -90,7 +90,8 @@ GONE = object()
         ("knobs.weight_slots", "2", ["knobs.weight_slots: ", "found `str`", "allowed: `int`", "fix: correct this value"]),
         ("knobs.weight_slots", 2.5, ["knobs.weight_slots: ", "found `float`", "allowed: `int`", "fix: correct this value"]),
         ("knobs.weight_slots", True, ["knobs.weight_slots: ", "found `bool`", "allowed: `int`", "fix: correct this value"]),
-        ("model.tied", "no", ["model.tied: ", "found `str`", "allowed: `bool`", "fix: correct this value"]),
+        ("model.config", "no", ["model.config: ", "found `str`", "allowed: `object`", "fix: correct this value"]),
+        ("model.config.tie_word_embeddings", "no", ["model small: tie_word_embeddings: ", "found 'no'", "allowed: true or false", "fix: "]),
         ("device_limit_bytes", "24GiB", ["device_limit_bytes: ", "found `str`", "allowed: `int`", "fix: correct this value"]),
         ("prediction.step_seconds", [1], ["prediction.step_seconds: ", "found `array`", "allowed: `float`", "fix: correct this value"]),
         # out of range
@@ -103,9 +104,9 @@ GONE = object()
         ("knobs.gradient_slabs", -1, ["knobs: gradient_slabs: ", "found -1", "allowed: 0 to ", "fix: set gradient_slabs"]),
         ("knobs.chunk_bytes", 1, ["knobs: chunk_bytes: ", "found 1", "allowed: 4096 to ", "fix: set chunk_bytes = 4096"]),
         ("knobs.checkpoint_interval", 2**63, ["knobs: checkpoint_interval: ", "found 9223372036854775808", "allowed: 1 to ", "fix: set checkpoint_interval = 1"]),
-        ("model.layers", 0, ["model small: layers: ", "found 0", "allowed: 1 to", "fix: "]),
-        ("model.kv_heads", 3, ["model small: kv_heads: ", "found 3", "a divisor of the 4", "fix: "]),
-        ("model.family", "gpt2", ["model small: model_type: ", "found 'gpt2'", "llama, mistral", "fix: "]),
+        ("model.config.num_hidden_layers", 0, ["model small: num_hidden_layers: ", "found 0", "allowed: 1 to", "fix: "]),
+        ("model.config.num_key_value_heads", 3, ["model small: num_key_value_heads: ", "found 3", "a divisor of the 4", "fix: "]),
+        ("model.config.model_type", "gpt2", ["model small: model_type: ", "found 'gpt2'", "llama, mistral", "fix: "]),
         ("device_limit_bytes", 0, ["device_limit_bytes: ", "found 0", "allowed: >= 1", "fix: "]),
         ("host_limit_bytes", -1, ["host_limit_bytes: ", "found -1", "allowed: >= 1", "fix: "]),
     ],

@@ -18,7 +18,13 @@ from megatrain.simulator.specs import ModelSpec, Workload
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
-SMALL = ModelSpec(name="small", family="llama", layers=8, hidden=2048, intermediate=8192, heads=16, kv_heads=4, head_dim=128, vocabulary=32_000, tied=False)
+SMALL = ModelSpec(
+    name="small",
+    config={
+        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "vocab_size": 32_000,
+    },
+)  # fmt: skip
 
 
 def find(model: ModelSpec, workload: Workload = WORK, **limits: object) -> list[Choice]:

@@ -1,74 +1,30 @@
-"""ModelSpec against transformers itself: the same tensors in the same order, and the bytes that autograd really keeps."""
+"""ModelSpec: what it takes from a config.json, what it refuses and how, and what survives a plan file."""
 
 from __future__ import annotations
 
+import time
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import tomli_w
 import torch
-import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES, Dtype, ModelSpec, Workload
+from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES, ModelSpec, Workload
 
-CONFIGS = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
-TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
-    sizes = {
-        "hidden_size": 96,
-        "intermediate_size": 224,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-        **changes,
-    }
-    if family == "mistral":
-        sizes["sliding_window"] = None
-    return CONFIGS[family](**sizes, attn_implementation="sdpa")
+Make = Callable[..., ModelSpec]
+LIBRARY = ("qwen2.5-3b", "gemma-3-1b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "qwen3-next-80b-a3b", "phi-2", "glm-4-9b", "command-r7b")
 
 
-def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
-    """The model, shapes only."""
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("head_dim", [16, 32])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_tensors_are_those_of_transformers_in_its_order(family: str, head_dim: int, tied: bool) -> None:
-    if family == "qwen2" and head_dim != 16:
-        pytest.skip("qwen2 derives its head_dim from hidden_size")
-    config = config_of(family, tie_word_embeddings=tied, **({} if family == "qwen2" else {"head_dim": head_dim}))
-    model, spec = skeleton(config), ModelSpec.from_config(config.to_dict(), "config.json")
-
-    assert spec.tied is tied
-    assert spec.head_dim == head_dim
-    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
-    for layer in model.model.layers:
-        found = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-        assert [(tensor.name, tensor.shape) for tensor in spec.decoder] == found
-    outside = {name.removeprefix("model."): tuple(parameter.shape) for name, parameter in model.named_parameters() if ".layers." not in name}
-    ours = [tensor for layer in spec.stack.values() if layer.kind != "decoder" for tensor in layer.tensors]
-    assert {tensor.name: tensor.shape for tensor in ours} == outside
-    assert len(ours) == len(outside)
-
-
-def test_a_real_model_s_size() -> None:
-    """Qwen2.5-3B has 3.09 billion parameters, 2.77 billion of them outside the embedding, says its model card."""
-    spec = ModelSpec(
-        name="Qwen2.5-3B", family="qwen2", layers=36, hidden=2048, intermediate=11008, heads=16, kv_heads=2, head_dim=128, vocabulary=151936, tied=True
-    )
-    assert round(spec.parameters / 1e9, 2) == 3.09
-    assert round((spec.parameters - spec.vocabulary * spec.hidden) / 1e9, 2) == 2.77
-
-
-def test_layers_pad_each_tensor() -> None:
-    spec = ModelSpec.from_config(config_of("qwen2", hidden_size=60).to_dict(), "config.json")
+def test_layers_pad_each_tensor(make_model: Make) -> None:
+    spec = make_model(family="qwen2", hidden=60)
     for layer in spec.stack.values():
         assert layer.elements % ALIGNMENT == 0
         assert 0 <= layer.elements - layer.parameters < ALIGNMENT * len(layer.tensors)
@@ -76,53 +32,83 @@ def test_layers_pad_each_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("name", "signatures"),
     [
-        {},
-        {"hidden_size": 64, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 4},
-        {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
+        ("qwen2.5-3b", ["qwen2-2048x11008-16:2x128-v151936"]),
+        ("llama-3.1-8b", ["llama-4096x14336-32:8x128-v128256"]),
+        ("gemma-2-2b", ["gemma2-2304x9216-8:4x256w4096-v256000", "gemma2-2304x9216-8:4x256-v256000"]),
+        ("qwen3-30b-a3b", ["qwen3_moe-2048x8of128x768-32:4x128-v151936"]),
+        ("deepseek-v3", ["deepseek_v3-7168x18432-128:128x192v128-v129280", "deepseek_v3-7168x8of256x2048+2048-128:128x192v128-v129280"]),
+        ("qwen3-next-80b-a3b", ["qwen3_next-2048x10of512x512+512-delta16x128:32x128-v151936", "qwen3_next-2048x10of512x512+512-16:2x256-v151936"]),
     ],
-    ids=["grouped", "every head its own", "one key"],
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_saved_bytes_is_what_autograd_keeps(family: str, dtype: Dtype, sizes: dict[str, int]) -> None:
-    config = config_of(family, num_hidden_layers=1, **sizes)
-    spec = ModelSpec.from_config(config.to_dict(), "config.json")
-    model = transformers.AutoModelForCausalLM.from_config(config).to(TORCH_DTYPE[dtype])
-    layer, batch, sequence = model.model.layers[0], 2, 40
-    x_BSH = torch.randn(batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
-    positions = model.model.rotary_emb(x_BSH, torch.arange(sequence)[None])
-    given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *positions, *layer.parameters())}
-    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay alive, so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x_BSH, position_embeddings=positions, attention_mask=None)
-    counted = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert spec.saved_bytes(batch * sequence, dtype) == pytest.approx(counted, rel=0.1)
+def test_signatures_tell_layers_apart(name: str, signatures: list[str]) -> None:
+    spec = ModelSpec.load(name)
+    assert list(dict.fromkeys(layer.signature for layer in spec.decoders)) == signatures
+    assert spec.shape == "+".join(signatures)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_layer_flops_are_those_that_torch_counts(family: str) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_spec_survives_toml(name: str) -> None:
+    spec = ModelSpec.load(name)
+    again = msgspec.convert(tomllib.loads(tomli_w.dumps(msgspec.to_builtins(spec))), ModelSpec, strict=True)
+    assert again == spec
+    assert again.stack == spec.stack
+    assert hash(again) == hash(spec)
 
-    config, batch, sequence = config_of(family, num_hidden_layers=1), 2, 40
-    spec = ModelSpec.from_config(config.to_dict(), "config.json")
-    model = skeleton(config)
-    with torch.device("meta"):
-        x_BSH = torch.empty(batch, sequence, spec.hidden)
-        positions = (torch.empty(1, sequence, spec.head_dim), torch.empty(1, sequence, spec.head_dim))
-    with FlopCounterMode(display=False) as counter:
-        model.model.layers[0](x_BSH, position_embeddings=positions, attention_mask=None)
-        model.lm_head(x_BSH)
-    tokens = batch * sequence
-    masked_half = 2 * tokens * sequence * spec.heads * spec.head_dim  # torch counts the whole square of the attention
-    assert spec.layer_flops(tokens, sequence) + spec.head_flops(tokens) == pytest.approx(counter.get_total_flops() - masked_half, rel=0.01)
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_fewer_layers_are_the_first_layers(name: str) -> None:
+    spec = ModelSpec.load(name)
+    for layers in (1, 4, spec.layers, spec.layers + 1):
+        assert spec.with_layers(layers).decoders == spec.decoders[:layers]
+
+
+def test_lists_of_layers_are_cut_too(make_model: Make) -> None:
+    spec = make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=8)
+    assert spec.with_layers(3).config["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
+    sparse = make_model(family="qwen3_moe", mlp_only_layers=[1, 3], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    assert sparse.with_layers(2).config["mlp_only_layers"] == [1]
+    assert sparse.shortest(1).layers == 2
+
+
+def test_moved_bytes_grow_with_tokens_and_hold_the_weights(make_model: Make) -> None:
+    spec, work = make_model(), Workload(batch=2, sequence=16)
+    weights = {kind: factor * 2 * spec.stack["0"].parameters for kind, factor in (("forward", 1), ("recompute", 1), ("backward", 2))}
+    for kind, least in weights.items():
+        one, two = (spec.work(kind, "0", msgspec.structs.replace(work, batch=batch)).moved_bytes for batch in (2, 4))
+        assert two - one == one - least > 0
+    for kind in ("head", "embed", "embed_backward"):
+        assert spec.work(kind, "", work).moved_bytes > 0
+
+
+def test_a_measured_layer_is_what_its_work_says() -> None:
+    """One eager Qwen2.5 7B layer at 32 x 1024 on an H200, 2026-11-21: 28.04 ms forward, 85.17 both ways. Rates measured apart on the same machine:
+    products 700 TFLOP/s, attention 250 forward and 152 backward, elementwise kernels 4 TB/s.
+    """
+    spec, work = ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024)
+    predicted = {}
+    for kind, attention in (("forward", 250e12), ("backward", 152e12)):
+        ops = spec.work(kind, "0", work)
+        predicted[kind] = 1e3 * (ops.linear_flops / 700e12 + ops.attention_flops / attention + ops.moved_bytes / 4e12)
+    assert predicted["forward"] == pytest.approx(28.04, rel=0.03)
+    assert predicted["backward"] == pytest.approx(85.17 - 28.04, rel=0.03)
+
+
+# ---- multimodal
+
+INNER: dict[str, Any] = {
+    "model_type": "mistral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 100, "sliding_window": None,
+}  # fmt: skip
+
+
+def test_of_a_multimodal_model_the_language_model_counts() -> None:
+    alone = ModelSpec.from_config(INNER, "config.json", "m")
+    assert ModelSpec.from_config({"model_type": "mistral3", "text_config": INNER, "vision_config": {"hidden_size": 7}}, "config.json", "m") == alone
+    assert ModelSpec.from_config({"model_type": "mistral3", "text_config": INNER, "tie_word_embeddings": True}, "config.json", "m").tied
+    with pytest.raises(UserError, match=r"model_type: found 'llama4_text'; allowed: llama, "):
+        ModelSpec.from_config({"model_type": "llama4", "text_config": {**INNER, "model_type": "llama4_text"}}, "config.json")
 
 
 # ---- refused
@@ -131,6 +117,7 @@ GOOD: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 100,
 }  # fmt: skip
+QWEN3 = {**GOOD, "model_type": "qwen3"}
 
 
 @pytest.mark.parametrize(
@@ -138,25 +125,30 @@ GOOD: dict[str, Any] = {
     [
         ([GOOD], ["found a JSON list", "config.json"]),
         (None, ["found a JSON NoneType"]),
-        ({}, ["model_type", "found None", "llama, mistral, qwen2, qwen3"]),
-        ({**GOOD, "model_type": "gpt2"}, ["model_type", "found 'gpt2'", "llama, mistral, qwen2, qwen3"]),
+        ({}, ["model_type", "found None", "llama, mistral, qwen2, qwen3, gemma"]),
+        ({**GOOD, "model_type": "gpt2"}, ["model_type", "found 'gpt2'", "llama, mistral, qwen2, qwen3, gemma"]),
         ({**GOOD, "model_type": ["llama"]}, ["model_type", "found ['llama']"]),
         ({key: value for key, value in GOOD.items() if key != "vocab_size"}, ["vocab_size", "found nothing", "a whole number"]),
         ({**GOOD, "hidden_size": "64"}, ["hidden_size", "found '64'", "a whole number"]),
         ({**GOOD, "hidden_size": True}, ["hidden_size", "found True", "a whole number"]),
-        ({**GOOD, "hidden_size": 0}, ["hidden", "found 0", "1 to 16777216"]),
-        ({**GOOD, "num_hidden_layers": -3}, ["layers", "found -3", "1 to 16777216"]),
-        ({**GOOD, "num_hidden_layers": 10**30}, ["layers", "found 1000", "1 to 16777216"]),
-        ({**GOOD, "num_attention_heads": 0}, ["heads", "found 0", "1 to 16777216"]),
-        ({**GOOD, "num_attention_heads": 5}, ["hidden_size", "found 64", "a multiple of num_attention_heads = 5"]),
-        ({**GOOD, "num_key_value_heads": 3}, ["kv_heads", "found 3", "a divisor of the 4 attention heads"]),
-        ({**GOOD, "num_key_value_heads": 0}, ["kv_heads", "found 0", "1 to 16777216"]),
-        ({**GOOD, "hidden_act": "gelu"}, ["hidden_act", "found 'gelu'", "'silu'"]),
-        ({**GOOD, "attention_bias": True}, ["attention_bias", "found True", "False"]),
-        ({**GOOD, "attention_dropout": 0.1}, ["attention_dropout", "found 0.1", "allowed: 0"]),
-        ({**GOOD, "layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window", "full attention"]),
-        ({**GOOD, "layer_types": 7}, ["layer_types", "found 7", "a list"]),
-        ({**GOOD, "model_type": "mistral", "sliding_window": 4096}, ["sliding_window", "found 4096", "full attention"]),
+        ({**GOOD, "hidden_size": 0}, ["hidden_size", "found 0", "1 to 16777216"]),
+        ({**GOOD, "num_hidden_layers": -3}, ["num_hidden_layers", "found -3", "1 to 1024"]),
+        ({**GOOD, "num_hidden_layers": 10**30}, ["num_hidden_layers", "found 1000", "1 to 1024"]),
+        ({**GOOD, "num_attention_heads": 0}, ["num_attention_heads", "found 0", "1 to 16777216"]),
+        ({**GOOD, "num_attention_heads": 5, "num_key_value_heads": 5}, ["hidden_size", "found 64", "a multiple of num_attention_heads = 5"]),
+        ({**GOOD, "num_key_value_heads": 3}, ["num_key_value_heads", "found 3", "a divisor of the 4 attention heads"]),
+        ({**GOOD, "num_key_value_heads": 0}, ["num_key_value_heads", "found 0", "1 to 16777216"]),
+        ({**GOOD, "hidden_act": "mish"}, ["hidden_act", "found 'mish'", "silu"]),
+        ({**GOOD, "attention_bias": "yes"}, ["attention_bias", "found 'yes'", "true or false"]),
+        ({**GOOD, "is_encoder_decoder": True}, ["is_encoder_decoder", "found true", "a decoder alone"]),
+        ({**GOOD, "model_type": "t5"}, ["model_type", "found 't5'", "llama, mistral"]),
+        ({**QWEN3, "layer_types": ["full_attention", "conv"]}, ["layer_types", "found 'conv'", "sliding_attention"]),
+        ({**QWEN3, "layer_types": ["full_attention"]}, ["layer_types", "found 1 entries", "num_hidden_layers = 2"]),
+        ({**QWEN3, "layer_types": 7}, ["layer_types", "found 7", "a list"]),
+        ({**QWEN3, "layer_types": [{}, []]}, ["layer_types", "found {}"]),
+        ({**GOOD, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, ["num_experts_per_tok", "found 3", "at most the 2 experts"]),
+        ({**GOOD, "model_type": "mistral", "sliding_window": -1}, ["sliding_window", "found -1", "0 to"]),
+        ({**GOOD, "model_type": "qwen3_moe", "mlp_only_layers": [True]}, ["mlp_only_layers", "found [True]", "a list of layer numbers"]),
     ],
 )  # fmt: skip
 def test_a_config_that_is_not_supported_is_one_line(config: object, words: list[str]) -> None:
@@ -166,6 +158,54 @@ def test_a_config_that_is_not_supported_is_one_line(config: object, words: list[
     assert all(word in message for word in words), message
     assert "fix: " in message
     assert "\n" not in message
+
+
+# ---- anything at all
+
+scalars = st.none() | st.booleans() | st.integers() | st.integers(-3, 600) | st.floats() | st.text(max_size=5) | st.sampled_from(["silu", "full_attention"])
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4), max_leaves=6)
+KEYS = sorted(
+    {key for name in LIBRARY for key in ModelSpec.load(name).config} | {"text_config", "head_dim", "num_experts", "is_encoder_decoder"} - {"model_type"}
+)
+
+
+def survives(config: object) -> None:
+    """A spec, whole, or a line; soon."""
+    start, spec, message = time.perf_counter(), None, ""
+    try:
+        spec = ModelSpec.from_config(config, "config.json")
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 2000
+    if spec:
+        assert spec.parameters >= spec.active_parameters > 0
+        assert spec.work("forward", "0", Workload(batch=1, sequence=8)).flops > 0
+        assert spec.saved("0", 8, "bf16").store > 0
+        assert spec.shortest(1).layers <= spec.layers
+        tomli_w.dumps(msgspec.to_builtins(spec))
+    assert time.perf_counter() - start < 2
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(values | st.dictionaries(st.sampled_from([*KEYS, "model_type"]), values | st.sampled_from(sorted(FAMILIES)), max_size=8))
+def test_any_json_is_a_spec_or_one_line(config: object) -> None:
+    survives(config)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(LIBRARY), st.sampled_from(sorted(FAMILIES)) | st.none(), st.dictionaries(st.sampled_from(KEYS), values, max_size=3))
+def test_a_changed_config_is_a_spec_or_one_line(name: str, family: str | None, changes: dict[str, Any]) -> None:
+    config = {**ModelSpec.load(name).config, **changes}
+    survives({**config, "model_type": family} if family else config)
+
+
+def test_nesting_without_end_is_one_line() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(UserError, match="nested"):
+        ModelSpec.from_config({**GOOD, "rope_scaling": deep}, "config.json")
 
 
 @pytest.mark.parametrize("source", ["no-such-model", "no/such/folder", "no/such.json", "", ".", "config.json/", "\0", "a" * 5000])
@@ -185,4 +225,5 @@ def test_a_workload_out_of_range_is_one_line(field: str, value: int) -> None:
 
 
 def test_dtypes_have_a_width() -> None:
-    assert {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in TORCH_DTYPE.items()} == DTYPE_BYTES
+    widths = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
+    assert widths == DTYPE_BYTES

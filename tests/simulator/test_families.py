@@ -1,0 +1,217 @@
+"""Families against transformers' own models: every tensor by name and shape, and the bytes that autograd really keeps of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.specs import DTYPE_BYTES, Dtype, LayerSpec, ModelSpec, Workload
+
+TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SMALL: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 352,
+    "pad_token_id": None,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_group": 2, "topk_group": 1}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**LATENT, **GROUPED, "first_k_dense_replace": 1},
+    "glm4_moe": {**GROUPED, "n_group": 1},
+    "gpt_neox": {"num_key_value_heads": None},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 160},
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 160},
+}
+"""what a family needs besides, so that the model is small"""
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+BIASED = {"attention_bias": True}
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+VARIATIONS: dict[str, list[dict[str, Any]]] = {
+    "llama": [BIASED, {"mlp_bias": True}, {"head_dim": 32}, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 16}, {"head_dim": 32}],
+    "qwen2": [{**WINDOW, "max_window_layers": 2}],
+    "qwen3": [BIASED, {"head_dim": 64}, {**WINDOW, "max_window_layers": 3}],
+    "gemma": [BIASED, {"head_dim": 32}],
+    "gemma2": [BIASED, {"head_dim": 32}, {"layer_types": ["full_attention"] * 6}],
+    "gemma3_text": [{"head_dim": 32, "sliding_window_pattern": 3}, BIASED],
+    "phi3": [{"sliding_window": 16}],
+    "phi": [{"qk_layernorm": True}],
+    "olmo2": [BIASED],
+    "olmo3": [BIASED],
+    "glm4_moe": [{"first_k_dense_replace": 3, "use_qk_norm": True}, BIASED, {"n_shared_experts": 2}],
+    "glm": [{"attention_bias": False}],
+    "glm4": [{"attention_bias": False, "head_dim": 64}],
+    "granite": [BIASED, {"mlp_bias": True}],
+    "granitemoe": [BIASED, {"num_local_experts": 4}],
+    "cohere": [{"use_qk_norm": True}, BIASED],
+    "cohere2": [{"sliding_window_pattern": 2}, BIASED],
+    "smollm3": [BIASED, {**WINDOW, "no_rope_layer_interval": 2}, {"mlp_bias": True}],
+    "gpt_oss": [{"attention_bias": False}, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
+    "mixtral": [{"sliding_window": 16}, {"num_local_experts": 4}],
+    "qwen2_moe": [{"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}, {"qkv_bias": False}, WINDOW],
+    "qwen3_moe": [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 3}, BIASED, WINDOW],
+    "qwen3_next": [{"full_attention_interval": 2}, {"mlp_only_layers": [0, 5]}, {"linear_conv_kernel_dim": 3}],
+    "deepseek_v3": [{"q_lora_rank": None}, {"first_k_dense_replace": 0}, {"n_shared_experts": 2}, BIASED],
+    "olmoe": [BIASED, {"num_experts_per_tok": 3}],
+    "starcoder2": [{"use_bias": False}, {"sliding_window": 16}],
+    "gpt_neox": [{"attention_bias": False}, {"use_parallel_residual": False}],
+}
+CASES = [(family, changes) for family in FAMILIES for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))]
+NAMES = [f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}" for family, changes in CASES]
+
+
+def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    return AutoConfig.for_model(family, **{**SMALL, **OWN.get(family, {}), **changes})
+
+
+def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
+    """The model, shapes only."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def compare(spec: ModelSpec, model: Any) -> None:
+    """Every tensor: in decoder layers in transformers' order, outside them by name."""
+    layers = {f"{prefix}.{index}.": [] for prefix, module in model.named_modules() if prefix.endswith(".layers") for index in range(len(module))}
+    outside = {}
+    for name, parameter in model.named_parameters():
+        layer = next((prefix for prefix in layers if name.startswith(prefix)), None)
+        if layer is None:
+            outside[name.removeprefix(f"{model.base_model_prefix}.")] = tuple(parameter.shape)
+        else:
+            layers[layer].append((name.removeprefix(layer), tuple(parameter.shape)))
+    assert [[(tensor.name, tensor.shape) for tensor in layer.tensors] for layer in spec.decoders] == list(layers.values())
+    ours = [tensor for layer in spec.stack.values() if layer.kind != "decoder" for tensor in layer.tensors]
+    assert {tensor.name: tensor.shape for tensor in ours} == outside
+    assert len(ours) == len(outside)
+    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=NAMES)
+def test_tensors_are_those_of_transformers_in_its_order(family: str, changes: dict[str, Any]) -> None:
+    config = config_of(family, **changes)
+    given = {"model_type": family, **{key: value for key, value in {**SMALL, **OWN.get(family, {}), **changes}.items() if value is not None}}
+    if changes.get("q_lora_rank", 1) is None or changes.get("sliding_window", 1) is None:
+        given |= changes  # where null means something
+    model = skeleton(config)
+    for content in (config.to_dict(), given):  # as transformers writes it, and as people do, without what has a default
+        spec = ModelSpec.from_config(content, "config.json")
+        compare(spec, model)
+        types = getattr(config, "layer_types", None)
+        assert [layer.attention for layer in spec.decoders] == (types or [spec.decoders[0].attention] * 6)
+        sliding = bool(types and "sliding_attention" in types) or (not types and getattr(config, "sliding_window", None))
+        assert any(layer.attention == "sliding_attention" for layer in spec.decoders) == bool(sliding)
+
+
+# ---- saved bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_kernel_attention() -> None:
+    """Attention in one kernel for every family: softcaps and sinks would be another kernel's business, not another's memory."""
+
+    def attend(
+        _module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _mask: object, scaling: float | None = None, **_: object
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        grouped = k.shape[1] != q.shape[1]
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("one_kernel", attend)
+
+
+def different_layers(spec: ModelSpec) -> list[LayerSpec]:
+    """One decoder layer of each kind."""
+    return [layer for index, layer in enumerate(spec.decoders) if layer.signature not in {other.signature for other in spec.decoders[:index]}]
+
+
+def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
+    """Bytes that autograd keeps of `forward`, besides the storages in `given`."""
+    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay alive, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in given:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
+    {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
+]
+SAVED = [(family, {}) for family in FAMILIES] + [(family, changes) for family in ("llama", "mistral", "qwen2", "qwen3") for changes in SHAPES[1:]]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("family", "changes"), SAVED, ids=[f"{family}{index}" for index, (family, _) in enumerate(SAVED)])
+def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any], dtype: Dtype) -> None:
+    config = config_of(family, **changes)
+    batch, sequence = 1, 256
+    spec = ModelSpec.from_config(config.to_dict(), "config.json")
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="one_kernel").to(TORCH_DTYPE[dtype]).train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.05)
+    positions = torch.arange(sequence)[None]
+    for layer in different_layers(spec):
+        x_BSH = torch.randn(batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
+        rotary, module = model.base_model.rotary_emb, model.base_model.layers[int(layer.name)]
+        try:
+            turns = rotary(x_BSH, positions, layer.attention)
+        except TypeError:
+            turns = rotary(x_BSH, positions)
+        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *turns, *module.parameters())}
+
+        def forward(module: Any = module, x: torch.Tensor = x_BSH, turns: object = turns) -> object:
+            return module(x, position_embeddings=turns, attention_mask=None, position_ids=positions)
+
+        saved = spec.saved(layer.name, batch * sequence, dtype)
+        assert saved.store == pytest.approx(kept_bytes(forward, given), rel=0.1), layer.signature
+        assert saved.recompute == saved.park == x_BSH.numel() * DTYPE_BYTES[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
+    """On the CPU, where torch counts every matrix product and no attention kernel. Experts one by one: it does not count grouped products."""
+    config, workload = config_of(family), Workload(batch=2, sequence=64)
+    spec = ModelSpec.from_config(config.to_dict(), "config.json")
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="one_kernel", experts_implementation="eager")
+    positions = torch.arange(workload.sequence)[None]
+    for layer in different_layers(spec):
+        x_BSH = torch.randn(workload.batch, workload.sequence, spec.hidden)
+        try:
+            turns = model.base_model.rotary_emb(x_BSH, positions, layer.attention)
+        except TypeError:
+            turns = model.base_model.rotary_emb(x_BSH, positions)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.base_model.layers[int(layer.name)](x_BSH, position_embeddings=turns, attention_mask=None, position_ids=positions)
+        products = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op) and "conv" not in str(op))
+        assert spec.work("forward", layer.name, workload).linear_flops == products, layer.signature
+
+
+@pytest.mark.parametrize(("sequence", "window"), [(64, None), (64, 16), (64, 63), (64, 64), (16, 64), (1, 16)])
+def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> None:
+    """A query sees the tokens before it and half of itself, those inside its window alone."""
+    config = config_of("mistral", sliding_window=window)
+    spec, workload = ModelSpec.from_config(config.to_dict(), "config.json"), Workload(batch=3, sequence=sequence)
+    pairs = sum(min(index, window or sequence) for index in range(1, sequence + 1)) - min(sequence, window or sequence) / 2
+    work = spec.work("forward", "0", workload)
+    assert work.attention_flops == pytest.approx(3 * pairs * 4 * config.num_attention_heads * config.head_dim)
+    assert spec.layer_flops("0", workload.tokens, sequence) == work.flops
+    assert spec.work("backward", "0", workload).flops == 2 * spec.work("recompute", "0", workload).flops == 2 * work.flops
