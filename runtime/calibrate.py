@@ -33,6 +33,7 @@ from megatrain.simulator.timeline import Timeline
 _LAYERS = 3
 _WARM_UP, _STEPS = 2, 6
 _SECONDS = 6.0  # of steps at least, under each policy: a shared machine's speed wanders by 10 % within seconds
+_UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
 Samples = dict[tuple[str, str | int], list[int]]
 """(cost table's key, size or shape) -> durations in ns"""
@@ -80,10 +81,11 @@ def calibrate(
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
         device_bytes=limits[0], host_bytes=limits[1], cores=machine.cores(),
-        peak_tflops={workload.dtype: rates.matmul_flops / 1e12}, compute_efficiency=min(1.0, _efficiency(samples, alone.schedule, rates)),
+        peak_tflops={workload.dtype: rates.matmul_flops / 1e12}, linear_efficiency=min(1.0, _efficiency(samples, alone.schedule, rates)),
         device_gb_per_s=rates.device_bytes_per_s / 1e9, h2d_gb_per_s=_largest(rates.copies["load_weights"]), d2h_gb_per_s=_largest(rates.copies["save_gradients"]),
+        h2d_curve=_curve(rates.copies["load_weights"]), d2h_curve=_curve(rates.copies["save_gradients"]),
         duplex_fraction=min(rates.contention.get("h2d", {}).get("d2h", 1.0), rates.contention.get("d2h", {}).get("h2d", 1.0)),
-        link_latency_ns=rates.copies["load_weights"][0][1], host_gb_per_s=rates.host_bytes_per_s / 1e9,
+        link_latency_ns=rates.copies["load_weights"][0][1], uncertainty=_UNCERTAINTY, host_gb_per_s=rates.host_bytes_per_s / 1e9,
         cpu_update_per_s=_rate(table.curves["cpu_update"]), contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
     )  # fmt: skip
 
@@ -224,6 +226,15 @@ def _largest(points: list[tuple[int, int]]) -> float:
     """GB/s of the largest copy."""
     size, duration = points[-1]
     return size / duration
+
+
+def _curve(points: list[tuple[int, int]]) -> tuple[tuple[int, float], ...]:
+    """(bytes, GB/s). A copy never takes less time than a smaller one: where noise says so, it takes as long."""
+    longest, curve = 0, []
+    for size, duration in points:
+        longest = max(longest, duration, 1)
+        curve.append((size, size / longest))
+    return tuple(curve)
 
 
 def _rate(points: tuple[tuple[int, int], ...]) -> float:

@@ -31,7 +31,7 @@ class Datasheet(Unmeasured):
         named = hardware.contention
         self.contention: Mapping[str, Mapping[str, float]] = {lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}}
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
-        self._flops_per_ns = hardware.peak_tflops[workload.dtype] * hardware.compute_efficiency * 1e3
+        self._flops_per_ns = hardware.peak_tflops[workload.dtype] * hardware.linear_efficiency * 1e3
         self._embedding_bytes = 2 * width * workload.tokens * model.hidden
 
     def _gradient_width(self, layer: str) -> int:
