@@ -86,7 +86,8 @@ def calibrate(
         h2d_curve=_curve(rates.copies["load_weights"]), d2h_curve=_curve(rates.copies["save_gradients"]),
         duplex_fraction=min(rates.contention.get("h2d", {}).get("d2h", 1.0), rates.contention.get("d2h", {}).get("h2d", 1.0)),
         link_latency_ns=rates.copies["load_weights"][0][1], uncertainty=_UNCERTAINTY, host_gb_per_s=rates.host_bytes_per_s / 1e9,
-        cpu_update_per_s=_rate(table.curves["cpu_update"]), contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
+        cpu_update_per_s=_rate(table.curves["cpu_update"]), cpu_adam_per_s=rates.cpu_adam_per_s, thread_gb_per_s=rates.thread_bytes_per_s / 1e9,
+        contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
     )  # fmt: skip
 
 

@@ -143,12 +143,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """each direction's rate while both are busy with copies of that size"""
     host_gb_per_s: float
     """bytes that the host's elementwise ops (sum of squares, accumulation) read and write a second, on all cores"""
-    thread_gb_per_s: float = 13.0
-    """bytes that one thread's copy reads and writes a second; the default is a Xeon's (16 cores, DDR5), 2026-11-21"""
+    thread_gb_per_s: float
+    """bytes that one thread's copy reads and writes a second"""
     cpu_update_per_s: float
     """parameters that the runtime's AdamW updates a second on the host"""
-    cpu_adam_per_s: float | None = None
-    """likewise a fused, vectorised AdamW such as DeepSpeed's, which the host's DRAM limits"""
+    cpu_adam_per_s: float
+    """likewise a fused, vectorised AdamW such as DeepSpeed's (bf16 weights and gradients, fp32 moments), which the host's DRAM limits"""
     watts: float | None = None
     """board power of the GPU, or of the whole package of a unified machine"""
     uncertainty: float = 0.25

@@ -1,10 +1,19 @@
-"""Datasheet: durations from rates, for machines nobody has measured: FLOPs / (peak x efficiency), latency + bytes / rate."""
+"""Datasheet: durations from rates, for machines nobody has measured.
+
+    copy      the time on the link's curve, linear between its points and along the outermost segment beyond; latency + bytes / rate without a
+              curve; nothing at all on a unified machine
+    compute   FLOPs / (peak x efficiency)
+    the rest  bytes or parameters / rate
+
+Only copies beyond a curve that was measured are flagged as extrapolated; how far off the rates may be is the machine's `uncertainty`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
+from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Unmeasured
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, HardwareSpec
@@ -13,7 +22,7 @@ from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workloa
 
 
 class Datasheet(Unmeasured):
-    """Rates of a HardwareSpec. Nothing is flagged: nothing was measured."""
+    """Rates of a HardwareSpec."""
 
     dispatch_ns: Mapping[str, int]
 
@@ -32,6 +41,10 @@ class Datasheet(Unmeasured):
         self.contention: Mapping[str, Mapping[str, float]] = {lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}}
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         self._flops_per_ns = hardware.peak_tflops[workload.dtype] * hardware.linear_efficiency * 1e3
+        self._curves = {
+            lane: tuple((size, round(size / rate)) for size, rate in curve) for lane, curve in (("h2d", hardware.h2d_curve), ("d2h", hardware.d2h_curve))
+        }
+        self._rates = {"h2d": hardware.h2d_gb_per_s, "d2h": hardware.d2h_gb_per_s}
         self._embedding_bytes = 2 * width * workload.tokens * model.hidden
 
     def _gradient_width(self, layer: str) -> int:
@@ -39,13 +52,24 @@ class Datasheet(Unmeasured):
         several = self.workload.accumulation > 1 or (self.model.tied and layer == EMBEDDING)
         return 4 if several else self._width
 
+    def _copy(self, op: Op) -> tuple[int, bool]:
+        """(duration, extrapolated) of a copy."""
+        if self.hardware.unified:
+            return 0, False
+        if curve := self._curves[op.lane]:
+            return interpolate(curve, op.bytes)
+        return math.ceil(self.hardware.link_latency_ns + op.bytes / self._rates[op.lane]), False
+
+    def extrapolated(self, op: Op) -> bool:
+        return op.kind in COPY_KINDS and self._copy(op)[1]
+
     def duration_ns(self, op: Op) -> int:
         """Bytes of elementwise ops, per parameter: the sum of squares reads the gradient; an accumulation reads the slab, writes the gradient,
         and reads it where it adds; AdamW reads and writes master (4) and moments (8) and reads the gradient.
         """
         hardware, kind = self.hardware, op.kind
         if kind in COPY_KINDS:
-            return math.ceil(hardware.link_latency_ns + op.bytes / (hardware.h2d_gb_per_s if op.lane == "h2d" else hardware.d2h_gb_per_s))
+            return self._copy(op)[0]
         if op.flops:
             return math.ceil(op.flops / self._flops_per_ns)
         if kind in ("embed", "embed_backward"):

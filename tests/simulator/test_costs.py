@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
-from megatrain.simulator.costs.calibrated import interpolate, work
+from megatrain.simulator.costs.calibrated import work
+from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, Workspace
 from megatrain.simulator.plan import Plan
@@ -31,6 +33,10 @@ def table(**changes: Any) -> CostTable:
         "compute": {"forward": {SHAPE.format(8): 800, SHAPE.format(32): 3000}},
     }
     return msgspec.convert({**base, **changes}, CostTable)
+
+
+def datasheet(name: str) -> Datasheet:
+    return Datasheet(HardwareSpec.load(name), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
 
 
 def load(size: int) -> Op:
@@ -137,8 +143,54 @@ def test_work_is_the_flops_that_the_policies_give(make_plan: Callable[..., Plan]
 @pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
 def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float) -> None:
     """GB/s of pinned H2D copies of so many MiB, measured 2026-11-21 on an H200 (PCIe 5.0 x16)."""
-    costs = Datasheet(HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
-    assert size * 2**20 / costs.duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.03)
+    assert size * 2**20 / datasheet("h200").duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.001)
+
+
+@pytest.mark.parametrize(("size", "rate"), [(0.25, 18.0), (1, 40.1), (4, 50.6), (16, 54.1), (64, 54.9), (256, 55.3), (2048, 55.4)])
+def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float) -> None:
+    """GB/s of pinned D2H copies of so many MiB, likewise."""
+    costs, op = datasheet("h200"), Op(id="G0.c0", lane="d2h", bytes=round(size * 2**20))
+    assert op.bytes / costs.duration_ns(op) == pytest.approx(rate, rel=0.001)
+    assert not costs.extrapolated(op)
+
+
+def test_a_copy_beyond_the_curve_goes_on_along_its_end_and_is_flagged() -> None:
+    costs = datasheet("h200")
+    ends = [(2**18 - 1, 2**18), (2**31, 2**31 + 1)]
+    assert [tuple(costs.extrapolated(load(size)) for size in pair) for pair in ends] == [(True, False), (False, True)]
+    assert costs.duration_ns(load(2**32)) / costs.duration_ns(load(2**31)) == pytest.approx(2, rel=0.01)
+    assert 10_000 < costs.duration_ns(load(1)) < 12_000, "ns that a copy takes however small"
+
+
+def test_a_link_without_a_curve_is_a_latency_and_a_rate() -> None:
+    costs, machine = datasheet("rtx3090"), HardwareSpec.load("rtx3090")
+    assert costs.duration_ns(load(10**9)) == machine.link_latency_ns + 10**9 / machine.h2d_gb_per_s
+    assert not costs.extrapolated(load(10**9))
+
+
+@pytest.mark.parametrize("name", ["h200", "gh200-96", "rtx3080-10gb"])
+@given(sizes=st.lists(st.integers(1, 2**34), min_size=2, max_size=6))
+def test_a_larger_copy_takes_no_less_time_and_none_beats_the_link(name: str, sizes: list[int]) -> None:
+    costs, machine = datasheet(name), HardwareSpec.load(name)
+    durations = [costs.duration_ns(load(size)) for size in sorted(sizes)]
+    assert durations == sorted(durations)
+    fastest = max([machine.h2d_gb_per_s, *(rate for _, rate in machine.h2d_curve)])
+    assert all(size / duration <= 1.001 * fastest for size, duration in zip(sorted(sizes), durations, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dgx-spark", "apple-m3-ultra", "apple-m4-max", "ryzen-ai-max-395-128gb"])
+def test_nothing_is_copied_where_memory_is_unified(make_plan: Callable[..., Plan], name: str) -> None:
+    plan = make_plan("double_buffer")
+    costs = Datasheet(HardwareSpec.load(name), plan.model, plan.workload)
+    schedule = policies.lower(plan)
+    assert {costs.duration_ns(op) for op in schedule.ops if op.lane in ("h2d", "d2h")} == {0}
+    assert simulate(schedule, costs).makespan_ns >= sum(costs.duration_ns(op) for op in schedule.ops if op.lane == "compute")
+
+
+def test_two_memories_are_not_unified_however_fast_the_link() -> None:
+    for name in ("gh200-96", "gh200-144", "gb200"):
+        assert not HardwareSpec.load(name).unified
+        assert datasheet(name).duration_ns(load(2**30)) > 10**6
 
 
 @pytest.mark.parametrize(("name", "measured_ms"), [("7b", 28.04), ("14b", 32.88)])

@@ -62,11 +62,10 @@ def test_a_machine_is_plausible(name: str) -> None:
     assert machine.watts is not None
     assert 0.04 < machine.peak_tflops["bf16"] / machine.watts < 2.5
     assert 0.05 <= machine.uncertainty <= 0.30
-    assert machine.cpu_adam_per_s is not None
     assert machine.cpu_update_per_s < machine.cpu_adam_per_s
     assert machine.host_memory is not None
     assert machine.thread_gb_per_s < machine.host_memory.gb_per_s
-    assert 10 * machine.cpu_adam_per_s / 1e9 < machine.host_memory.gb_per_s, "AdamW moves 22 bytes a parameter, 10 of them writes"
+    assert 0.95 < 22 * machine.cpu_adam_per_s / 1e9 / machine.host_memory.gb_per_s < 1.05, "that AdamW moves 22 bytes a parameter and fills the DRAM"
     if machine.unified:
         assert machine.device_bytes <= machine.host_bytes
         assert machine.host_memory.gb_per_s < machine.device_gb_per_s
