@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatrain.simulator import policies
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine import simulate
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.specs import ModelSpec, Workload
 
 LIBRARY = Path(__file__).parents[2] / "simulator" / "library" / "hardware"
 NAMES = sorted(file.stem for file in LIBRARY.glob("*.toml"))
@@ -76,3 +83,20 @@ def test_a_machine_is_plausible(name: str) -> None:
         assert machine.link in ("PCIe 3.0 x16", "PCIe 4.0 x16", "PCIe 5.0 x16", "NVLink-C2C")
         most = {"PCIe 3.0 x16": 15.8, "PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63.0, "NVLink-C2C": 450.0}[machine.link]
         assert max(machine.h2d_gb_per_s, machine.d2h_gb_per_s) < most, "no link is faster than its signalling"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_machine_predicts_every_policy(make_plan: Callable[..., Plan], name: str) -> None:
+    machine = HardwareSpec.load(name)
+    for policy in policies.names():
+        plan = make_plan(policy)
+        assert simulate(policies.lower(plan), cost_model(machine, plan.model, plan.workload)).makespan_ns > 0
+
+
+def test_a_faster_gpu_computes_a_layer_sooner() -> None:
+    """Eager bf16 layers of 8 x 1024 tokens, machines in the order of their published matrix rates."""
+    order = ["apple-m4-max", "ryzen-ai-max-395-128gb", "rtx3090", "dgx-spark", "rtx4090", "l40s", "mi300x", "gh200-96", "b200"]
+    model, workload = ModelSpec.load("qwen2.5-7b"), Workload(batch=8, sequence=1024)
+    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops(workload.tokens, workload.sequence), shape="any")
+    durations = [cost_model(HardwareSpec.load(name), model, workload).duration_ns(op) for name in order]
+    assert durations == sorted(durations, reverse=True)
