@@ -54,11 +54,10 @@ def draw_run(folder: Path, record: Record, plan: Plan, schedule: Schedule, predi
     where = f"{record.device}, {record.cores} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
     speed = f"{tokens_per_second(work, seconds):,.0f} tokens/s, {tflops_6n(plan.model, work, seconds):.3g} TFLOPS (6N)"
     timeline_png(folder / "timeline.png", [predicted, measured], f"One optimizer step: {what}", f"{where}; {speed}")
-    shape = f"{plan.model.shape}/{work.shape}"
     account = plan_account(plan, schedule, costs)
     fixed = {pool: size for pool, size in account.pools.items() if pool == "device.workspace"}
     memory_png(
-        folder / "memory.png", usage(schedule, measured, costs.activations_bytes(shape)), plan.device_limit_bytes, plan.host_limit_bytes,
+        folder / "memory.png", usage(schedule, measured, costs.activations_bytes(plan.model, work)), plan.device_limit_bytes, plan.host_limit_bytes,
         f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns,
     )  # fmt: skip
     loss_png(folder / "loss.png", record.steps, record.losses, record.speeds, f"Training loss: {what}", where)

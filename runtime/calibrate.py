@@ -59,7 +59,7 @@ def calibrate(
     where even the cut-down model does not fit.
     """
     limits = (device_bytes or machine.device_bytes(device), host_bytes or machine.host_bytes())
-    small = msgspec.structs.replace(model, layers=min(_LAYERS, model.layers))
+    small = model.shortest(_LAYERS)
     samples: Samples = {}
     progress("layers, one op at a time")
     alone = _run(_plan("sequential", small, workload, limits), config, device)
@@ -76,7 +76,7 @@ def calibrate(
     together = _run(_plan("double_buffer", small, workload, limits), config, device)
     progress("copies and rates")
     rates = measure_rates(small, workload, config, device, lane_threads(device))
-    table = _table(samples, rates, together, update_bytes, model, workload, device)
+    table = _table(samples, rates, alone, together, update_bytes, model, workload, device)
     described = machine.describe(device)
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
@@ -164,14 +164,17 @@ def _collect(measured: _Measured, samples: Samples, only: Iterable[str] = ()) ->
             samples.setdefault(_key(op), []).extend(timeline.by_op[op.id].duration_ns for timeline in measured.timelines)
 
 
-def _table(samples: Samples, rates: Rates, together: _Measured, update_bytes: int, model: ModelSpec, workload: Workload, device: torch.device) -> CostTable:
+def _table(
+    samples: Samples, rates: Rates, alone: _Measured, together: _Measured, update_bytes: int, model: ModelSpec, workload: Workload, device: torch.device
+) -> CostTable:
     curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
-    compute: dict[str, dict[str, int]] = {}
+    compute: dict[str, dict[str, tuple[int, int]]] = {}
+    amounts = {_key(op): op.amount for op in alone.schedule.ops}
     spread: dict[str, list[float]] = {}
     for (kind, size), durations in sorted(samples.items(), key=str):
         typical = round(statistics.median(durations))
         if isinstance(size, str):
-            compute.setdefault(kind, {})[size] = typical
+            compute.setdefault(kind, {})[size] = (amounts[kind, size], typical)
         else:
             curves.setdefault(kind, []).append((size, typical))
         low, _, high = statistics.quantiles(durations, n=4)
@@ -180,7 +183,7 @@ def _table(samples: Samples, rates: Rates, together: _Measured, update_bytes: in
     overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
     return CostTable(
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
-        compute=compute, activations={shape: together.saved_bytes} if together.peaks else {},
+        compute=compute, activations={shape: (workload.tokens, together.saved_bytes)} if together.peaks else {},
         workspace={shape: _workspace(together, update_bytes)} if together.peaks else {}, contention=rates.contention, dispatch_ns=_dispatch(together),
         spread={kind: round(statistics.median(values), 4) for kind, values in spread.items()}, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip

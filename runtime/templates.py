@@ -23,15 +23,12 @@ IGNORED = -100
 
 
 def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
-    """transformers' config of `model`: from its folder, or from the numbers of the spec where there is none."""
+    """transformers' config of `model`: from its folder, or from the spec's own where there is none."""
     if folder is not None:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     else:
-        config = AutoConfig.for_model(
-            model.family, hidden_size=model.hidden, intermediate_size=model.intermediate, num_hidden_layers=model.layers,
-            num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim, vocab_size=model.vocabulary,
-            tie_word_embeddings=model.tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+        absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config = AutoConfig.for_model(**{**absent, **model.config})
     config.use_cache = False
     config._attn_implementation = "sdpa"
     return config

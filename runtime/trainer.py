@@ -139,10 +139,10 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
     config = folder / "config.json"
     if not config.exists():
         return False
-    found = msgspec.structs.replace(ModelSpec.load(str(config)), name=planned.name)
-    fields = [field for field in found.__struct_fields__ if getattr(found, field) != getattr(planned, field)]
-    if fields:
-        differs, expected = (", ".join(f"{field} {getattr(model, field)}" for field in fields) for model in (found, planned))
+    found = ModelSpec.load(str(config)).config
+    keys = [key for key in {**found, **planned.config} if found.get(key) != planned.config.get(key)]
+    if keys:
+        differs, expected = (", ".join(f"{key} {values.get(key)}" for key in keys) for values in (found, planned.config))
         raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`")
     return True
 

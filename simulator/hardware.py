@@ -61,10 +61,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     curves: dict[str, tuple[tuple[int, int], ...]]
     """(size, duration_ns) points, sizes ascending, by op kind; by `KIND@LANE` where a kind costs other times on another lane (`norm@compute`),
     and by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`). A single point of size 0 is a constant (`clip`)."""
-    compute: dict[str, dict[str, int]]
-    """op kind -> Op.shape -> duration_ns"""
-    activations: dict[str, int] = {}
-    """Op.shape -> bytes of one decoder layer's saved activations"""
+    compute: dict[str, dict[str, tuple[int, int]]]
+    """op kind -> Op.shape -> (amount, duration_ns); the amount, Op.amount, is what another shape is scaled by"""
+    activations: dict[str, tuple[int, int]] = {}
+    """model's shape/workload's shape -> (tokens, bytes of one decoder layer's saved activations)"""
     workspace: dict[str, Workspace] = {}
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
     contention: dict[str, dict[str, float]] = {}
@@ -89,10 +89,12 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     raise UserError(f"costs.curves.{key}", found=f"size {right} after {left}", allowed="ascending sizes", fix=_FIX)
         for kind, durations in self.compute.items():
             _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS)
-            for shape, duration in durations.items():
-                _at_least(f"costs.compute.{kind}.{shape}", duration, 0)
-        for shape, size in self.activations.items():
-            _at_least(f"costs.activations.{shape}", size, 0)
+            for shape, (amount, duration) in durations.items():
+                _at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
+                _at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)
+        for shape, (tokens, size) in self.activations.items():
+            _at_least(f"costs.activations.{shape}: tokens", tokens, 1)
+            _at_least(f"costs.activations.{shape}: bytes", size, 0)
         for shape, workspace in self.workspace.items():
             for field in workspace.__struct_fields__:
                 _at_least(f"costs.workspace.{shape}.{field}", getattr(workspace, field), 0)

@@ -161,12 +161,13 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
 
     With b bytes an element, C tokens of a loss chunk, V words: the head holds a chunk's logits and their gradient, each in fp32 and in the
     compute dtype, C V (4 + 4 + 2 b); the weights' gradient of a chunk, V d b; and their fp32 sum, 4 V d, where there are several chunks. A
-    layer's backward holds its parameters' gradients before they go into their slot, P b, and three of the gated MLP's temporaries, 3 T F b.
+    layer's backward holds its parameters' gradients before they go into their slot, P b, and three of the gated MLP's temporaries, 3 T F b; the largest
+    layer's, F the width between its projections.
     An update has 20 bytes a parameter of a block of at most 2^24.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
     chunk = min(workload.loss_chunk, tokens)
     matrix = model.vocabulary * model.hidden
     head = chunk * model.vocabulary * (4 + 4 + 2 * width) + matrix * width + (4 * matrix if tokens > chunk else 0)
-    layer = model.stack["0"].elements * width + 3 * tokens * model.intermediate * width
+    layer = max(spec.elements * width + 3 * tokens * spec.inner * width for spec in model.decoders)
     return Workspace(layer=layer, head=head, update=20 * min(max(spec.elements for spec in model.stack.values()), 2**24))

@@ -22,5 +22,6 @@ def tflops_6n(model: ModelSpec, workload: Workload, step_seconds: float) -> floa
 
 def mfu(model: ModelSpec, workload: Workload, step_seconds: float, peak_tflops: float) -> float:
     """Model FLOPs utilisation, of 1. `peak_tflops`: the device's dense peak in the workload's dtype, 10^12 FLOP/s."""
-    forward = model.layers * model.layer_flops(workload.tokens, workload.sequence) + model.head_flops(workload.tokens)
+    layers = sum(model.layer_flops(layer.name, workload.tokens, workload.sequence) for layer in model.decoders)
+    forward = layers + model.head_flops(workload.tokens)
     return 3 * forward * workload.accumulation / step_seconds / (peak_tflops * 1e12)

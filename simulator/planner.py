@@ -117,9 +117,8 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
 
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """The memory of a plan's schedule under the plan's limits, with measured sizes where there are any."""
-    shape = f"{plan.model.shape}/{plan.workload.shape}"
-    activations = costs.activations_bytes(shape)
-    workspace = workspace_beside(costs.workspace(shape) or workspace_estimate(plan.model, plan.workload), schedule, activations)
+    activations = costs.activations_bytes(plan.model, plan.workload)
+    workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
     return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
 
 
@@ -249,7 +248,7 @@ def _with(plan: Plan, *, layers: int | None = None, accumulation: int | None = N
     model, work = plan.model, plan.workload
     return msgspec.structs.replace(
         plan,
-        model=msgspec.structs.replace(model, layers=min(layers or model.layers, model.layers)),
+        model=model.shortest(layers) if layers else model,
         workload=msgspec.structs.replace(work, accumulation=min(accumulation or work.accumulation, work.accumulation)),
         knobs=msgspec.structs.replace(plan.knobs, **knobs),
     )

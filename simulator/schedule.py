@@ -126,6 +126,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """of an elementwise op: parameters of the layer, padding included"""
     flops: int = 0
     """of a compute op"""
+    elements: int = 0
+    """of a compute op without FLOPs, the embedding's: elements moved"""
     shape: str = ""
     """of a compute op: key into a calibrated cost table"""
 
@@ -140,6 +142,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def buffers(self) -> tuple[str, ...]:
         return self.reads + self.writes
+
+    @property
+    def amount(self) -> int:
+        """What a compute op's duration is proportional to among its like: FLOPs, or elements moved."""
+        return self.flops or self.elements
 
     @property
     def adds(self) -> bool:
@@ -252,7 +259,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")
-_NUMBERS = ("offset", "bytes", "parameters", "flops")
+_NUMBERS = ("offset", "bytes", "parameters", "flops", "elements")
 
 
 class Order:

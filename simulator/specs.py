@@ -11,11 +11,12 @@ import functools
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 
 ALIGNMENT = 64
@@ -42,12 +43,20 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return -(-self.elements // ALIGNMENT) * ALIGNMENT
 
 
+def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, shape) for name, shape in pairs)
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One layer: a run of tensors that are loaded, trained and updated together."""
 
     name: str
     kind: Literal["embedding", "decoder", "head"]
     tensors: tuple[TensorSpec, ...]
+    signature: str = ""
+    """of a decoder layer: what the duration of its ops depends on besides the tokens, e.g. `qwen2-2048x11008-16:2x128-v151936`"""
+    inner: int = 0
+    """of a decoder layer: elements a token between its MLP's projections, those of all its experts together"""
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -59,76 +68,99 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(tensor.padded for tensor in self.tensors)
 
 
-_FAMILIES: dict[str, dict[str, bool]] = {
-    "llama": {"qkv_bias": False, "qk_norm": False},
-    "mistral": {"qkv_bias": False, "qk_norm": False},
-    "qwen2": {"qkv_bias": True, "qk_norm": False},
-    "qwen3": {"qkv_bias": False, "qk_norm": True},
-}
+class Work(NamedTuple):
+    """What an op computes and moves."""
+
+    linear_flops: int
+    """of matrix products: 2 x the elements that a token is multiplied with"""
+    attention_flops: int
+    """of queries, keys and values, masked pairs left out; of linear attention, its convolution and recurrence"""
+    moved_bytes: int
+    """read and written in device memory by elementwise kernels, and weights read and their gradients written"""
+
+    @property
+    def flops(self) -> int:
+        return self.linear_flops + self.attention_flops
+
+
+class Saved(NamedTuple):
+    """Bytes by what is kept of a decoder layer from its forward to its backward."""
+
+    store: int
+    """everything that autograd keeps: on the device"""
+    recompute: int
+    """the layer's input: on the device"""
+    park: int
+    """the layer's input: on the host"""
+
+
 _MOST_MICRO_BATCHES = 1024  # a schedule has every micro-batch's ops: at 48 layers this is half a million, half a minute to lower
-_LARGEST_SIZE = 2**24  # a width, depth or vocabulary beyond this is a mistake, not a model
+_PASSES = {"forward": 1, "recompute": 1, "backward": 2}
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """The shape of a decoder-only language model, as its Hugging Face config.json gives it."""
+    """A decoder-only language model, as its Hugging Face config.json gives it. `simulator/families` knows what its layers are made of."""
 
     name: str
-    family: str
-    """transformers' `model_type`"""
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    """the output projection is the embedding matrix"""
+    config: dict[str, Any]
+    """config.json's keys that matter, without nulls: enough to build the model again"""
 
     def __post_init__(self) -> None:
-        where = f"model {self.name}"
-        if self.family not in _FAMILIES:
-            raise UserError(f"{where}: model_type", found=repr(self.family), allowed=", ".join(_FAMILIES), fix="use a model of one of these families")
-        for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"):
-            if not 0 < getattr(self, field) <= _LARGEST_SIZE:
-                raise UserError(f"{where}: {field}", found=getattr(self, field), allowed=f"1 to {_LARGEST_SIZE}", fix="correct config.json")
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"{where}: kv_heads",
-                found=self.kv_heads,
-                allowed=f"a divisor of the {self.heads} attention heads",
-                fix="correct num_key_value_heads in config.json",
-            )
+        _ = self._architecture
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.family, self.layers, self.hidden))
 
     @functools.cached_property
-    def decoder(self) -> tuple[TensorSpec, ...]:
-        """Tensors of one decoder layer, in the order transformers lists them."""
-        traits = _FAMILIES[self.family]
-        query, key, hidden, ffn = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.intermediate
-        tensors: list[tuple[str, tuple[int, ...]]] = []
-        for name, rows in (("q", query), ("k", key), ("v", key)):
-            tensors.append((f"self_attn.{name}_proj.weight", (rows, hidden)))
-            if traits["qkv_bias"]:
-                tensors.append((f"self_attn.{name}_proj.bias", (rows,)))
-        tensors.append(("self_attn.o_proj.weight", (hidden, query)))
-        if traits["qk_norm"]:
-            tensors += [(f"self_attn.{name}_norm.weight", (self.head_dim,)) for name in "qk"]
-        tensors += [(f"mlp.{name}_proj.weight", (ffn, hidden)) for name in ("gate", "up")]
-        tensors.append(("mlp.down_proj.weight", (hidden, ffn)))
-        tensors += [(f"{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
-        return tuple(TensorSpec(*tensor) for tensor in tensors)
+    def _architecture(self) -> Architecture:
+        return Architecture(self.config, f"model {self.name}")
+
+    @property
+    def family(self) -> str:
+        """transformers' `model_type`"""
+        return self._architecture.name
+
+    @property
+    def layers(self) -> int:
+        return self._architecture.layers
+
+    @property
+    def hidden(self) -> int:
+        return self._architecture.hidden
+
+    @property
+    def vocabulary(self) -> int:
+        return self._architecture.vocabulary
+
+    @property
+    def tied(self) -> bool:
+        """The output projection is the embedding matrix."""
+        return self._architecture.tied
 
     @functools.cached_property
     def stack(self) -> dict[str, LayerSpec]:
         """Every layer by name, in forward order: `e`, `0`, ..., and `h` where the head has weights of its own."""
-        table = TensorSpec("embed_tokens.weight", (self.vocabulary, self.hidden))
-        norm = TensorSpec("norm.weight", (self.hidden,))
-        projection = TensorSpec("lm_head.weight", (self.vocabulary, self.hidden))
-        stack = [LayerSpec(name=EMBEDDING, kind="embedding", tensors=(table, norm) if self.tied else (table,))]
-        stack += [LayerSpec(name=str(index), kind="decoder", tensors=self.decoder) for index in range(self.layers)]
+        shape, family = self._architecture, self._architecture.family
+        table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)),)
+        head = _tensors(shape.norm.tensors)
         if not self.tied:
-            stack.append(LayerSpec(name=HEAD, kind="head", tensors=(norm, projection)))
+            head += (TensorSpec("lm_head.weight", (self.vocabulary, self.hidden)),)
+        if family.head_bias:
+            head += (TensorSpec("lm_head.bias", (self.vocabulary,)),)
+        decoders = {kind: _tensors(shape.decoder(kind).tensors) for kind in dict.fromkeys(shape.kinds)}
+        stack = [LayerSpec(name=EMBEDDING, kind="embedding", tensors=table + head if self.tied else table)]
+        stack += [
+            LayerSpec(name=str(index), kind="decoder", tensors=decoders[kind], signature=shape.signature(kind), inner=shape.decoder(kind).inner)
+            for index, kind in enumerate(shape.kinds)
+        ]
+        if not self.tied:
+            stack.append(LayerSpec(name=HEAD, kind="head", tensors=head))
         return {layer.name: layer for layer in stack}
+
+    @functools.cached_property
+    def decoders(self) -> tuple[LayerSpec, ...]:
+        """The decoder layers, in order."""
+        return tuple(layer for layer in self.stack.values() if layer.kind == "decoder")
 
     @property
     def head(self) -> str:
@@ -139,80 +171,91 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def parameters(self) -> int:
         return sum(layer.parameters for layer in self.stack.values())
 
-    @property
-    def shape(self) -> str:
-        """What the duration of a layer's op depends on besides the tokens, e.g. `qwen2-2048x11008-16:2x128-v151936`."""
-        return f"{self.family}-{self.hidden}x{self.intermediate}-{self.heads}:{self.kv_heads}x{self.head_dim}-v{self.vocabulary}"
+    @functools.cached_property
+    def active_parameters(self) -> int:
+        """Those that one token uses: all but the experts that it is not routed to."""
+        return self.parameters - sum(self._part(layer.name).idle for layer in self.decoders)
 
-    def layer_flops(self, tokens: int, sequence: int) -> int:
-        """Forward FLOPs of one decoder layer: 2 per parameter of its matrices and token, and causal attention, half of 4 S h d per token."""
-        matrices = sum(tensor.elements for tensor in self.decoder if len(tensor.shape) == 2)
-        return tokens * (2 * matrices + 2 * sequence * self.heads * self.head_dim)
+    @functools.cached_property
+    def shape(self) -> str:
+        """The signatures of its kinds of decoder layers, joined by `+`: what the durations of its ops depend on besides the tokens."""
+        return "+".join(dict.fromkeys(layer.signature for layer in self.decoders))
+
+    def _part(self, layer: str) -> Part:
+        return self._architecture.decoder(self._architecture.kinds[int(layer)])
+
+    def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
+        """Forward FLOPs of a decoder layer: 2 per element of the matrices that a token uses, and attention without its masked half."""
+        part = self._part(layer)
+        return 2 * tokens * part.active + self._attention_flops(part, tokens, sequence)
+
+    @staticmethod
+    def _attention_flops(part: Part, tokens: int, sequence: int) -> int:
+        """`pair` FLOPs for each token that a query sees: half of S for full attention; with a window W < S, W (S - W / 2) pairs a sequence."""
+        window = min(part.window or sequence, sequence)
+        return tokens * part.state + tokens * part.pair * window * (2 * sequence - window) // (2 * sequence)
 
     def head_flops(self, tokens: int) -> int:
         """Forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary
 
-    def saved_bytes(self, tokens: int, dtype: Dtype) -> int:
-        """Bytes that autograd keeps of one decoder layer between its forward and its backward, eager, attention without its matrix.
+    def work(self, kind: str, layer: str, workload: Workload) -> Work:
+        """What one op of a compute kind does, on one micro-batch; `layer` matters to a decoder layer's ops alone.
 
-        Per token, with b bytes an element: each of two norms keeps its input in fp32 (where that is a copy), the normalised row and
-        its own output; attention keeps q, k, v and its output; the gated MLP keeps gate, up, silu(gate) and their product.
+        With T tokens, b bytes an element, P parameters of the layer, V words, d the hidden size:
+
+            forward         FLOPs once;   the forward traffic of its parts (families/parts.py) T, and P b
+            backward        FLOPs twice;  the backward traffic T, and 2 P b: weights read, gradients written
+            head            FLOPs thrice; both traffics of the norm T; T V (2 b + 32): logits cast, softmax in fp32 (8), and backward zeros (4),
+                            softmax (12) and a cast; of the matrix two reads, a gradient and its sum, V d (4 b + 8) a loss chunk
+            embed           rows read and written, 2 T d b; backward, read, summed in fp32 into a zeroed table, T d (b + 8) + 4 V d
         """
-        width = DTYPE_BYTES[dtype]
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        upcast = 8 * self.hidden if width < 4 else 4 * self.hidden  # in fp32 the first norm's input is the layer's own, not a copy
-        norms = upcast + 2 * 4 + 2 * 2 * width * self.hidden
-        attention = width * (2 * query + 2 * key) + 4 * self.heads
-        if _FAMILIES[self.family]["qk_norm"]:  # two more norms, over the head dimension
-            attention += (4 + width) * (query + key) + 4 * (self.heads + self.kv_heads)
-        return tokens * (norms + attention + 4 * width * self.intermediate)
+        tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
+        table = self.vocabulary * hidden
+        if kind == "embed":
+            return Work(0, 0, 2 * tokens * hidden * width)
+        if kind == "embed_backward":
+            return Work(0, 0, tokens * hidden * (width + 8) + 4 * table)
+        if kind == "head":
+            norm, chunks = self._architecture.norm, -(-tokens // workload.loss_chunk)
+            moved = tokens * (norm.forward.bytes(width) + norm.backward.bytes(width) + self.vocabulary * (2 * width + 32))
+            return Work(3 * self.head_flops(tokens), 0, moved + chunks * table * (3 * width + (width + 8 if chunks > 1 else 0)))
+        part, passes = self._part(layer), _PASSES[kind]
+        traffic = part.backward if kind == "backward" else part.forward
+        return Work(
+            passes * 2 * tokens * part.active, passes * self._attention_flops(part, tokens, workload.sequence),
+            tokens * traffic.bytes(width) + passes * width * self.stack[layer].parameters,
+        )  # fmt: skip
+
+    def saved_bytes(self, layer: str, tokens: int, dtype: Dtype) -> int:
+        """Bytes that autograd keeps of a decoder layer between its forward and its backward, eager, attention without its matrix.
+
+        Per token, with b bytes an element: a norm keeps its input in fp32 (where that is a copy), the normalised row and its own output;
+        attention keeps q, k, v and its output; a gated MLP keeps gate, up, the activation and their product. The sum over the layer's parts.
+        """
+        return tokens * self._part(layer).kept.bytes(DTYPE_BYTES[dtype])
+
+    def saved(self, layer: str, tokens: int, dtype: Dtype) -> Saved:
+        """What each way of keeping a decoder layer's activations takes."""
+        row = tokens * self.hidden * DTYPE_BYTES[dtype]
+        return Saved(self.saved_bytes(layer, tokens, dtype), row, row)
+
+    def with_layers(self, layers: int) -> ModelSpec:
+        """The model of the first `layers` layers."""
+        return ModelSpec(name=self.name, config=cut(self.config, min(layers, self.layers)))
+
+    def shortest(self, layers: int) -> ModelSpec:
+        """The model of the fewest first layers, at least `layers`, among which is every kind of decoder layer."""
+        signatures = [layer.signature for layer in self.decoders]
+        every = max(signatures.index(signature) for signature in dict.fromkeys(signatures)) + 1
+        return self.with_layers(max(layers, every))
 
     @classmethod
     def from_config(cls, config: Any, where: str, name: str = "") -> ModelSpec:
         """From the content of a Hugging Face config.json. Raises UserError for what is missing, contradictory or not supported."""
-        if not isinstance(config, dict):
-            raise UserError(where, found=f"a JSON {type(config).__name__}", allowed="a Hugging Face config.json, one JSON object", fix="name a model folder")
-
-        def size(key: str, default: object = None) -> int:
-            value = config.get(key)
-            value = default if value is None else value
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise UserError(f"{where}: {key}", found="nothing" if value is None else repr(value), allowed="a whole number", fix="correct config.json")
-            return value
-
-        family = config.get("model_type")
-        if not isinstance(family, str) or family not in _FAMILIES:
-            raise UserError(f"{where}: model_type", found=repr(family), allowed=", ".join(_FAMILIES), fix="use a model of one of these families")
-        for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("attention_dropout", 0)):
-            if key in config and config[key] != allowed:
-                raise UserError(f"{where}: {key}", found=repr(config[key]), allowed=repr(allowed), fix="use a model without this variation")
-        kinds = config.get("layer_types") or []
-        if not isinstance(kinds, list):
-            raise UserError(f"{where}: layer_types", found=repr(kinds), allowed="a list", fix="correct config.json")
-        sliding = config.get("use_sliding_window") or (family == "mistral" and config.get("sliding_window") is not None)
-        if sliding or any(kind != "full_attention" for kind in kinds):
-            raise UserError(
-                f"{where}: sliding_window",
-                found=config.get("sliding_window", "sliding layers"),
-                allowed="full attention",
-                fix="use a model with full attention in every layer",
-            )
-        hidden, heads = size("hidden_size"), size("num_attention_heads")
-        if heads > 0 and config.get("head_dim") is None and hidden % heads:
-            raise UserError(f"{where}: hidden_size", found=hidden, allowed=f"a multiple of num_attention_heads = {heads}", fix="correct config.json")
-        return cls(
-            name=name or str(config.get("_name_or_path") or family),
-            family=family,
-            layers=size("num_hidden_layers"),
-            hidden=hidden,
-            intermediate=size("intermediate_size"),
-            heads=heads,
-            kv_heads=size("num_key_value_heads", heads),
-            head_dim=size("head_dim", hidden // max(heads, 1)),
-            vocabulary=size("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
+        essentials = text_config(config, where)
+        Architecture(essentials, where)  # so that an error names the file
+        return cls(name=name or str(config.get("_name_or_path") or essentials["model_type"]), config=essentials)
 
     @classmethod
     def load(cls, source: str) -> ModelSpec:

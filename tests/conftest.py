@@ -26,6 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+MODEL_KEYS = {
+    "family": "model_type", "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocabulary": "vocab_size", "tied": "tie_word_embeddings",
+}  # fmt: skip
+"""short names of what the tests vary"""
+
+
+def small_model(name: str = "small", **changes: Any) -> ModelSpec:
+    """A model of a few thousand parameters. `changes`: short names (`MODEL_KEYS`) or keys of config.json."""
+    sizes = {"family": "llama", "layers": 4, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "vocabulary": 256, "tied": False, **changes}
+    if sizes["family"] == "mistral":
+        sizes = {"sliding_window": 0, **sizes}
+    return ModelSpec.from_config({MODEL_KEYS.get(key, key): value for key, value in sizes.items()}, name, name)
+
+
 def small_plan(policy: str = "double_buffer", **changes: Any) -> Plan:
     """A plan for a model of a few thousand parameters. `changes` may name any field of the model, the workload, the knobs or the plan."""
 
@@ -34,13 +49,17 @@ def small_plan(policy: str = "double_buffer", **changes: Any) -> Plan:
             key: changes.pop(key) for key in list(changes) if key in into.__struct_fields__
         }
 
-    model = ModelSpec(
-        **chosen(ModelSpec, name="small", family="llama", layers=4, hidden=32, intermediate=96, heads=4, kv_heads=2, head_dim=8, vocabulary=256, tied=False)
-    )
+    given = {key: changes.pop(key) for key in list(changes) if key in MODEL_KEYS}
+    model = changes.pop("model", None) or small_model(**{"hidden": 32, "head_dim": 8, **given})
     workload = Workload(**chosen(Workload, batch=2, sequence=16))
     knobs = Knobs(**chosen(Knobs, weight_slots={"sequential": 1}.get(policy, 2), chunk_bytes=4096))
     defaults = {"hardware": "here.toml", "source": "small", "device_limit_bytes": 2**24, "host_limit_bytes": 2**26}
     return Plan(policy=policy, model=model, workload=workload, knobs=knobs, **{**defaults, **changes})
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., ModelSpec]:
+    return small_model
 
 
 @pytest.fixture(scope="session")

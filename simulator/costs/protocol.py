@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.schedule import Op
+from megatrain.simulator.specs import ModelSpec, Workload
 
 FIX = "run `megatrain calibrate` for this model and workload"
 
@@ -32,10 +33,10 @@ class CostModel(Protocol):
     def extrapolated(self, op: Op) -> bool:
         """The duration lies outside what was measured."""
 
-    def activations_bytes(self, shape: str) -> int | None:
-        """Bytes of one decoder layer's saved activations, where that was measured."""
+    def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
+        """Bytes of one decoder layer's saved activations, the largest's where they differ; where that was measured."""
 
-    def workspace(self, shape: str) -> Workspace | None:
+    def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
         """Peak device bytes besides the planned pools and saved activations, where that was measured."""
 
 
@@ -45,8 +46,8 @@ class Unmeasured:
     def extrapolated(self, op: Op) -> bool:
         return False
 
-    def activations_bytes(self, shape: str) -> int | None:
+    def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         return None
 
-    def workspace(self, shape: str) -> Workspace | None:
+    def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
         return None

@@ -6,7 +6,8 @@ by block from the end: run the block's K layers again keeping their activations,
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from typing import Any, Protocol
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
@@ -75,26 +76,34 @@ def compute(builder: Builder, plan: Plan, storage: Storage) -> None:
     longest = len(blocks[0])
     builder.slots("device.checkpoints", len(blocks), hidden_bytes)
     builder.slots("device.hidden", longest + 1, hidden_bytes)
-    builder.slots("device.activations", longest, model.saved_bytes(work.tokens, work.dtype), dynamic=True)
+    saved_bytes = max(model.saved_bytes(layer.name, work.tokens, work.dtype) for layer in model.decoders)
+    builder.slots("device.activations", longest, saved_bytes, dynamic=True)
     tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
     losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
-    shape = f"{model.shape}/{work.shape}"
-    layer_flops, head_flops = model.layer_flops(work.tokens, work.sequence), model.head_flops(work.tokens)
 
-    def emit(kind: str, layer: str, micro: int, reads: list[str], writes: list[str], flops: int) -> None:
-        builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, flops=flops, shape=shape)
+    @functools.cache
+    def sizes(kind: str, signature: str, layer: str) -> dict[str, Any]:
+        """Of an op, by what its cost depends on."""
+        flops = model.work(kind, layer, work).flops
+        return {"flops": flops, "elements": 0 if flops else work.tokens * model.hidden, "shape": f"{signature}/{work.shape}"}
+
+    examples = {layer.signature: layer.name for layer in reversed(model.decoders)}
+
+    def emit(kind: str, layer: str, micro: int, reads: list[str], writes: list[str]) -> None:
+        signature = model.stack[layer].signature if layer else model.shape
+        builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **sizes(kind, signature, examples.get(signature, "")))
 
     for micro in range(work.accumulation):
         embedding = storage.weights(EMBEDDING, "f", micro)
         x = builder.acquire("device.checkpoints")
-        emit("embed", "", micro, [embedding, tokens[micro]], [x], 0)
+        emit("embed", "", micro, [embedding, tokens[micro]], [x])
         inputs: dict[int, str] = {}
         for index in range(model.layers):
             inputs[index] = x
             weights = storage.weights(str(index), "f", micro)
             kept = (index + 1) % interval == 0 and index + 1 < model.layers
             y = builder.acquire("device.checkpoints" if kept else "device.hidden")
-            emit("forward", str(index), micro, [weights, x], [y], layer_flops)
+            emit("forward", str(index), micro, [weights, x], [y])
             if index % interval:
                 builder.release(x)
             x = y
@@ -102,7 +111,7 @@ def compute(builder: Builder, plan: Plan, storage: Storage) -> None:
         weights, (gradient, adding) = storage.weights(model.head, "h", micro), storage.gradient(model.head)
         dx = builder.acquire("device.hidden")
         reads = [weights, x, tokens[micro]] + ([gradient] if adding else [])
-        emit("head", "", micro, reads, [gradient, dx, losses[micro]], 3 * head_flops)
+        emit("head", "", micro, reads, [gradient, dx, losses[micro]])
         builder.release(x)
         storage.gradient_written(model.head, "h", micro, gradient)
 
@@ -113,20 +122,20 @@ def compute(builder: Builder, plan: Plan, storage: Storage) -> None:
                 weights = storage.weights(str(index), "r", micro)
                 saved[index] = builder.acquire("device.activations")
                 outputs = [saved[index]] + ([builder.acquire("device.hidden")] if index != block[-1] else [])
-                emit("recompute", str(index), micro, [weights, x], outputs, layer_flops)
+                emit("recompute", str(index), micro, [weights, x], outputs)
                 x = outputs[-1]
             for index in reversed(block):
                 weights, (gradient, adding) = storage.weights(str(index), "b", micro), storage.gradient(str(index))
                 below = builder.acquire("device.hidden")
                 reads = [weights, saved[index], inputs[index], dx] + ([gradient] if adding else [])
-                emit("backward", str(index), micro, reads, [gradient, below], 2 * layer_flops)
+                emit("backward", str(index), micro, reads, [gradient, below])
                 for slot in (saved[index], inputs[index], dx):
                     builder.release(slot)
                 dx = below
                 storage.gradient_written(str(index), "b", micro, gradient)
 
         gradient, adding = storage.gradient(EMBEDDING)
-        emit("embed_backward", "", micro, [tokens[micro], dx] + ([gradient] if adding else []), [gradient], 0)
+        emit("embed_backward", "", micro, [tokens[micro], dx] + ([gradient] if adding else []), [gradient])
         builder.release(dx)
         storage.gradient_written(EMBEDDING, "b", micro, gradient)
     storage.update()

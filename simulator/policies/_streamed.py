@@ -23,7 +23,7 @@ class Streamed:
             )
         self.host = state(builder, plan, "host")
         self.norm = norm_scalars(builder, plan, "host")
-        decoder = self.stack["0"].elements
+        decoder = max(layer.elements for layer in plan.model.decoders)
         others = [layer.elements for layer in self.stack.values() if layer.kind != "decoder"]
         for suffix, size, weights, gradients, slabs in (
             ("", decoder, knobs.weight_slots, knobs.gradient_slots, knobs.gradient_slabs),

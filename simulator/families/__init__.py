@@ -1,0 +1,71 @@
+"""What transformers' decoder families are made of, and what each part costs: the knowledge that ModelSpec is built on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.families.config import Config, essential
+from megatrain.simulator.families.decoders import DENSE, FAMILIES, FULL, Kind
+from megatrain.simulator.families.parts import Part, Tensors, joined
+
+__all__ = ["FAMILIES", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config"]
+
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+"""keys with an entry for each layer"""
+
+
+class Architecture:
+    """A config, understood: sizes checked, a kind for each decoder layer, and the parts of each kind. Raises UserError in one line."""
+
+    def __init__(self, config: dict[str, Any], where: str) -> None:
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise UserError(f"{where}: model_type", found=repr(model_type), allowed=", ".join(FAMILIES), fix="use a model of one of these families")
+        self.name, self.family = model_type, FAMILIES[model_type]
+        self.config = Config(config, where, self.family.defaults)
+        c = self.config
+        self.layers, self.hidden, self.vocabulary, self.tied = c.layers, c.hidden, c.vocabulary, c.flag("tie_word_embeddings")
+        attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
+        mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
+        self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
+        for kind in dict.fromkeys(self.kinds):
+            self.decoder(kind)
+
+    @functools.cache  # noqa: B019 -- an architecture lives as long as its model
+    def decoder(self, kind: Kind) -> Part:
+        """A decoder layer of `kind`."""
+        return joined(self.family.layer(self.config, kind))
+
+    @functools.cached_property
+    def norm(self) -> Part:
+        """The final norm."""
+        return self.family.norm(self.family.norm_name, self.hidden)
+
+    def signature(self, kind: Kind) -> str:
+        """What the duration of the layer's ops depends on besides the tokens."""
+        part = self.decoder(kind)
+        return f"{self.name}-{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
+
+
+def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config of the first `layers` layers."""
+    shorter = {key: value[:layers] if key in _PER_LAYER and isinstance(value, list) else value for key, value in config.items()}
+    for key in ("mlp_only_layers", "moe_layers"):
+        if isinstance(config.get(key), list):
+            shorter[key] = [index for index in config[key] if index < layers]
+    return {**shorter, "num_hidden_layers": layers}
+
+
+def text_config(config: Any, where: str) -> dict[str, Any]:
+    """The keys that matter of a config.json; of a multimodal model, those of its language model. Raises UserError for what is neither."""
+    if not isinstance(config, dict):
+        raise UserError(where, found=f"a JSON {type(config).__name__}", allowed="a Hugging Face config.json, one JSON object", fix="name a model folder")
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and config.get("model_type") not in FAMILIES:
+        tied = config.get("tie_word_embeddings")
+        config = {**({} if tied is None else {"tie_word_embeddings": tied}), **inner}
+    if config.get("is_encoder_decoder"):
+        raise UserError(f"{where}: is_encoder_decoder", found="true", allowed="a decoder alone", fix=f"use a model of one of {', '.join(FAMILIES)}")
+    return essential(config)

@@ -1,0 +1,127 @@
+"""A Hugging Face config.json, read key by key: whatever is missing, of another type or absurd is one line that names the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.simulator.errors import UserError
+
+LARGEST_SIZE = 2**24
+"""a width or vocabulary beyond this is a mistake, not a model"""
+MOST_LAYERS = 1024
+_FIX = "correct config.json"
+_NOISE = frozenset((
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "problem_type",
+    "quantization_config", "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache", "use_return_dict",
+))  # fmt: skip
+"""keys that decide neither the shape nor the arithmetic of a training step"""
+
+
+class Config:
+    """Checked access. Sizes of `config` fall back to the family's `defaults`, which are those of transformers' class."""
+
+    def __init__(self, config: dict[str, Any], where: str, defaults: dict[str, Any]) -> None:
+        self.config, self.where, self.defaults = config, where, defaults
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, else the family's default, else `default`; null counts as absent."""
+        value = self.config.get(key)
+        return self.defaults.get(key, default) if value is None else value
+
+    def count(self, key: str, default: int | None = None, *, least: int = 0, most: int = LARGEST_SIZE) -> int:
+        """A whole number in `least` to `most`."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UserError(f"{self.where}: {key}", found="nothing" if value is None else repr(value), allowed="a whole number", fix=_FIX)
+        if not least <= value <= most:
+            raise UserError(f"{self.where}: {key}", found=value, allowed=f"{least} to {most}", fix=_FIX)
+        return value
+
+    def size(self, key: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
+        """A whole number of at least 1."""
+        return self.count(key, default, least=1, most=most)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.where}: {key}", found=repr(value), allowed="true or false", fix=_FIX)
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise UserError(f"{self.where}: {key}", found="nothing" if value is None else repr(value), allowed=", ".join(allowed), fix=_FIX)
+        return value
+
+    def each_layer(self, key: str, allowed: tuple[Any, ...]) -> list[Any] | None:
+        """A list with one of `allowed` for each layer, or None where it is absent."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise UserError(f"{self.where}: {key}", found=repr(value), allowed="a list", fix=_FIX)
+        if len(value) != self.layers:
+            raise UserError(f"{self.where}: {key}", found=f"{len(value)} entries", allowed=f"num_hidden_layers = {self.layers} of them", fix=_FIX)
+        wrong = [entry for entry in value if isinstance(entry, list | dict) or entry not in allowed]
+        if wrong:
+            raise UserError(f"{self.where}: {key}", found=repr(wrong[0]), allowed=", ".join(map(str, allowed)), fix=_FIX)
+        return value
+
+    def indices(self, key: str) -> list[int]:
+        """A list of layer numbers; empty where it is absent."""
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value):
+            raise UserError(f"{self.where}: {key}", found=repr(value), allowed="a list of layer numbers", fix=_FIX)
+        return value
+
+    def wrong(self, key: str, allowed: str) -> UserError:
+        """The error that says what is allowed instead."""
+        return UserError(f"{self.where}: {key}", found=repr(self.get(key)), allowed=allowed, fix=_FIX)
+
+    @property
+    def layers(self) -> int:
+        return self.size("num_hidden_layers", most=MOST_LAYERS)
+
+    @property
+    def hidden(self) -> int:
+        return self.size("hidden_size")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.size("vocab_size")
+
+    @property
+    def heads(self) -> int:
+        return self.size("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Groups of query heads that share a key and a value."""
+        heads = self.heads
+        kv_heads = self.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise UserError(
+                f"{self.where}: num_key_value_heads", found=kv_heads, allowed=f"a divisor of the {heads} attention heads",
+                fix="correct num_key_value_heads in config.json",
+            )  # fmt: skip
+        return kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        if self.get("head_dim") is None and self.hidden % self.heads:
+            raise UserError(f"{self.where}: hidden_size", found=self.hidden, allowed=f"a multiple of num_attention_heads = {self.heads}", fix=_FIX)
+        return self.size("head_dim", self.hidden // self.heads)
+
+
+def essential(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that matter, in a form that TOML can hold: no null anywhere, no noise."""
+    return {key: _without_none(value) for key, value in config.items() if value is not None and key not in _NOISE}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value if inner is not None] if isinstance(value, list | tuple) else value

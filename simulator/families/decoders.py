@@ -1,0 +1,438 @@
+"""The families: what a decoder layer of each is made of, in the order in which transformers registers it.
+
+To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `FAMILIES`, with the
+defaults of transformers' config class for keys that a config.json may leave out. The tests compare it with transformers' own model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatrain.simulator.families.config import Config
+from megatrain.simulator.families.experts import expert_gate, experts, gated_delta, latent_attention, router, shared_expert
+from megatrain.simulator.families.parts import (
+    Kept,
+    Part,
+    Traffic,
+    attend,
+    attention,
+    centred_norm,
+    gated_mlp,
+    layer_norm,
+    linear,
+    plain_mlp,
+    residual,
+    rms_norm,
+    rotary,
+    shared_input,
+)
+
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
+Parts = tuple[Part, ...]
+
+
+class Kind(NamedTuple):
+    """What makes layers of one model differ."""
+
+    attention: str
+    mlp: str
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """One `model_type`."""
+
+    layer: Callable[[Config, Kind], Parts]
+    attention: Callable[[Config], list[str]] | None = None
+    """the attention of each layer; None: full"""
+    mlp: Callable[[Config], list[str]] | None = None
+    """the MLP of each layer; None: dense"""
+    norm: Callable[[str, int], Part] = rms_norm
+    norm_name: str = "norm"
+    embedding: str = "embed_tokens"
+    head_bias: bool = False
+    defaults: dict[str, Any] = {}
+    """of keys that config.json may leave out, as transformers has them"""
+
+
+# ---- which layer is of which kind
+
+
+def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern") -> Callable[[Config], list[str]]:
+    """`layer_types`, or every so many layers a full one; all full where the window is off."""
+
+    def kinds(c: Config) -> list[str]:
+        listed = c.each_layer("layer_types", (FULL, usual))
+        period = c.size(key, every)
+        return listed or [usual if (index + 1) % period else FULL for index in range(c.layers)]
+
+    return kinds
+
+
+def qwen_window(c: Config) -> list[str]:
+    """`layer_types`, or sliding from `max_window_layers` on where `use_sliding_window` says so."""
+    listed = c.each_layer("layer_types", (FULL, SLIDING))
+    if listed is not None:
+        return listed
+    on, first = c.flag("use_sliding_window") and bool(c.count("sliding_window", 4096)), c.count("max_window_layers", 28)
+    return [SLIDING if on and index >= first else FULL for index in range(c.layers)]
+
+
+def one_window(c: Config) -> list[str]:
+    """The same window in every layer, where there is one."""
+    return [SLIDING if c.count("sliding_window", 0) else FULL] * c.layers
+
+
+def qwen_one_window(c: Config) -> list[str]:
+    return [SLIDING if c.flag("use_sliding_window") and c.count("sliding_window", 4096) else FULL] * c.layers
+
+
+def qwen2_moe_window(c: Config) -> list[str]:
+    listed = c.each_layer("layer_types", (FULL, SLIDING))
+    on, most = c.flag("use_sliding_window"), c.count("max_window_layers", 28)
+    return listed or [SLIDING if on and (index + 1) % 2 and index < most else FULL for index in range(c.layers)]
+
+
+def smollm3_window(c: Config) -> list[str]:
+    listed, positions = c.each_layer("layer_types", (FULL, SLIDING)), c.each_layer("no_rope_layers", (0, 1))
+    period, on = c.size("no_rope_layer_interval", 4), c.flag("use_sliding_window") and bool(c.count("sliding_window", 0))
+    positions = positions or [int((index + 1) % period != 0) for index in range(c.layers)]
+    return listed or [SLIDING if on and not turned else FULL for turned in positions]
+
+
+def every_layer(c: Config) -> list[str]:
+    return [SPARSE] * c.layers
+
+
+def qwen_sparse(c: Config) -> list[str]:
+    """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
+    step, dense = c.size("decoder_sparse_step", 1), set(c.indices("mlp_only_layers"))
+    return [SPARSE if index not in dense and (index + 1) % step == 0 else DENSE for index in range(c.layers)]
+
+
+def dense_first(c: Config) -> list[str]:
+    first = c.count("first_k_dense_replace")
+    return [DENSE if index < first else SPARSE for index in range(c.layers)]
+
+
+def llama4_sparse(c: Config) -> list[str]:
+    listed = c.get("moe_layers")
+    step = c.size("interleave_moe_layer_step", 1)
+    sparse = set(range(step - 1, c.layers, step)) if listed is None else set(c.indices("moe_layers"))
+    return [SPARSE if index in sparse else DENSE for index in range(c.layers)]
+
+
+def llama4_attention(c: Config) -> list[str]:
+    listed, positions = c.each_layer("layer_types", (FULL, CHUNKED)), c.each_layer("no_rope_layers", (0, 1))
+    period = c.size("no_rope_layer_interval", 4)
+    positions = positions or [int((index + 1) % period != 0) for index in range(c.layers)]
+    return listed or [CHUNKED if turned else FULL for turned in positions]
+
+
+# ---- parts that several families share
+
+
+def before(c: Config, weight: str = "low") -> Parts:
+    """A norm before the attention and one before the MLP, and two residual sums."""
+    return (
+        rms_norm("input_layernorm", c.hidden, first=True, weight=weight), rms_norm("post_attention_layernorm", c.hidden, weight=weight), residual(c.hidden)
+    )  # fmt: skip
+
+
+def sandwich(c: Config, into: tuple[str, str], out: tuple[str, str], weight: str = "low") -> Parts:
+    """Norms before and after attention and MLP: names of the two before and of the two after."""
+    return (
+        rms_norm(into[0], c.hidden, first=True, weight=weight), rms_norm(into[1], c.hidden, weight=weight),
+        *(rms_norm(name, c.hidden, projected=False, weight=weight) for name in out), residual(c.hidden),
+    )  # fmt: skip
+
+
+def top_k(c: Config, of: str) -> tuple[int, int]:
+    """(experts, how many of them a token uses). transformers calls them `num_experts`, `num_local_experts` or `n_routed_experts`."""
+    names = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if c.config.get(name) is not None]
+    count = c.size(names[0] if names else of, most=2**16)
+    chosen = c.size("num_experts_per_tok")
+    if chosen > count:
+        raise c.wrong("num_experts_per_tok", f"at most the {count} experts")
+    return count, chosen
+
+
+def bare_norm(name: str, size: int) -> Part:
+    return centred_norm(name, (size,))
+
+
+# ---- the families
+
+
+def llama(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c))
+
+
+def mistral(c: Config, kind: Kind) -> Parts:
+    return (*attention(c, kind.attention), *gated_mlp(c), *before(c))
+
+
+def qwen2(c: Config, kind: Kind) -> Parts:
+    return (*attention(c, kind.attention, bias=True), *gated_mlp(c), *before(c))
+
+
+def qwen3(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *gated_mlp(c), *before(c))
+
+
+def gemma(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c), *before(c, "wide"))
+
+
+def _gemma_layer(c: Config, kind: Kind, norms: str) -> Parts:
+    bias = c.flag("attention_bias")
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms=norms, weight="wide"), *gated_mlp(c, act="hidden_activation"),
+        rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
+        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"), rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
+        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"), residual(c.hidden),
+    )  # fmt: skip
+
+
+def gemma2(c: Config, kind: Kind) -> Parts:
+    return _gemma_layer(c, kind, "")
+
+
+def gemma3(c: Config, kind: Kind) -> Parts:
+    return _gemma_layer(c, kind, "head")
+
+
+def phi3(c: Config, kind: Kind) -> Parts:
+    heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
+    return (
+        linear("self_attn.o_proj", heads * size, hidden), linear("self_attn.qkv_proj", hidden, (heads + 2 * kv_heads) * size),
+        rotary((heads + kv_heads) * size), attend(c, kind.attention), *gated_mlp(c, fused=True), *before(c),
+    )  # fmt: skip
+
+
+def phi(c: Config, kind: Kind) -> Parts:
+    norms: Parts = ()
+    if c.flag("qk_layernorm"):
+        norms = tuple(layer_norm(f"self_attn.{name}_layernorm", c.head_dim, rows=rows, projected=False) for name, rows in (("q", c.heads), ("k", c.kv_heads)))
+    return (
+        *attention(c, kind.attention, bias=True, out_bias=True, out="dense"), *norms, *plain_mlp(c, "fc1", "fc2"),
+        layer_norm("input_layernorm", c.hidden, first=True), shared_input(c.hidden, 2), residual(c.hidden),
+    )  # fmt: skip
+
+
+def olmo2(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole", weight="wide"), *gated_mlp(c),
+        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
+        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"), residual(c.hidden), Part(kept=Kept(c.hidden)),
+    )  # fmt: skip
+
+
+def glm(c: Config, kind: Kind) -> Parts:
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias")), *gated_mlp(c, fused=True), *before(c))
+
+
+def glm4(c: Config, kind: Kind) -> Parts:
+    norms = sandwich(c, ("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm"))
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias")), *gated_mlp(c, fused=True), *norms)
+
+
+def granite(c: Config, kind: Kind) -> Parts:
+    """Llama with scaled residuals."""
+    return (*llama(c, kind), Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)))
+
+
+def cohere(c: Config, kind: Kind) -> Parts:
+    """One norm, attention and MLP side by side; positions in fp32."""
+    bias = c.flag("attention_bias")
+    norms: Parts = ()
+    if c.flag("use_qk_norm"):
+        norms = tuple(
+            centred_norm(f"self_attn.{name}_norm", (rows, c.head_dim), rows, projected=False) for name, rows in (("q", c.heads), ("k", c.kv_heads))
+        )  # fmt: skip
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias), *norms, *gated_mlp(c), centred_norm("input_layernorm", (c.hidden,)),
+        shared_input(c.hidden, 2), residual(c.hidden),
+    )  # fmt: skip
+
+
+def gpt_oss(c: Config, kind: Kind) -> Parts:
+    bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_local_experts")
+    return (
+        Part(tensors=(("self_attn.sinks", (c.heads,)),)), *attention(c, kind.attention, bias=bias, out_bias=bias),
+        router("mlp.router", c.hidden, count, bias=True),
+        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen, transposed=True, bias=True), *before(c, "wide"),
+    )  # fmt: skip
+
+
+def mixtral(c: Config, kind: Kind) -> Parts:
+    count, chosen = top_k(c, "num_local_experts")
+    routed = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen))
+    return (*attention(c, kind.attention), *routed, *before(c))
+
+
+def _qwen_experts(c: Config, first: str, shared: bool) -> Parts:
+    """The router before or after the experts' matrices, and perhaps a gated expert for every token."""
+    count, chosen = top_k(c, "num_experts")
+    routed: Parts = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("moe_intermediate_size"), count, chosen))
+    if first == "experts":
+        routed = routed[::-1]
+    if not shared:
+        return routed
+    return (*routed, shared_expert(c, "mlp.shared_expert", c.size("shared_expert_intermediate_size")), expert_gate("mlp.shared_expert_gate", c.hidden))
+
+
+def qwen2_moe(c: Config, kind: Kind) -> Parts:
+    mlp = gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "router", True)
+    return (*attention(c, kind.attention, bias=c.flag("qkv_bias", True)), *mlp, *before(c))
+
+
+def qwen3_moe(c: Config, kind: Kind) -> Parts:
+    bias, mlp = c.flag("attention_bias"), gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "experts", False)
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
+
+
+def qwen3_next(c: Config, kind: Kind) -> Parts:
+    mlp = gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "router", True)
+    if kind.attention == LINEAR:
+        return (*gated_delta(c), *mlp, *before(c, "wide"))
+    query, key, hidden, bias = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden, c.flag("attention_bias")
+    gated = (
+        linear("self_attn.q_proj", hidden, 2 * query, bias), linear("self_attn.k_proj", hidden, key, bias), linear("self_attn.v_proj", hidden, key, bias),
+        linear("self_attn.o_proj", query, hidden, bias), rms_norm("self_attn.q_norm", c.head_dim, rows=c.heads, projected=False, weight="wide"),
+        rms_norm("self_attn.k_norm", c.head_dim, rows=c.kv_heads, projected=False, weight="wide"), rotary(query + key), attend(c, FULL), shared_input(hidden, 3),
+        Part(forward=Traffic(7 * query), backward=Traffic(15 * query), kept=Kept(2 * query)),  # a sigmoid of the projection's other half scales the output
+    )  # fmt: skip
+    return (*gated, *mlp, *before(c, "wide"))
+
+
+def _deepseek_mlp(c: Config, kind: Kind) -> Parts:
+    if kind.mlp == DENSE:
+        return gated_mlp(c)
+    (count, chosen), inner = top_k(c, "n_routed_experts"), c.size("moe_intermediate_size")
+    return (
+        experts("mlp.experts", c.hidden, inner, count, chosen), router("mlp.gate", c.hidden, count, wide=True),
+        shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts")),
+    )  # fmt: skip
+
+
+def deepseek(c: Config, kind: Kind) -> Parts:
+    return (*latent_attention(c, kind.attention), *_deepseek_mlp(c, kind), *before(c))
+
+
+def glm4_moe(c: Config, kind: Kind) -> Parts:
+    norms = "head" if c.flag("use_qk_norm") else ""
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms), *_deepseek_mlp(c, kind), *before(c))
+
+
+def olmoe(c: Config, kind: Kind) -> Parts:
+    bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_experts")
+    routed = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole"), *routed, *before(c))
+
+
+def granitemoe(c: Config, kind: Kind) -> Parts:
+    bias, (count, chosen), name = c.flag("attention_bias"), top_k(c, "num_local_experts"), "block_sparse_moe"
+    routed = (router(f"{name}.router", c.hidden, count), experts(f"{name}.experts", c.hidden, c.size("intermediate_size"), count, chosen))
+    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *before(c), *routed, scaled)
+
+
+def starcoder2(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("use_bias", True)
+    norms = (layer_norm("input_layernorm", c.hidden, first=True), layer_norm("post_attention_layernorm", c.hidden), residual(c.hidden))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *plain_mlp(c, "c_fc", "c_proj", bias=bias), *norms)
+
+
+def gpt_neox(c: Config, kind: Kind) -> Parts:
+    bias, hidden = c.flag("attention_bias", True), c.hidden
+    inside = 1 if c.flag("use_parallel_residual", True) else 0
+    return (
+        layer_norm("input_layernorm", hidden, first=True), layer_norm("post_attention_layernorm", hidden, first=bool(inside)),
+        linear("attention.query_key_value", hidden, 3 * hidden, bias), linear("attention.dense", hidden, hidden, bias),
+        *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"), rotary(2 * hidden), attend(c, kind.attention), residual(hidden),
+    )  # fmt: skip
+
+
+def llama4(c: Config, kind: Kind) -> Parts:
+    bias, name = c.flag("attention_bias"), "feed_forward"
+    if kind.mlp == DENSE:
+        mlp = gated_mlp(c, name=name, inner=c.size("intermediate_size_mlp"))
+    else:
+        (count, chosen), inner = top_k(c, "num_local_experts"), c.size("intermediate_size")
+        mlp = (
+            experts(f"{name}.experts", c.hidden, inner, count, chosen, transposed=True), router(f"{name}.router", c.hidden, count),
+            shared_expert(c, f"{name}.shared_expert", inner),
+        )  # fmt: skip
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *mlp, *before(c))
+
+
+_SILU: dict[str, Any] = {"hidden_act": "silu"}
+_GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}
+_MISTRAL: dict[str, Any] = {**_SILU, "num_key_value_heads": 8}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(layer=llama, defaults=_SILU),
+    "mistral": Family(layer=mistral, attention=one_window, defaults=_MISTRAL),
+    "qwen2": Family(layer=qwen2, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096}),
+    "qwen3": Family(layer=qwen3, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096}),
+    "gemma": Family(
+        layer=gemma, norm=functools.partial(rms_norm, weight="wide"),
+        defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
+    ),
+    "gemma2": Family(layer=gemma2, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
+    "gemma3_text": Family(layer=gemma3, attention=pattern(6), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
+    "phi3": Family(layer=phi3, attention=one_window, defaults=_SILU),
+    "phi": Family(layer=phi, norm=layer_norm, norm_name="final_layernorm", head_bias=True, defaults={"hidden_act": "gelu_new"}),
+    "olmo2": Family(layer=olmo2, norm=functools.partial(rms_norm, weight="wide"), defaults=_SILU),
+    "olmo3": Family(layer=olmo2, attention=pattern(4), norm=functools.partial(rms_norm, weight="wide"), defaults={**_SILU, "sliding_window": 4096}),
+    "glm": Family(layer=glm, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}),
+    "glm4": Family(layer=glm4, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}),
+    "glm4_moe": Family(layer=glm4_moe, mlp=dense_first, defaults={
+        **_SILU, "num_key_value_heads": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+    }),
+    "granite": Family(layer=granite, defaults=_SILU),
+    "granitemoe": Family(layer=granitemoe, mlp=every_layer, defaults={**_SILU, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "cohere": Family(layer=cohere, norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True}),
+    "cohere2": Family(layer=cohere, attention=pattern(4), norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True, "sliding_window": 4096}),
+    "smollm3": Family(layer=llama, attention=smollm3_window, defaults={**_SILU, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "gpt_oss": Family(layer=gpt_oss, attention=pattern(2), mlp=every_layer, norm=functools.partial(rms_norm, weight="wide"), defaults={
+        "num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "attention_bias": True,
+    }),
+    "mixtral": Family(layer=mixtral, attention=one_window, mlp=every_layer, defaults={**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2_moe": Family(layer=qwen2_moe, attention=qwen2_moe_window, mlp=qwen_sparse, defaults={
+        **_SILU, "num_key_value_heads": 16, "sliding_window": 4096, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    }),
+    "qwen3_moe": Family(layer=qwen3_moe, attention=qwen_one_window, mlp=qwen_sparse, defaults={
+        **_SILU, "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    }),
+    "qwen3_next": Family(
+        layer=qwen3_next, attention=pattern(4, LINEAR, "full_attention_interval"), mlp=qwen_sparse, norm=functools.partial(rms_norm, weight="wide"), defaults={
+        **_SILU, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    }),
+    "deepseek_v3": Family(layer=deepseek, mlp=dense_first, defaults={
+        **_SILU, "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }),
+    "olmoe": Family(layer=olmoe, mlp=every_layer, defaults={**_SILU, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}),
+    "starcoder2": Family(layer=starcoder2, attention=one_window, norm=layer_norm, defaults={
+        "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 2,
+    }),
+    "gpt_neox": Family(layer=gpt_neox, norm=layer_norm, norm_name="final_layer_norm", embedding="embed_in", defaults={"hidden_act": "gelu"}),
+    "llama4_text": Family(layer=llama4, attention=llama4_attention, mlp=llama4_sparse, defaults={
+        **_SILU, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192, "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+    }),
+}  # fmt: skip

@@ -1,0 +1,108 @@
+"""Mixtures of experts: a router, fused expert matrices, experts that every token uses; and the two attentions with inner projections of their own."""
+
+from __future__ import annotations
+
+from megatrain.simulator.families.config import Config
+from megatrain.simulator.families.parts import Kept, Part, Tensors, Traffic, attend, gated_mlp, joined, linear, rms_norm, rotary, shared_input
+
+
+def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bool = False) -> Part:
+    """Scores of every expert, softmax in fp32 (4) after a cast, the best kept; `wide` multiplies in fp32 and keeps its input so. Backward: 6."""
+    tensors: Tensors = ((f"{name}.weight", (experts, hidden)),)
+    return Part(
+        tensors=tensors + (((f"{name}.bias", (experts,)),) if bias else ()), active=experts * hidden, forward=Traffic(0, 4 * experts, experts),
+        backward=Traffic(0, 6 * experts, experts), kept=Kept(0, experts + (hidden if wide else 0)),
+    )  # fmt: skip
+
+
+def experts(name: str, hidden: int, inner: int, count: int, chosen: int, *, transposed: bool = False, bias: bool = False) -> Part:
+    """`chosen` of `count` gated experts a token, each [gate and up; down] in one 3-D tensor.
+
+    A routed row is gathered (2), goes through its expert, is weighted (3), put back (2) and summed (2); backward 4, 6, 4 and 2. Kept of a row:
+    its input, both halves and activation and product of the MLP, its output; of a token each row's weight and three indices of 8 bytes.
+    """
+    up, down = ((hidden, 2 * inner), (inner, hidden)) if transposed else ((2 * inner, hidden), (hidden, inner))
+    tensors: Tensors = ((f"{name}.gate_up_proj", (count, *up)),)
+    if bias:
+        tensors += ((f"{name}.gate_up_proj_bias", (count, 2 * inner)),)
+    tensors += ((f"{name}.down_proj", (count, *down)),)
+    if bias:
+        tensors += ((f"{name}.down_proj_bias", (count, hidden)),)
+    rows, columns = chosen * hidden, chosen * inner
+    clamped = 4 if bias else 0  # gpt-oss: both halves clamped, and a sum
+    return Part(
+        tensors=tensors, active=3 * chosen * hidden * inner, inner=chosen * inner,
+        idle=(count - chosen) * (3 * hidden * inner + (2 * inner + hidden if bias else 0)), mlp=f"{chosen}of{count}x{inner}",
+        forward=Traffic(9 * rows + (5 + 3 * clamped) * columns), backward=Traffic(16 * rows + (15 + 3 * clamped) * columns),
+        kept=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
+    )  # fmt: skip
+
+
+def shared_expert(c: Config, name: str, inner: int) -> Part:
+    """An MLP that every token goes through besides its own experts, and the sum of the two."""
+    part = joined(gated_mlp(c, name=name, inner=inner, label=False))
+    return joined((part, Part(forward=Traffic(3 * c.hidden), backward=Traffic(3 * c.hidden), mlp=f"+{inner}")))
+
+
+def expert_gate(name: str, hidden: int) -> Part:
+    """A sigmoid for each token that scales the shared expert's output, which is kept for it."""
+    return Part(tensors=((f"{name}.weight", (1, hidden)),), active=hidden, forward=Traffic(3 * hidden), backward=Traffic(6 * hidden), kept=Kept(hidden + 1))
+
+
+def latent_attention(c: Config, kind: str) -> tuple[Part, ...]:
+    """DeepSeek's: queries and keys and values through narrow latents with norms of their own, positions in separate dimensions of each head.
+
+    Keys are put together (2) and their latent half split off; queries likewise.
+    """
+    hidden, heads, bias = c.hidden, c.heads, c.flag("attention_bias")
+    rank, latent, plain, turned, value = (
+        c.count("q_lora_rank", 0), c.size("kv_lora_rank"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim"), c.size("v_head_dim"),
+    )  # fmt: skip
+    query = plain + turned
+    into: tuple[Part, ...]
+    if rank:
+        into = (
+            linear("self_attn.q_a_proj", hidden, rank, bias), rms_norm("self_attn.q_a_layernorm", rank), linear("self_attn.q_b_proj", rank, heads * query),
+        )  # fmt: skip
+    else:
+        into = (linear("self_attn.q_proj", hidden, heads * query),)
+    joining = Part(forward=Traffic(2 * 2 * heads * query), backward=Traffic(2 * 3 * heads * query))
+    return (
+        *into, linear("self_attn.kv_a_proj_with_mqa", hidden, latent + turned, bias), rms_norm("self_attn.kv_a_layernorm", latent),
+        linear("self_attn.kv_b_proj", latent, heads * (plain + value)), linear("self_attn.o_proj", heads * value, hidden, bias),
+        rotary((heads + 1) * turned), joining, attend(c, kind, query=query, value=value, kv_heads=heads), shared_input(hidden, 2),
+    )  # fmt: skip
+
+
+_CHUNK = 64
+"""tokens of a chunk of the gated delta rule in transformers"""
+
+
+def gated_delta(c: Config) -> tuple[Part, ...]:
+    """Qwen3-Next's linear attention: a short convolution, then the gated delta rule over chunks of 64 tokens in fp32, and a gated norm.
+
+    FLOPs a token and value head, with chunks of C tokens, key size k and value size v: k k', q k' (2 C k each), the triangular systems (C (k + v)),
+    the scan's products with the state (3 x 2 k v) and inside the chunk (2 C v).
+    """
+    hidden, kernel = c.hidden, c.size("linear_conv_kernel_dim")
+    key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise c.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
+    key, value = c.size("linear_key_head_dim"), c.size("linear_value_head_dim")
+    keys, values, name = key * key_heads, value * value_heads, "linear_attn"
+    mixed, wide, chunk = 2 * keys + values, key * value_heads, _CHUNK
+    convolution = Part(
+        tensors=((f"{name}.conv1d.weight", (mixed, 1, kernel)),), state=2 * kernel * mixed, forward=Traffic(6 * mixed), backward=Traffic(9 * mixed), kept=Kept(3 * mixed)
+    )  # fmt: skip
+    rule = Part(
+        state=value_heads * (4 * chunk * key + chunk * (key + value) + 6 * key * value + 2 * chunk * value),
+        forward=Traffic(2 * (keys + values), 30 * wide + 12 * values + 10 * chunk * value_heads, 2 * wide + 2 * values),
+        backward=Traffic(4 * (keys + values), 60 * wide + 30 * values + 24 * chunk * value_heads, 2 * wide + 2 * values),
+        kept=Kept(0, 10 * wide + 5 * values + 5 * chunk * value_heads + value_heads * key * value // chunk), attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
+    )  # fmt: skip
+    gate = Part(forward=Traffic(values, 7 * values, 2 * values), backward=Traffic(values, 12 * values, 3 * values), kept=Kept(2 * values, 3 * values))
+    small: Tensors = ((f"{name}.dt_bias", (value_heads,)), (f"{name}.A_log", (value_heads,)))
+    return (
+        Part(tensors=small), convolution, linear(f"{name}.in_proj_qkvz", hidden, mixed + values), linear(f"{name}.in_proj_ba", hidden, 2 * value_heads),
+        rms_norm(f"{name}.norm", value, rows=value_heads, projected=False), linear(f"{name}.out_proj", values, hidden), rule, gate, shared_input(hidden, 2),
+    )  # fmt: skip
