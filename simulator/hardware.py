@@ -102,6 +102,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _check_lanes("costs", self.contention, self.dispatch_ns)
 
 
+ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
+"""Of flash attention on an H200, causal, heads of 128 (2026-11-21): 333 of 989 TFLOP/s x S / (S + 970); 171 measured at S = 1,024, 272 at 4,096, 324 at 32,768."""
 Curve = tuple[tuple[int, float], ...]
 """(bytes of a copy, GB/s) points, bytes ascending; between them the time is a line over the bytes."""
 
@@ -123,10 +125,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """dense matrix products with fp32 accumulation, by dtype (`bf16`, `fp32`)"""
     linear_efficiency: float
     """what a decoder layer's matrix products reach of the peak, (0, 1]"""
-    attention_efficiency: float = 0.34
-    """what attention reaches of it over long sequences, forward and backward together; an H200 with flash attention: 333 of 989 TFLOP/s, 2026-11-21"""
-    attention_half_tokens: int = 970
-    """sequence length at which attention reaches half of that; the same H200: 171 TFLOP/s at 1,024 tokens, 272 at 4,096, 324 at 32,768"""
+    attention_efficiency: float = ATTENTION_EFFICIENCY
+    """what attention reaches of it over long sequences, forward and backward together, a backward counted as 2.5 forwards"""
+    attention_half_tokens: int = ATTENTION_HALF_TOKENS
+    """sequence length at which attention reaches half of that"""
     device_gb_per_s: float
     """GPU memory, read and write together, as a copy reaches it"""
     link: str = ""

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
-from megatrain.simulator.costs.calibrated import work
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, Workspace
+from megatrain.simulator.hardware import CostTable, HardwareSpec, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -134,12 +133,6 @@ def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
     assert [costs.workspace(SHAPE.format(batch)) for batch in (8, 32)] == [Workspace(layer=70, head=9), None]
 
 
-def test_work_is_the_flops_that_the_policies_give(make_plan: Callable[..., Plan]) -> None:
-    for op in policies.lower(make_plan("resident")).ops:
-        if op.kind in COMPUTE_KINDS and op.flops:
-            assert work(op.kind, op.shape) == op.flops
-
-
 @pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
 def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float) -> None:
     """GB/s of pinned H2D copies of so many MiB, measured 2026-11-21 on an H200 (PCIe 5.0 x16)."""
@@ -193,13 +186,45 @@ def test_two_memories_are_not_unified_however_fast_the_link() -> None:
         assert datasheet(name).duration_ns(load(2**30)) > 10**6
 
 
-@pytest.mark.parametrize(("name", "measured_ms"), [("7b", 28.04), ("14b", 32.88)])
-def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, measured_ms: float) -> None:
-    """Forward of one eager decoder layer at 32 x 1024, measured 2026-11-21 on an H200."""
-    model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=32, sequence=1024)
+@pytest.mark.parametrize(
+    ("name", "batch", "measured_ms", "allowed"),
+    [
+        ("7b", 8, (6.64, 20.13), 0.08), ("7b", 32, (28.04, 85.17), 0.02), ("7b", 64, (57.83, 174.3), 0.04),
+        ("14b", 8, (7.97, 25.14), 0.07), ("14b", 32, (32.88, 103.9), 0.03), ("14b", 64, (71.70, 210.7), 0.07),
+    ],
+)  # fmt: skip
+def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, batch: int, measured_ms: tuple[float, float], allowed: float) -> None:
+    """Forward, and forward and backward, of one eager decoder layer, sequences of 1024, measured 2026-11-21 on an H200; no rate is fitted to them.
+
+    Per token a measured layer takes 5 to 12 % longer with 64 sequences than with 8, so that one rate of products cannot be within 5 % everywhere.
+    """
+    model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=batch, sequence=1024)
     costs = cost_model(HardwareSpec.load("h200"), model, workload)
-    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops(workload.tokens, workload.sequence), shape="any")
-    assert costs.duration_ns(op) / 1e6 == pytest.approx(measured_ms, rel=0.03)
+    forward, backward = (costs.duration_ns(Op(id=f"{code}0.m0", lane="compute")) / 1e6 for code in "FB")
+    assert forward == pytest.approx(measured_ms[0], rel=allowed)
+    assert backward == pytest.approx(measured_ms[1] - measured_ms[0], rel=allowed)
+
+
+@pytest.mark.parametrize(("op", "measured_ns"), [("F0.m0", 10_441_424), ("R0.m0", 10_520_768), ("B0.m0", 21_368_805), ("Hh.m0", 183_843_990)])
+def test_the_datasheet_gives_the_time_of_ops_in_a_run(op: str, measured_ns: int) -> None:
+    """Qwen2.5-3B, 32 x 1024 tokens on an H200, of the table in experiments/results/h200-qwen2.5-3b (2026-11-21)."""
+    costs = Datasheet(HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b"), Workload(batch=32, sequence=1024))
+    assert costs.duration_ns(Op(id=op, lane="compute")) == pytest.approx(measured_ns, rel=0.06)
+
+
+@pytest.mark.parametrize(("sequence", "forward", "backward"), [(1024, 250, 152), (4096, 334, 253), (32768, 351, 314), (131072, 333, 326)])
+def test_the_datasheet_gives_the_measured_time_of_attention(sequence: int, forward: float, backward: float) -> None:
+    """Flash attention's TFLOP/s, causal, 28 heads of 128, measured 2026-11-21 on an H200, its backward counted as 2.5 forwards."""
+    hardware = HardwareSpec.load("h200")
+    reached = hardware.peak_tflops["bf16"] * hardware.attention_efficiency * sequence / (sequence + hardware.attention_half_tokens)
+    assert 3.5 / reached == pytest.approx(1 / forward + 2.5 / backward, rel=0.03)
+
+
+def test_few_tokens_are_bound_by_reading_the_weights() -> None:
+    model, machine = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")
+    costs = Datasheet(machine, model, Workload(batch=1, sequence=1))
+    least = 2 * model.stack["0"].parameters / machine.device_gb_per_s
+    assert least < costs.duration_ns(Op(id="F0.m0", lane="compute")) < 1.05 * least
 
 
 @pytest.mark.parametrize("policy", policies.names())

@@ -94,9 +94,9 @@ def test_every_machine_predicts_every_policy(make_plan: Callable[..., Plan], nam
 
 
 def test_a_faster_gpu_computes_a_layer_sooner() -> None:
-    """Eager bf16 layers of 8 x 1024 tokens, machines in the order of their published matrix rates."""
-    order = ["apple-m4-max", "ryzen-ai-max-395-128gb", "rtx3090", "dgx-spark", "rtx4090", "l40s", "mi300x", "gh200-96", "b200"]
+    """Eager bf16 layers of 8 x 1024 tokens, machines in the order of their published matrix rates, without the DGX Spark, whose memory binds."""
+    order = ["apple-m4-max", "ryzen-ai-max-395-128gb", "rtx3090", "rtx4090", "l40s", "mi300x", "gh200-96", "b200"]
     model, workload = ModelSpec.load("qwen2.5-7b"), Workload(batch=8, sequence=1024)
-    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops(workload.tokens, workload.sequence), shape="any")
+    op = Op(id="F0.m0", lane="compute")
     durations = [cost_model(HardwareSpec.load(name), model, workload).duration_ns(op) for name in order]
     assert durations == sorted(durations, reverse=True)
