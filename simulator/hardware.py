@@ -1,7 +1,7 @@
 """HardwareSpec and CostTable: the machine, as its datasheet says and as it was measured.
 
 Models one GPU, its link and its host: rates, capacities, and how much busy lanes slow each other. Does not model several GPUs, NUMA
-nodes, disks or temperature. While others are busy too, a lane runs at
+nodes, disks, temperature, or the time that launching a kernel takes. While others are busy too, a lane runs at
 
     rate(lane) = product over the other busy lanes of contention[lane][other]
 
@@ -12,7 +12,6 @@ the host's DRAM: where a HostMemory is given it replaces the factors between the
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import msgspec
@@ -112,36 +111,61 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _check_lanes("costs", self.contention, self.dispatch_ns)
 
 
+ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
+"""Of flash attention on an H200, causal, heads of 128 (2026-11-21): 333 of 989 TFLOP/s x S / (S + 970); 171 measured at S = 1,024, 272 at 4,096, 324 at 32,768."""
+Curve = tuple[tuple[int, float], ...]
+"""(bytes of a copy, GB/s) points, bytes ascending; between them the time is a line over the bytes."""
+
+
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine. GB are 10^9 bytes; rates are those reached by one lane that works alone."""
 
     name: str
     source: str
     """where the numbers come from"""
+    unified: bool = False
+    """one memory for CPU and GPU: nothing is copied. A GPU with memory of its own beside the CPU's (GH200, GB200) is not unified, however fast the link"""
     device_bytes: int
-    """GPU memory that a process can use"""
+    """GPU memory that a process can use; of a unified machine what the GPU may use of `host_bytes`"""
     host_bytes: int
+    """the host's memory; of a unified machine all there is, the GPU's share included"""
     cores: int
     peak_tflops: dict[str, float]
-    """dense matrix products, by dtype (`bf16`, `fp32`)"""
-    compute_efficiency: float
-    """what a decoder layer reaches of the peak, (0, 1]"""
+    """dense matrix products with fp32 accumulation, by dtype (`bf16`, `fp32`)"""
+    linear_efficiency: float
+    """what a decoder layer's matrix products reach of the peak, (0, 1]"""
+    attention_efficiency: float = ATTENTION_EFFICIENCY
+    """what attention reaches of it over long sequences, forward and backward together, a backward counted as 2.5 forwards"""
+    attention_half_tokens: int = ATTENTION_HALF_TOKENS
+    """sequence length at which attention reaches half of that"""
     device_gb_per_s: float
-    """GPU memory, read and write together"""
+    """GPU memory, read and write together, as a copy reaches it"""
+    link: str = ""
+    """`PCIe 5.0 x16`, `NVLink-C2C`, ...; for the reader"""
     h2d_gb_per_s: float
+    """of large copies from pinned memory"""
     d2h_gb_per_s: float
+    link_latency_ns: int = 9000
+    """fixed time of one copy where there is no curve; an H200's, 2026-11-21"""
+    h2d_curve: Curve = ()
+    """measured; where it is there, it is used instead of rate and latency"""
+    d2h_curve: Curve = ()
     duplex_fraction: float
     """rate of each direction of the link, of its rate alone, while both are busy, (0, 1]"""
-    link_latency_ns: int
-    """fixed time of one copy"""
+    duplex_curve: Curve = ()
+    """each direction's rate while both are busy with copies of that size"""
     host_gb_per_s: float
-    """bytes that the host's elementwise ops (sum of squares, accumulation) read and write a second"""
-    cpu_update_per_s: float
-    """parameters that AdamW on the host updates a second"""
-    cpu_adam_per_s: float
-    """parameters that a fused, vectorised AdamW on the host updates a second: bf16 weights and gradients, fp32 moments (DeepSpeed's CPUAdam)"""
+    """bytes that the host's elementwise ops (sum of squares, accumulation) read and write a second, on all cores"""
     thread_gb_per_s: float
-    """host memory that one thread reads and writes a second while it copies"""
+    """bytes that one thread's copy reads and writes a second"""
+    cpu_update_per_s: float
+    """parameters that the runtime's AdamW updates a second on the host"""
+    cpu_adam_per_s: float
+    """likewise a fused, vectorised AdamW such as DeepSpeed's (bf16 weights and gradients, fp32 moments), which the host's DRAM limits"""
+    watts: float | None = None
+    """board power of the GPU, or of the whole package of a unified machine"""
+    uncertainty: float = 0.25
+    """a step predicted from these rates may take this fraction more or less; 0.10 where link and layers were measured, 0.25 for a datasheet"""
     contention: dict[str, dict[str, float]] = {}
     """as in CostTable; for the two directions of the link it wins over `duplex_fraction`"""
     host_memory: HostMemory | None = None
@@ -152,21 +176,37 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"
-        for field in (
-            "device_bytes", "host_bytes", "cores", "device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "cpu_update_per_s",
-            "cpu_adam_per_s", "thread_gb_per_s",
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if not 0 < value < math.inf:
-                raise UserError(f"{where}: {field}", found=value, allowed="a positive number", fix=f"correct {field}")
-        _at_least(f"{where}: link_latency_ns", self.link_latency_ns, 0)
-        for field in ("compute_efficiency", "duplex_fraction"):
-            if not 0 < getattr(self, field) <= 1:
-                raise UserError(f"{where}: {field}", found=getattr(self, field), allowed="above 0, at most 1", fix=f"correct {field}")
+        for field, (least, most) in _LIMITS.items():
+            _within(f"{where}: {field}", getattr(self, field), least, most)
+        for field in _SHARES:
+            if not 0.001 <= getattr(self, field) <= 1:
+                raise UserError(f"{where}: {field}", found=getattr(self, field), allowed="above 0 (0.001), at most 1", fix=f"correct {field}")
+        if not self.peak_tflops:
+            raise UserError(f"{where}: peak_tflops", found="no rate", allowed="bf16, fp32", fix="add the peak of the dtype that you train in")
         for dtype, peak in self.peak_tflops.items():
             _known(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32"))
-            if not 0 < peak < math.inf:
-                raise UserError(f"{where}: peak_tflops.{dtype}", found=peak, allowed="a positive number", fix=f"correct {dtype}")
+            _within(f"{where}: peak_tflops.{dtype}", peak, 1e-6, 1e6)
+        if self.unified and self.device_bytes > self.host_bytes:
+            raise UserError(
+                f"{where}: device_bytes",
+                found=self.device_bytes,
+                allowed=f"at most host_bytes = {self.host_bytes}, which a unified machine shares",
+                fix="correct it",
+            )
+        for field in ("h2d_curve", "d2h_curve", "duplex_curve"):
+            _check_curve(f"{where}: {field}", getattr(self, field))
+        for size, rate in self.duplex_curve:
+            alone = max(dict(self.h2d_curve).get(size, self.h2d_gb_per_s), dict(self.d2h_curve).get(size, self.d2h_gb_per_s))
+            if rate > alone:
+                raise UserError(
+                    f"{where}: duplex_curve",
+                    found=f"{rate} GB/s each at {size} bytes",
+                    allowed=f"at most the {alone} of one direction alone",
+                    fix="correct the curve",
+                )
+        if self.host_memory is not None:
+            for field, most in (("gb_per_s", 1e6), ("h2d_cost", 1e3), ("d2h_cost", 1e3), ("cpu_weight", 1e3)):
+                _within(f"{where}: host_memory.{field}", getattr(self.host_memory, field), 0.001, most)
         _check_lanes(where, self.contention, self.dispatch_ns)
 
     @classmethod
@@ -187,6 +227,35 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:
     if found not in allowed:
         raise UserError(where, found=repr(found), allowed=", ".join(allowed), fix="correct its spelling, or remove it")
+
+
+_RATES = ("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s")
+_LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(_RATES, (0.001, 1000000.0)),
+    "device_bytes": (1, 2**60), "host_bytes": (1, 2**60), "cores": (1, 2**16), "cpu_update_per_s": (1, 1e15), "cpu_adam_per_s": (1, 1e15),
+    "attention_half_tokens": (0, 2**20), "link_latency_ns": (0, 10**9), "watts": (0.001, 1e6), "uncertainty": (0, 0.9),
+}  # fmt: skip
+"""What no machine is outside of: a number beyond is in the wrong unit."""
+_SHARES = ("linear_efficiency", "attention_efficiency", "duplex_fraction")
+
+
+def _within(where: str, found: float | None, least: float, most: float) -> None:
+    """Anything but None has to lie between the two."""
+    if found is not None and not least <= found <= most:  # not a number is not within
+        number = "a number" if least == 0 else "a positive number"
+        raise UserError(where, found=found, allowed=f"{number}, {least:g} to {most:g}", fix=f"correct {where.rpartition(' ')[2]}")
+
+
+def _check_curve(where: str, points: Curve) -> None:
+    for size, rate in points:
+        if not 1 <= size <= 2**60:
+            raise UserError(where, found=f"a copy of {size} bytes", allowed=f"1 to {2**60}", fix=_FIX)
+        _within(where, rate, 0.001, 1e6)
+    for (left, slow), (right, fast) in itertools.pairwise(points):
+        if left >= right:
+            raise UserError(where, found=f"{right} bytes after {left}", allowed="ascending bytes", fix=_FIX)
+        if left / slow > (1 + 1e-9) * right / fast:  # rates are rounded
+            raise UserError(where, found=f"{right} bytes in less time than {left}", allowed="larger copies that take longer", fix=_FIX)
 
 
 def _at_least(where: str, found: int, least: int) -> None:

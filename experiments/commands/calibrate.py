@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     write_toml(args.out, hardware, "A machine, measured by `megatrain calibrate`. Times in ns, sizes in bytes or parameters.")
     print(
         f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, both at once {hardware.duplex_fraction:.0%} each; "
-        f"matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward {100 * hardware.compute_efficiency:.2g} % of it; "
+        f"matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward {100 * hardware.linear_efficiency:.2g} % of it; "
         f"CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s"
     )
     return 0

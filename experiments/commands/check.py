@@ -53,6 +53,7 @@ def as_json(choice: Choice, hardware: HardwareSpec) -> dict[str, object]:
         "host_peak_bytes": account.host_peak_bytes, "host_limit_bytes": account.host_limit_bytes, "pools": dict(account.pools),
         "lower_bound_seconds": choice.bounds.lower_bound_ns / 1e9, "advice": account.advice, "extrapolated": list(choice.extrapolated),
         "prediction_only": peer, "knobs": {} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__},
+        "uncertainty": None if hardware.costs else hardware.uncertainty,
     }  # fmt: skip
 
 
@@ -156,5 +157,9 @@ def verdict(choice: Choice, hardware: HardwareSpec) -> str:
             if pool.startswith(place) and bytes_ >= peak / 1000
         ]
     source = f"measured {hardware.costs.date}" if hardware.costs else "not measured: from datasheet rates"
-    lines.append(f"costs: {source}" + (f"; outside what was measured: {', '.join(choice.extrapolated)}" if choice.extrapolated and hardware.costs else ""))
+    if choice.feasible and not hardware.costs:
+        low, high = (format_seconds(choice.step_seconds * (1 + sign * hardware.uncertainty)) for sign in (-1, 1))
+        source += f", so a step may take {low} to {high}"
+    outside = "outside what was measured" if hardware.costs else "beyond the copies that were measured"
+    lines.append(f"costs: {source}" + (f"; {outside}: {', '.join(choice.extrapolated)}" if choice.extrapolated else ""))
     return "\n".join(lines)

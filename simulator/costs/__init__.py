@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.simulator.costs.calibrated import Calibrated
-from megatrain.simulator.costs.datasheet import Datasheet, duplex_curve
+from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.costs.replayed import Replayed
@@ -19,6 +19,6 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
     table = hardware.costs
     if table is None:
         return Datasheet(hardware, model, workload)
-    sharing = Sharing(table.contention, table.host_memory or hardware.host_memory, duplex_curve(hardware))
+    sharing = Sharing(table.contention, table.host_memory or hardware.host_memory, hardware.duplex_curve)
     datasheet = Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
     return Calibrated(table, datasheet, sharing, Elementwise(model, workload))

@@ -15,6 +15,7 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import names, peers
 from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.units import format_seconds
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 KEYS = {
@@ -167,6 +168,14 @@ def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in
     assert report["tokens_per_second"] == pytest.approx(32 * 1024 / report["step_seconds"])
     assert 0 < report["device_peak_bytes"] <= report["device_limit_bytes"]
     assert files_in(workplace) == before
+
+
+def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
+    words = ("check", "qwen2.5-1.5b", "--hardware", "rtx4090", "--host-memory", "128GiB", "--batch", "1", "--policy", "sequential")
+    report = only_object(command(*words, "--json").out)
+    assert report["uncertainty"] == 0.20
+    low, high = (format_seconds(report["step_seconds"] * factor) for factor in (0.8, 1.2))
+    assert f"so a step may take {low} to {high}" in command(*words).out
 
 
 def test_check_of_what_does_not_fit(command: Any) -> None:

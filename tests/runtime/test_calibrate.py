@@ -64,6 +64,9 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     assert 0.1 < hardware.thread_gb_per_s < 1000
     assert 1e7 < hardware.cpu_adam_per_s < 1e12
     assert hardware.peak_tflops["bf16"] > 0
+    assert [size for size, _ in hardware.h2d_curve] == [size for size, _ in table.curves["load_weights"]]
+    assert hardware.h2d_curve[-1][1] == pytest.approx(hardware.h2d_gb_per_s)
+    assert hardware.uncertainty == 0.10
 
     # the file
     write_toml(tmp_path / "here.toml", hardware)
@@ -97,6 +100,10 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     spans = tuple(Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1]) for op in schedule.ops)
     measured: Any = module._Measured(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], 0, 0)
     assert module._dispatch(measured) == {"compute": 3, "h2d": 7}
+
+
+def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
+    assert module._curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == ((100, 2.0), (200, 4.0), (400, 5.0), (800, 10.0))
 
 
 def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
-from megatrain.simulator.costs.calibrated import interpolate
+from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
@@ -32,6 +33,10 @@ def table(**changes: Any) -> CostTable:
         "compute": {"forward": {SHAPE.format(8): (80, 800), SHAPE.format(32): (320, 3000)}},
     }
     return msgspec.convert({**base, **changes}, CostTable)
+
+
+def datasheet(name: str) -> Datasheet:
+    return Datasheet(HardwareSpec.load(name), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
 
 
 def load(size: int) -> Op:
@@ -163,17 +168,95 @@ def test_layers_that_differ_are_looked_up_apart(make_plan: Callable[..., Plan], 
 @pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
 def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float) -> None:
     """GB/s of pinned H2D copies of so many MiB, measured 2026-11-21 on an H200 (PCIe 5.0 x16)."""
-    costs = Datasheet(HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
-    assert size * 2**20 / costs.duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.03)
+    assert size * 2**20 / datasheet("h200").duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.001)
 
 
-@pytest.mark.parametrize(("name", "measured_ms"), [("7b", 28.04), ("14b", 32.88)])
-def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, measured_ms: float) -> None:
-    """Forward of one eager decoder layer at 32 x 1024, measured 2026-11-21 on an H200."""
-    model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=32, sequence=1024)
+@pytest.mark.parametrize(("size", "rate"), [(0.25, 18.0), (1, 40.1), (4, 50.6), (16, 54.1), (64, 54.9), (256, 55.3), (2048, 55.4)])
+def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float) -> None:
+    """GB/s of pinned D2H copies of so many MiB, likewise."""
+    costs, op = datasheet("h200"), Op(id="G0.c0", lane="d2h", bytes=round(size * 2**20))
+    assert op.bytes / costs.duration_ns(op) == pytest.approx(rate, rel=0.001)
+    assert not costs.extrapolated(op)
+
+
+def test_a_copy_beyond_the_curve_goes_on_along_its_end_and_is_flagged() -> None:
+    costs = datasheet("h200")
+    ends = [(2**18 - 1, 2**18), (2**31, 2**31 + 1)]
+    assert [tuple(costs.extrapolated(load(size)) for size in pair) for pair in ends] == [(True, False), (False, True)]
+    assert costs.duration_ns(load(2**32)) / costs.duration_ns(load(2**31)) == pytest.approx(2, rel=0.01)
+    assert 10_000 < costs.duration_ns(load(1)) < 12_000, "ns that a copy takes however small"
+
+
+def test_a_link_without_a_curve_is_a_latency_and_a_rate() -> None:
+    costs, machine = datasheet("rtx3090"), HardwareSpec.load("rtx3090")
+    assert costs.duration_ns(load(10**9)) == machine.link_latency_ns + 10**9 / machine.h2d_gb_per_s
+    assert not costs.extrapolated(load(10**9))
+
+
+@pytest.mark.parametrize("name", ["h200", "gh200-96", "rtx3080-10gb"])
+@given(sizes=st.lists(st.integers(1, 2**34), min_size=2, max_size=6))
+def test_a_larger_copy_takes_no_less_time_and_none_beats_the_link(name: str, sizes: list[int]) -> None:
+    costs, machine = datasheet(name), HardwareSpec.load(name)
+    durations = [costs.duration_ns(load(size)) for size in sorted(sizes)]
+    assert durations == sorted(durations)
+    fastest = max([machine.h2d_gb_per_s, *(rate for _, rate in machine.h2d_curve)])
+    assert all(size / duration <= 1.001 * fastest for size, duration in zip(sorted(sizes), durations, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dgx-spark", "apple-m3-ultra", "apple-m4-max", "ryzen-ai-max-395-128gb"])
+def test_nothing_is_copied_where_memory_is_unified(make_plan: Callable[..., Plan], name: str) -> None:
+    plan = make_plan("double_buffer")
+    costs = Datasheet(HardwareSpec.load(name), plan.model, plan.workload)
+    schedule = policies.lower(plan)
+    assert {costs.duration_ns(op) for op in schedule.ops if op.lane in ("h2d", "d2h")} == {0}
+    assert simulate(schedule, costs).makespan_ns >= sum(costs.duration_ns(op) for op in schedule.ops if op.lane == "compute")
+
+
+def test_two_memories_are_not_unified_however_fast_the_link() -> None:
+    for name in ("gh200-96", "gh200-144", "gb200"):
+        assert not HardwareSpec.load(name).unified
+        assert datasheet(name).duration_ns(load(2**30)) > 10**6
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "measured_ms", "allowed"),
+    [
+        ("7b", 8, (6.64, 20.13), 0.08), ("7b", 32, (28.04, 85.17), 0.02), ("7b", 64, (57.83, 174.3), 0.04),
+        ("14b", 8, (7.97, 25.14), 0.07), ("14b", 32, (32.88, 103.9), 0.03), ("14b", 64, (71.70, 210.7), 0.07),
+    ],
+)  # fmt: skip
+def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, batch: int, measured_ms: tuple[float, float], allowed: float) -> None:
+    """Forward, and forward and backward, of one eager decoder layer, sequences of 1024, measured 2026-11-21 on an H200; no rate is fitted to them.
+
+    Per token a measured layer takes 5 to 12 % longer with 64 sequences than with 8, so that one rate of products cannot be within 5 % everywhere.
+    """
+    model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=batch, sequence=1024)
     costs = cost_model(HardwareSpec.load("h200"), model, workload)
-    op = Op(id="F0.m0", lane="compute", flops=model.layer_flops("0", workload.tokens, workload.sequence), shape="any")
-    assert costs.duration_ns(op) / 1e6 == pytest.approx(measured_ms, rel=0.03)
+    forward, backward = (costs.duration_ns(Op(id=f"{code}0.m0", lane="compute")) / 1e6 for code in "FB")
+    assert forward == pytest.approx(measured_ms[0], rel=allowed)
+    assert backward == pytest.approx(measured_ms[1] - measured_ms[0], rel=allowed)
+
+
+@pytest.mark.parametrize(("op", "measured_ns"), [("F0.m0", 10_441_424), ("R0.m0", 10_520_768), ("B0.m0", 21_368_805), ("Hh.m0", 183_843_990)])
+def test_the_datasheet_gives_the_time_of_ops_in_a_run(op: str, measured_ns: int) -> None:
+    """Qwen2.5-3B, 32 x 1024 tokens on an H200, of the table in experiments/results/h200-qwen2.5-3b (2026-11-21)."""
+    costs = Datasheet(HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b"), Workload(batch=32, sequence=1024))
+    assert costs.duration_ns(Op(id=op, lane="compute")) == pytest.approx(measured_ns, rel=0.06)
+
+
+@pytest.mark.parametrize(("sequence", "forward", "backward"), [(1024, 250, 152), (4096, 334, 253), (32768, 351, 314), (131072, 333, 326)])
+def test_the_datasheet_gives_the_measured_time_of_attention(sequence: int, forward: float, backward: float) -> None:
+    """Flash attention's TFLOP/s, causal, 28 heads of 128, measured 2026-11-21 on an H200, its backward counted as 2.5 forwards."""
+    hardware = HardwareSpec.load("h200")
+    reached = hardware.peak_tflops["bf16"] * hardware.attention_efficiency * sequence / (sequence + hardware.attention_half_tokens)
+    assert 3.5 / reached == pytest.approx(1 / forward + 2.5 / backward, rel=0.03)
+
+
+def test_few_tokens_are_bound_by_reading_the_weights() -> None:
+    model, machine = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")
+    costs = Datasheet(machine, model, Workload(batch=1, sequence=1))
+    least = 2 * model.stack["0"].parameters / machine.device_gb_per_s
+    assert least < costs.duration_ns(Op(id="F0.m0", lane="compute")) < 1.05 * least
 
 
 @pytest.mark.parametrize("policy", policies.names())
