@@ -50,7 +50,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     shorter = {key: value[:layers] if key in _PER_LAYER and isinstance(value, list) else value for key, value in config.items()}
     for key in ("mlp_only_layers", "moe_layers"):
         if isinstance(config.get(key), list):
-            shorter[key] = [index for index in config[key] if index < layers]
+            shorter[key] = [index for index in config[key] if not isinstance(index, int) or index < layers]  # what is no number is refused where it matters
     return {**shorter, "num_hidden_layers": layers}
 
 
