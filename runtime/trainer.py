@@ -142,10 +142,12 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
     config = folder / "config.json"
     if not config.exists():
         return False
-    found = ModelSpec.load(str(config)).config
-    keys = [key for key in {**found, **planned.config} if found.get(key) != planned.config.get(key)]
-    if keys:
-        differs, expected = (", ".join(f"{key} {values.get(key)}" for key in keys) for values in (found, planned.config))
+    found = ModelSpec.load(str(config))
+    both = found.config.keys() & planned.config.keys()
+    keys = [key for key in found.config if key in both and found.config[key] != planned.config[key]]
+    if keys or found.stack != planned.stack:  # a key that one of them leaves out has its default there
+        shown = keys or sorted(found.config.keys() ^ planned.config.keys())
+        differs, expected = (", ".join(f"{key} {model.config.get(key)}" for key in shown) for model in (found, planned))
         raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`")
     return True
 

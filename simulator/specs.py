@@ -149,12 +149,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             head += (TensorSpec("lm_head.weight", (self.vocabulary, self.hidden)),)
         if family.head_bias:
             head += (TensorSpec("lm_head.bias", (self.vocabulary,)),)
-        decoders = {kind: _tensors(shape.decoder(kind).tensors) for kind in dict.fromkeys(shape.kinds)}
+        tensors = {kind: _tensors(part.tensors) for kind, part in shape.decoders.items()}
         stack = [LayerSpec(name=EMBEDDING, kind="embedding", tensors=table + head if self.tied else table)]
         stack += [
             LayerSpec(
-                name=str(index), kind="decoder", tensors=decoders[kind], signature=shape.signature(kind), attention=kind.attention,
-                inner=shape.decoder(kind).inner,
+                name=str(index), kind="decoder", tensors=tensors[kind], signature=shape.signature(kind), attention=kind.attention,
+                inner=shape.decoders[kind].inner,
             )
             for index, kind in enumerate(shape.kinds)
         ]  # fmt: skip
@@ -187,7 +187,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return "+".join(dict.fromkeys(layer.signature for layer in self.decoders))
 
     def _part(self, layer: str) -> Part:
-        return self._architecture.decoder(self._architecture.kinds[int(layer)])
+        return self._architecture.decoders[self._architecture.kinds[int(layer)]]
 
     def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
         """Forward FLOPs of a decoder layer: 2 per element of the matrices that a token uses, and attention without its masked half."""

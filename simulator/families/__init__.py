@@ -7,7 +7,8 @@ from typing import Any
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families.config import ZERO_FOR_NULL, Config, essential
-from megatrain.simulator.families.decoders import DENSE, FAMILIES, FULL, Kind
+from megatrain.simulator.families.decoders import FAMILIES
+from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.parts import Part, Tensors, joined
 
 __all__ = ["FAMILIES", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
@@ -30,13 +31,8 @@ class Architecture:
         attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
         mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
         self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
-        for kind in dict.fromkeys(self.kinds):
-            self.decoder(kind)
-
-    @functools.cache  # noqa: B019 -- an architecture lives as long as its model
-    def decoder(self, kind: Kind) -> Part:
-        """A decoder layer of `kind`."""
-        return joined(self.family.layer(self.config, kind))
+        self.decoders = {kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)}
+        """a decoder layer of each kind"""
 
     @functools.cached_property
     def norm(self) -> Part:
@@ -45,7 +41,7 @@ class Architecture:
 
     def signature(self, kind: Kind) -> str:
         """What the duration of the layer's ops depends on besides the tokens."""
-        part = self.decoder(kind)
+        part = self.decoders[kind]
         return f"{self.name}-{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
 
 
@@ -54,7 +50,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     shorter = {key: value[:layers] if key in _PER_LAYER and isinstance(value, list) else value for key, value in config.items()}
     for key in ("mlp_only_layers", "moe_layers"):
         if isinstance(config.get(key), list):
-            shorter[key] = [index for index in config[key] if index < layers]
+            shorter[key] = [index for index in config[key] if not isinstance(index, int) or index < layers]  # what is no number is refused where it matters
     return {**shorter, "num_hidden_layers": layers}
 
 

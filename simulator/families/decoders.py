@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.experts import expert_gate, experts, gated_delta, latent_attention, router, shared_expert
+from megatrain.simulator.families.kinds import (
+    DENSE,
+    FULL,
+    LINEAR,
+    Kind,
+    dense_first,
+    every_layer,
+    one_window,
+    pattern,
+    qwen2_moe_window,
+    qwen_one_window,
+    qwen_sparse,
+    qwen_window,
+    smollm3_window,
+)
 from megatrain.simulator.families.parts import (
     Kept,
     Part,
@@ -31,16 +46,7 @@ from megatrain.simulator.families.parts import (
     shared_input,
 )
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-DENSE, SPARSE = "dense", "sparse"
 Parts = tuple[Part, ...]
-
-
-class Kind(NamedTuple):
-    """What makes layers of one model differ."""
-
-    attention: str
-    mlp: str
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,66 +63,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     defaults: dict[str, Any] = {}
     """of keys that config.json may leave out, as transformers has them"""
-
-
-# ---- which layer is of which kind
-
-
-def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern") -> Callable[[Config], list[str]]:
-    """`layer_types`, or every so many layers a full one; all full where the window is off."""
-
-    def kinds(c: Config) -> list[str]:
-        listed = c.each_layer("layer_types", (FULL, usual))
-        period = c.size(key, every)
-        return listed or [usual if (index + 1) % period else FULL for index in range(c.layers)]
-
-    return kinds
-
-
-def qwen_window(c: Config) -> list[str]:
-    """`layer_types`, or sliding from `max_window_layers` on where `use_sliding_window` says so."""
-    listed = c.each_layer("layer_types", (FULL, SLIDING))
-    if listed is not None:
-        return listed
-    on, first = c.flag("use_sliding_window") and bool(c.count("sliding_window", 4096)), c.count("max_window_layers", 28)
-    return [SLIDING if on and index >= first else FULL for index in range(c.layers)]
-
-
-def one_window(c: Config) -> list[str]:
-    """The same window in every layer, where there is one."""
-    return [SLIDING if c.count("sliding_window", 0) else FULL] * c.layers
-
-
-def qwen_one_window(c: Config) -> list[str]:
-    return [SLIDING if c.flag("use_sliding_window") and c.count("sliding_window", 4096) else FULL] * c.layers
-
-
-def qwen2_moe_window(c: Config) -> list[str]:
-    listed = c.each_layer("layer_types", (FULL, SLIDING))
-    on, most = c.flag("use_sliding_window"), c.count("max_window_layers", 28)
-    return listed or [SLIDING if on and (index + 1) % 2 and index < most else FULL for index in range(c.layers)]
-
-
-def smollm3_window(c: Config) -> list[str]:
-    listed, positions = c.each_layer("layer_types", (FULL, SLIDING)), c.each_layer("no_rope_layers", (0, 1))
-    period, on = c.size("no_rope_layer_interval", 4), c.flag("use_sliding_window") and bool(c.count("sliding_window", 0))
-    positions = positions or [int((index + 1) % period != 0) for index in range(c.layers)]
-    return listed or [SLIDING if on and not turned else FULL for turned in positions]
-
-
-def every_layer(c: Config) -> list[str]:
-    return [SPARSE] * c.layers
-
-
-def qwen_sparse(c: Config) -> list[str]:
-    """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
-    step, dense = c.size("decoder_sparse_step", 1), set(c.indices("mlp_only_layers"))
-    return [SPARSE if index not in dense and (index + 1) % step == 0 else DENSE for index in range(c.layers)]
-
-
-def dense_first(c: Config) -> list[str]:
-    first = c.count("first_k_dense_replace")
-    return [DENSE if index < first else SPARSE for index in range(c.layers)]
 
 
 # ---- parts that several families share

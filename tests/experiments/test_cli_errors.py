@@ -61,7 +61,7 @@ def truncated(name: str) -> Callable[[], None]:
 
 def cut_short() -> None:
     """plan.toml, as a disk that ran full would leave it."""
-    Path("plan.toml").write_text(Path("plan.toml").read_text().partition("cabulary")[0])
+    Path("plan.toml").write_text(Path("plan.toml").read_text().partition("cab_size")[0])
 
 
 def limited(**limits: int) -> Callable[[], None]:
@@ -145,7 +145,7 @@ MISTAKES = {
     "weights are cut": Mistake(TRAIN, "cannot be read", "a whole safetensors file", "fetch the file again", truncated("tiny/model.safetensors")),
     "config of the plan's model is cut": Mistake(TRAIN, "not JSON", "a JSON file", "again", truncated("tiny/config.json")),
     "model folder holds another model": Mistake(
-        TRAIN, "hidden 64", "hidden 32", "megatrain plan", edited("tiny/config.json", ('"hidden_size": 32', '"hidden_size": 64'))
+        TRAIN, "hidden_size 64", "hidden_size 32", "megatrain plan", edited("tiny/config.json", ('"hidden_size": 32', '"hidden_size": 64'))
     ),
     "missing corpus": Mistake((*TRAIN, "--data", "gone"), "no such file or folder", "*.py", "check the path"),
     "empty corpus": Mistake((*TRAIN, "--data", "empty.txt"), "1 tokens", "the 33 of one step", "more text", written("empty.txt", "")),

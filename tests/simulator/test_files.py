@@ -226,15 +226,15 @@ device_limit_bytes = 16777216
 host_limit_bytes = 67108864
 [model]
 name = "small"
-family = "llama"
-layers = 4
-hidden = 32
-intermediate = 96
-heads = 4
-kv_heads = 2
-head_dim = 8
-vocabulary = 256
-tied = false
+[model.config]
+model_type = "llama"
+num_hidden_layers = 4
+hidden_size = 32
+intermediate_size = 96
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 256
+layer_types = ["full_attention", "full_attention"]
 [workload]
 batch = 2
 sequence = 16

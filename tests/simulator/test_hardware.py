@@ -24,7 +24,7 @@ def changed(**changes: Any) -> HardwareSpec:
 
 
 def table(**changes: Any) -> CostTable:
-    base = {"measured_on": "here", "date": "2026-11-21", "curves": {"load_weights": [[1, 1], [2, 2]]}, "compute": {"forward": {"a": 1}}}
+    base = {"measured_on": "here", "date": "2026-11-21", "curves": {"load_weights": [[1, 1], [2, 2]]}, "compute": {"forward": {"a": [5, 1]}}}
     return msgspec.convert({**base, **changes}, CostTable)
 
 
@@ -74,8 +74,8 @@ def test_a_calibrated_file_reads_back(tmp_path: Path) -> None:
         ({"d2h_curve": [[1, math.nan]]}, "d2h_curve: found nan"),
         ({"h2d_curve": [[100, 1.0], [200, 3.0]]}, "h2d_curve: found 200 bytes in less time than 100"),
         ({"duplex_curve": [[1024, 60.0]]}, "duplex_curve: found 60.0 GB/s each at 1024 bytes; allowed: at most the 55.4"),
-        ({"host_memory": {"gb_per_s": -1.0}}, "host_memory.gb_per_s: found -1.0"),
-        ({"host_memory": {"gb_per_s": 1.0, "cpu_weight": math.inf}}, "host_memory.cpu_weight: found inf"),
+        ({"host_memory": {"gb_per_s": -1.0}}, "host_memory: gb_per_s: found -1.0"),
+        ({"host_memory": {"gb_per_s": 1.0, "cpu_weight": math.inf}}, "host_memory: cpu_weight: found inf"),
         ({"peak_tflops": {}}, "peak_tflops: found no rate"),
         ({"peak_tflops": {"bf16": 989e12}}, "peak_tflops.bf16: found 989000000000000.0"),
         ({"duplex_fraction": 0.0}, "duplex_fraction: found 0.0"),
@@ -104,8 +104,10 @@ def test_a_wrong_number_is_refused_by_name(changes: dict[str, Any], complaint: s
         ({"curves": {"norm": []}}, "costs.curves.norm: found no point"),
         ({"curves": {"norm": [[1, -1]]}}, "costs.curves.norm: found a negative number"),
         ({"curves": {"norm": [[2, 1], [2, 3]]}}, "costs.curves.norm: found size 2 after 2"),
-        ({"compute": {"norm": {"a": 1}}}, "costs.compute.norm"),
-        ({"compute": {"forward": {"a": -1}}}, "costs.compute.forward.a: found -1"),
+        ({"compute": {"norm": {"a": [5, 1]}}}, "costs.compute.norm"),
+        ({"compute": {"forward": {"a": [5, -1]}}}, "costs.compute.forward.a: duration_ns: found -1"),
+        ({"compute": {"forward": {"a": [0, 1]}}}, "costs.compute.forward.a: amount: found 0"),
+        ({"activations": {"a": [0, 1]}}, "costs.activations.a: tokens: found 0"),
         ({"workspace": {"a": {"layer": 1, "head": -1}}}, "costs.workspace.a.head: found -1"),
         ({"step_overhead_ns": -1}, "costs.step_overhead_ns: found -1"),
         ({"contention": {"cpu": {"h2d": 2.0}}}, "costs: contention.cpu.h2d: found 2.0"),

@@ -17,7 +17,8 @@ from megatrain.simulator.specs import ModelSpec
 LIBRARY = Path(specs.__file__).parent / "library" / "models"
 
 # Totals of the checkpoints' safetensors, as the models' pages on huggingface.co give them; where a tied head is stored twice (qwen3 0.6b, 1.7b), once.
-# gemma-3 4b and larger: the language model alone. deepseek-v3: without the multi-token head; with the router's bias, which is no parameter.
+# gemma-3 4b and larger: the language model alone, the whole (4,300,079,472; 12,187,325,040; 27,432,406,640) less the vision tower's 416,866,032 and the projector.
+# deepseek-v3: without the multi-token head; with the router's bias, which is no parameter.
 PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648, "qwen3-0.6b": 596_049_920,

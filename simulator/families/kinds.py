@@ -1,0 +1,75 @@
+"""Which decoder layer is of which kind: its attention and its MLP, from the keys that each family has for it, with transformers' defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatrain.simulator.families.config import Config
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
+
+
+class Kind(NamedTuple):
+    """What makes layers of one model differ."""
+
+    attention: str
+    mlp: str
+
+
+def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern") -> Callable[[Config], list[str]]:
+    """`layer_types`, or every so many layers a full one; all full where the window is off."""
+
+    def kinds(c: Config) -> list[str]:
+        listed = c.each_layer("layer_types", (FULL, usual))
+        period = c.size(key, every)
+        return listed or [usual if (index + 1) % period else FULL for index in range(c.layers)]
+
+    return kinds
+
+
+def qwen_window(c: Config) -> list[str]:
+    """`layer_types`, or sliding from `max_window_layers` on where `use_sliding_window` says so."""
+    listed = c.each_layer("layer_types", (FULL, SLIDING))
+    if listed is not None:
+        return listed
+    on, first = c.flag("use_sliding_window") and bool(c.count("sliding_window", 4096)), c.count("max_window_layers", 28)
+    return [SLIDING if on and index >= first else FULL for index in range(c.layers)]
+
+
+def one_window(c: Config) -> list[str]:
+    """The same window in every layer, where there is one."""
+    return [SLIDING if c.count("sliding_window", 0) else FULL] * c.layers
+
+
+def qwen_one_window(c: Config) -> list[str]:
+    return [SLIDING if c.flag("use_sliding_window") and c.count("sliding_window", 4096) else FULL] * c.layers
+
+
+def qwen2_moe_window(c: Config) -> list[str]:
+    listed = c.each_layer("layer_types", (FULL, SLIDING))
+    on, most = c.flag("use_sliding_window"), c.count("max_window_layers", 28)
+    return listed or [SLIDING if on and (index + 1) % 2 and index < most else FULL for index in range(c.layers)]
+
+
+def smollm3_window(c: Config) -> list[str]:
+    listed, positions = c.each_layer("layer_types", (FULL, SLIDING)), c.each_layer("no_rope_layers", (0, 1))
+    period, on = c.size("no_rope_layer_interval", 4), c.flag("use_sliding_window") and bool(c.count("sliding_window", 0))
+    positions = positions or [int((index + 1) % period != 0) for index in range(c.layers)]
+    return listed or [SLIDING if on and not turned else FULL for turned in positions]
+
+
+def every_layer(c: Config) -> list[str]:
+    return [SPARSE] * c.layers
+
+
+def qwen_sparse(c: Config) -> list[str]:
+    """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
+    step, dense = c.size("decoder_sparse_step", 1), set(c.indices("mlp_only_layers"))
+    return [SPARSE if index not in dense and (index + 1) % step == 0 else DENSE for index in range(c.layers)]
+
+
+def dense_first(c: Config) -> list[str]:
+    first = c.count("first_k_dense_replace")
+    return [DENSE if index < first else SPARSE for index in range(c.layers)]

@@ -1,0 +1,68 @@
+"""What the runtime refuses to execute: one line, from `train` and `calibrate` alike; and that a plan alone rebuilds transformers' config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.experiments.commands import calibrate as command
+from megatrain.runtime.supported import FAMILIES, refuse_unsupported
+from megatrain.runtime.templates import config_of
+from megatrain.runtime.trainer import TrainingOptions, train
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.specs import ModelSpec
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"family": "gemma", "hidden_act": "silu"},
+        r"model small: model_type: found 'gemma'; allowed: llama, mistral, qwen2, qwen3; .*predict it; fix: train a model",
+    ),
+    ({"family": "mistral", "sliding_window": 8}, r"model small: sliding_window: found sliding_attention in layer 0; allowed: full_attention in every layer"),
+    (
+        {"family": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+        r"model small: sliding_window: found sliding_attention in layer 3",
+    ),
+    ({"attention_dropout": 0.1}, r"model small: attention_dropout: found 0\.1; allowed: 0; fix: set attention_dropout to 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_be_executed_is_refused_before_anything_is_read(
+    make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    plan = make_plan(model=make_model(**changes))
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)  # it can be planned
+    plan.save(tmp_path / "plan.toml")
+    with pytest.raises(UserError, match=message) as caught:
+        train(tmp_path / "plan.toml", tmp_path / "no-corpus", tmp_path / "out", TrainingOptions(steps=1), torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=message):
+        config_of(plan.model)  # what `calibrate` calls first
+    assert "config_of" in command.run.__code__.co_names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3, "rope_theta": 77.0}])
+def test_a_plan_alone_rebuilds_the_model(
+    make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec], tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    make_plan(model=make_model(family=family, **changes)).save(tmp_path / "plan.toml")
+    model = Plan.load(tmp_path / "plan.toml").model
+    refuse_unsupported(model)
+    config = config_of(model)
+    assert getattr(config, "sliding_window", None) is None
+    assert config.pad_token_id is None
+    assert {key: getattr(config, key) for key in changes if key != "rope_theta"} == {key: value for key, value in changes.items() if key != "rope_theta"}
+    assert config.rope_parameters["rope_theta"] == changes.get("rope_theta", config.rope_parameters["rope_theta"])
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    assert model.parameters == sum(parameter.numel() for parameter in skeleton.parameters())
