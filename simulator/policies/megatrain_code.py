@@ -18,6 +18,8 @@ layer's size, one of the head's, one of the embedding's, pinned.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import cost_keys
@@ -26,17 +28,26 @@ from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
 PREDICTION_ONLY = True
-_INTERVAL, _SLABS, _POSITIONS = 4, 12, 128
+_POSITIONS = 128
 _FREE_SHARE = 0.41
 """Of the time in which a thread copies memory, what giving it back takes: 130 ns a page of 4 KiB, 31.5 GB/s (munmap of touched pages on a Xeon of 2.8 GHz,
 2026-11-21), where a copy moves 13 GB/s. Zeroing and freeing took 0.5 s at 7B on 64 cores (H200, 2026-11-21): 0.09 and 0.48 here."""
 
 
+class Ablation(NamedTuple):
+    """What the paper's ablations change; the code's defaults."""
+
+    buffers: int = 2
+    """flat buffers and templates; with one, a load waits until the layer before has run"""
+    slabs: int = 12
+    interval: int = 4
+
+
 class _Code:
     """Emits the step; every op's buffers are its arguments."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.model, self.work = plan, plan.model, plan.workload
+    def __init__(self, plan: Plan, ablation: Ablation) -> None:
+        self.plan, self.model, self.work, self.interval, self.serial = plan, plan.model, plan.workload, ablation.interval, ablation.buffers == 1
         self.builder = builder = Builder(plan.policy)
         self.stack, self.width = self.model.stack, DTYPE_BYTES[self.work.dtype]
         self.parameters = sum(layer.elements for layer in self.stack.values())
@@ -49,23 +60,23 @@ class _Code:
         self.flats = {str(index): builder.persistent("host.flats", str(index), layer) for index in range(self.model.layers)}
         self.device = {name: builder.persistent("device.vocabulary", name, size) for name, size in others.items()}
         self.gradients = {name: builder.persistent("device.vocabulary_gradients", name, size) for name, size in others.items()}
-        builder.slots("host.gradient_slabs", _SLABS, layer)
+        builder.slots("host.gradient_slabs", ablation.slabs, layer)
         builder.slots("host.gradient_slabs_vocabulary", 2, max(others.values()))
         builder.persistent("host.spare_slabs", "", 2 * layer)
         rounding(builder, "weights", [layer] * self.model.layers)
-        rounding(builder, "slabs", [layer] * (_SLABS + 2) + [max(others.values())] * 2)
-        builder.slots("device.flats", 2, layer)
-        builder.slots("device.templates", 2, layer)
+        rounding(builder, "slabs", [layer] * (ablation.slabs + 2) + [max(others.values())] * 2)
+        builder.slots("device.flats", ablation.buffers, layer)
+        builder.slots("device.templates", ablation.buffers, layer)
         builder.slots("device.layer_gradients", 2, layer)
         hidden = self.work.tokens * self.model.hidden * self.width
-        blocks = -(-self.model.layers // _INTERVAL)
+        blocks = -(-self.model.layers // self.interval)
         builder.slots("device.checkpoints", blocks + 1, hidden)
-        builder.slots("device.hidden", _INTERVAL + 2, hidden)
+        builder.slots("device.hidden", self.interval + 2, hidden)
         saved = self.model.most_saved_bytes(self.work.tokens, self.work.dtype)
         builder.slots("device.activations", 1, saved, dynamic=True)
         logits = self.width * self.work.tokens * self.model.vocabulary
         chunk = self.width * self.work.batch * min(_POSITIONS, self.work.sequence) * self.model.vocabulary
-        beside = saved + workspace(builder, plan) + 2 * layer + _INTERVAL * hidden  # of a block's backward, when the logits are gone
+        beside = saved + workspace(builder, plan) + 2 * layer + self.interval * hidden  # of a block's backward, when the logits are gone
         builder.persistent("device.logits", "loss", max(logits + 2 * chunk + self.device_bytes(self.model.head) - beside, 0))
         self.loaded = self.passes = 0
 
@@ -76,8 +87,9 @@ class _Code:
         """The template that holds the layer; the caller releases it."""
         size = self.device_bytes(layer)
         flat = self.builder.acquire("device.flats")
-        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.flats[layer]], [flat], bytes=size)
         template = self.builder.acquire("device.templates")
+        targets = [flat, template] if self.serial else [flat]
+        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.flats[layer]], targets, bytes=size)
         self.builder.op(OpId("device_pass", layer, phase, micro), "compute", [flat], [template], bytes=2 * size)
         self.builder.release(flat)
         return template
@@ -100,9 +112,9 @@ class _Code:
         x, checkpoints = builder.acquire("device.checkpoints"), {}
         self.run("embed", "", "", micro, [self.device[EMBEDDING], tokens], [x])
         for index in range(layers):
-            checkpoints.update({index: x} if index % _INTERVAL == 0 else {})
+            checkpoints.update({index: x} if index % self.interval == 0 else {})
             template = self.load(str(index), "f", micro)
-            kept = (index + 1) % _INTERVAL == 0 or index + 1 == layers
+            kept = (index + 1) % self.interval == 0 or index + 1 == layers
             y = builder.acquire("device.checkpoints" if kept else "device.hidden")
             self.run("forward", str(index), "", micro, [template, x], [y])
             builder.release(template)
@@ -114,8 +126,8 @@ class _Code:
         builder.release(x)
         if not self.model.tied:
             self.save(head, "h", micro, self.gradients[head])
-        for first in reversed(range(0, layers, _INTERVAL)):
-            dx = self.block(range(first, min(first + _INTERVAL, layers)), checkpoints[first], dx, micro)
+        for first in reversed(range(0, layers, self.interval)):
+            dx = self.block(range(first, min(first + self.interval, layers)), checkpoints[first], dx, micro)
         reads = [tokens, dx] + ([self.gradients[EMBEDDING]] if self.model.tied else [])
         self.run("embed_backward", "", "", micro, reads, [self.gradients[EMBEDDING]])
         builder.release(dx)
@@ -160,7 +172,12 @@ class _Code:
 
 
 def lower(plan: Plan) -> Schedule:
-    code = _Code(plan)
+    return lower_ablated(plan, Ablation())
+
+
+def lower_ablated(plan: Plan, ablation: Ablation) -> Schedule:
+    """The step with other buffers, slabs or checkpoint interval than the code's defaults."""
+    code = _Code(plan, ablation)
     for micro in range(plan.workload.accumulation):
         code.micro_batch(micro)
     code.update()
