@@ -35,19 +35,22 @@ _FREE_SHARE = 0.41
 
 
 class Ablation(NamedTuple):
-    """What the paper's ablations change; the code's defaults."""
+    """What the paper's ablations and its code's versions change; the defaults are those of April 2026."""
 
     buffers: int = 2
     """flat buffers and templates; with one, a load waits until the layer before has run"""
     slabs: int = 12
     interval: int = 4
+    copies: bool = True
+    """every decoder layer a second time in pinned memory. The version before, with which the paper's host memory agrees (Figure 5 grows by 10 bytes a parameter,
+    read when gradients are freed), packed each layer into one of two pinned buffers before every load: on all threads, hidden by the layer before"""
 
 
 class _Code:
     """Emits the step; every op's buffers are its arguments."""
 
     def __init__(self, plan: Plan, ablation: Ablation) -> None:
-        self.plan, self.model, self.work, self.interval, self.serial = plan, plan.model, plan.workload, ablation.interval, ablation.buffers == 1
+        self.plan, self.model, self.work, self.ablation, self.interval = plan, plan.model, plan.workload, ablation, ablation.interval
         self.builder = builder = Builder(plan.policy)
         self.stack, self.width = self.model.stack, DTYPE_BYTES[self.work.dtype]
         self.parameters = sum(layer.elements for layer in self.stack.values())
@@ -57,13 +60,15 @@ class _Code:
         }  # fmt: skip
         layer = self.width * max(spec.elements for spec in self.model.decoders)
         others = {name: self.width * spec.elements for name, spec in self.stack.items() if spec.kind != "decoder"}
-        self.flats = {str(index): builder.persistent("host.flats", str(index), layer) for index in range(self.model.layers)}
+        self.flats = {str(index): self.host["weights", str(index)] for index in range(self.model.layers)}
+        if ablation.copies:
+            self.flats = {name: builder.persistent("host.flats", name, layer) for name in self.flats}
+            rounding(builder, "weights", [layer] * self.model.layers)
         self.device = {name: builder.persistent("device.vocabulary", name, size) for name, size in others.items()}
         self.gradients = {name: builder.persistent("device.vocabulary_gradients", name, size) for name, size in others.items()}
         builder.slots("host.gradient_slabs", ablation.slabs, layer)
         builder.slots("host.gradient_slabs_vocabulary", 2, max(others.values()))
         builder.persistent("host.spare_slabs", "", 2 * layer)
-        rounding(builder, "weights", [layer] * self.model.layers)
         rounding(builder, "slabs", [layer] * (ablation.slabs + 2) + [max(others.values())] * 2)
         builder.slots("device.flats", ablation.buffers, layer)
         builder.slots("device.templates", ablation.buffers, layer)
@@ -88,7 +93,7 @@ class _Code:
         size = self.device_bytes(layer)
         flat = self.builder.acquire("device.flats")
         template = self.builder.acquire("device.templates")
-        targets = [flat, template] if self.serial else [flat]
+        targets = [flat, template] if self.ablation.buffers == 1 else [flat]
         self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.flats[layer]], targets, bytes=size)
         self.builder.op(OpId("device_pass", layer, phase, micro), "compute", [flat], [template], bytes=2 * size)
         self.builder.release(flat)
@@ -164,7 +169,8 @@ class _Code:
         adam_bytes = 3 * self.width + 16
         self.builder.op(OpId("cpu_adam"), "cpu", gradients, weights + moments, parameters=self.parameters, bytes=adam_bytes * self.parameters)
         flats, decoder = list(self.flats.values()), sum(self.device_bytes(layer) for layer in self.flats)
-        self.builder.op(OpId("host_pass", chunk=1), "cpu", weights, flats, bytes=2 * decoder)
+        if self.ablation.copies:
+            self.builder.op(OpId("host_pass", chunk=1), "cpu", weights, flats, bytes=2 * decoder)
         for layer, buffer in self.device.items():
             self.builder.op(OpId("load_weights", layer), "h2d", [self.host["weights", layer], *flats], [buffer], bytes=self.device_bytes(layer))
         self.builder.op(OpId("host_pass", chunk=2), "cpu", list(self.device.values()), gradients, bytes=self.width * self.parameters)
