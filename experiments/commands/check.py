@@ -29,7 +29,7 @@ def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardw
     from megatrain.simulator.planner import search
     from megatrain.simulator.specs import ModelSpec
 
-    named = {"best": policies.names(), "all": [*policies.names(), *policies.peers()]}.get(args.policy, [args.policy])
+    named = {"best": policies.contenders(), "all": [*policies.names(), *policies.peers()]}.get(args.policy, [args.policy])
     model = ModelSpec.load(args.model)
     return search(
         model, hardware, options.workload(args), source=source, hardware_name=hardware_name,
@@ -39,6 +39,8 @@ def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardw
 
 def as_json(choice: Choice, hardware: HardwareSpec) -> dict[str, object]:
     """What `--json` prints of a plan; sizes in bytes, times in seconds."""
+    import msgspec
+
     from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
     from megatrain.simulator.policies import is_prediction_only
 
@@ -52,7 +54,7 @@ def as_json(choice: Choice, hardware: HardwareSpec) -> dict[str, object]:
         "mfu": mfu(*speed, peak) if peak else None, "device_peak_bytes": account.device_peak_bytes, "device_limit_bytes": account.device_limit_bytes,
         "host_peak_bytes": account.host_peak_bytes, "host_limit_bytes": account.host_limit_bytes, "pools": dict(account.pools),
         "lower_bound_seconds": choice.bounds.lower_bound_ns / 1e9, "advice": account.advice, "extrapolated": list(choice.extrapolated),
-        "prediction_only": peer, "knobs": {} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__},
+        "prediction_only": peer, "knobs": {} if peer else msgspec.to_builtins(plan.knobs),
         "uncertainty": None if hardware.costs else hardware.uncertainty,
     }  # fmt: skip
 

@@ -64,7 +64,7 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(where, found=f"a JSON {type(config).__name__}", allowed="a Hugging Face config.json, one JSON object", fix="name a model folder")
     inner = config.get("text_config")
-    if isinstance(inner, dict) and config.get("model_type") not in FAMILIES:
+    if isinstance(inner, dict) and str(config.get("model_type")) not in FAMILIES:
         tied = config.get("tie_word_embeddings")
         config = {**({} if tied is None else {"tie_word_embeddings": tied}), **inner}
     if config.get("is_encoder_decoder"):
