@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-
 from megatrain.experiments.validation.rows import Row, Setting
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel, cost_model
@@ -89,7 +88,12 @@ def _step(case: _Case) -> _Step:
     forward = head.start_ns + (0 if case.policy == "megatrain_code" else head.duration_ns / 3)  # the peers' timers close after the loss's forward
     parts = {"forward_s": forward, "backward_s": optimizer - forward, "optimizer_s": end - optimizer}
     if case.policy == "megatrain_code":
-        for name, ids in (("clip_s", ("TP", "HP.c0")), ("adam_s", ("UA",)), ("copy_s", ("HP.c1", "We", "Wh")), ("zero_s", ("HP.c2", "TP.c3"))):
+        for name, ids in (
+            ("clip_s", ("TP", "HP.c0")),
+            ("adam_s", ("UA",)),
+            ("copy_s", ("HP.c1", "TP.c1", "We", "TP.c2", "Wh")),
+            ("zero_s", ("HP.c2", "TP.c3")),
+        ):
             parts[name] = sum(spans[key][1].duration_ns for key in ids if key in spans)
     return _Step((end + costs.step_overhead_ns) / 1e9, {name: time / 1e9 for name, time in parts.items()}, _account(case))
 
@@ -135,19 +139,24 @@ def _figure(quantity: str, case: _Case, account: Account) -> float:
 def _filled(row: Row, setting: Setting) -> _Case:
     """The row's step; a batch or sequence that its source does not tell by the setting's rule."""
     batch, sequence = row.batch or setting.batch, row.sequence or setting.sequence
-    first = _Case(setting, row.policy, row.spec(), tuple(row.ablation.items()), 1, _SEQUENCE)
 
-    def fits(**sizes: int) -> bool:
-        account = _account(first._replace(**sizes))
+    def case(batch: int, sequence: int) -> _Case:
+        return _Case(setting, row.policy, model, tuple(row.ablation.items()), batch, sequence)
+
+    def fits(batch: int, sequence: int) -> bool:
+        account = _account(case(batch, sequence))
         return account.device_peak_bytes <= account.device_limit_bytes
 
+    model = row.spec()
     if sequence == "fill":
         if batch == "fill":
             raise ValueError(f"row {row.item}: batch and sequence cannot both fill the memory")
-        sequence = _SEQUENCE * _largest(_MOST_STEPS, lambda steps: fits(batch=batch, sequence=_SEQUENCE * steps))
+        told = batch
+        sequence = _SEQUENCE * _largest(_MOST_STEPS, lambda steps: fits(told, _SEQUENCE * steps))
     if batch == "fill":
-        batch = _largest(_MOST_BATCH, lambda size: fits(batch=size, sequence=sequence))
-    return first._replace(batch=batch, sequence=sequence)
+        each = sequence
+        batch = _largest(_MOST_BATCH, lambda size: fits(size, each))
+    return case(batch, sequence)
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -209,5 +218,3 @@ def _streamed(costs: CostModel) -> float:
         builder.op(OpId("save_state", str(index), chunk=0), "d2h", [slot], [home], bytes=size)
     schedule = builder.build()
     return _TIMES * (size // 8) / max(span.end_ns for span in simulate(schedule, costs).spans)
-
-

@@ -44,7 +44,9 @@ class _Sharded(Gathered):
     def fetch(self, layer: str, phase: str, micro: int, slot: str) -> None:
         elements = self.stack[layer].elements
         shard = self.builder.acquire("device.shards" if self.stack[layer].kind == "decoder" else "device.shards_vocabulary")
-        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.host["weights", layer]], [shard, slot], bytes=4 * elements)  # into the slot too: it waits until that is free
+        self.builder.op(
+            OpId("load_weights", layer, phase, micro, 0), "h2d", [self.host["weights", layer]], [shard, slot], bytes=4 * elements
+        )  # into the slot too: it waits until that is free
         self.builder.op(OpId("device_pass", layer, phase, micro, 0), "compute", [shard], [slot], bytes=_GATHER_BYTES * elements)
         self.builder.release(shard)
 
