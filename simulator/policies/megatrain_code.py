@@ -174,7 +174,7 @@ class _Code:
             self.builder.op(OpId("host_pass", chunk=1), "cpu", weights, flats, bytes=2 * decoder)
         for chunk, (layer, buffer) in enumerate(self.device.items(), 1):  # pageable: a thread stages it
             source, size = self.host["weights", layer], self.device_bytes(layer)
-            self.builder.op(OpId("thread_pass", chunk=chunk), "cpu", [source, *flats], [buffer], bytes=size)
+            self.builder.op(OpId("thread_pass", chunk=chunk), "cpu", [source, *flats, *self.device.values()], [buffer], bytes=size)
             self.builder.op(OpId("load_weights", layer), "h2d", [source], [buffer], bytes=size)
         self.builder.op(OpId("host_pass", chunk=2), "cpu", list(self.device.values()), gradients, bytes=self.width * self.parameters)
         self.builder.op(OpId("thread_pass", chunk=3), "cpu", gradients, gradients, bytes=round(_FREE_SHARE * self.width * self.parameters))
