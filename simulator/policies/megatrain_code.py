@@ -43,7 +43,7 @@ class Ablation(NamedTuple):
     slabs: int = 12
     interval: int = 4
     copies: bool = True
-    """every decoder layer a second time in pinned memory. The version before, with which the paper's host memory agrees (Figure 5 grows by 10 bytes a parameter,
+    """every decoder layer a second time in pinned memory. An earlier public version (undated), with which the paper's host memory agrees (Figure 5 grows by 10 bytes a parameter,
     read when gradients are freed), packed each layer into one of two pinned buffers before every load: on all threads, hidden by the layer before"""
 
 
