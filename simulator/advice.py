@@ -25,6 +25,7 @@ from megatrain.simulator.specs import Workload
 from megatrain.simulator.units import format_bytes
 
 _GIB = 2**30
+_PLENTY = 2**59
 _LEAST_GAIN = 0.01
 _MOMENTS = 8  # bytes a parameter, fp32; half of them in bf16
 _MOST_DEVICE = 4  # times the device memory that there is
@@ -65,7 +66,7 @@ class Adviser:
         if self.choice.feasible:
             faster = [entry for entry in self._faster() if (entry.gain or 0) >= _LEAST_GAIN]
             return tuple(sorted(faster, key=lambda entry: (entry.would, -(entry.gain or 0))))[:most]
-        tried = [entry for entry in self._fitting() if entry.fits or 0 < entry.bytes_saved]
+        tried = [entry for entry in self._fitting() if entry.fits or entry.bytes_saved > 0]
         return tuple(sorted(tried, key=lambda entry: (not entry.fits, entry.would, entry.bytes_missing)))[:most]
 
     # What would make it fit
@@ -102,15 +103,23 @@ class Adviser:
     def _more_memory(self) -> list[Suggestion]:
         """The least more host memory, or device memory, or of both, with which one of the policies fits."""
         accounts, found = [footprint.account() for footprint in self.footprints], list[Suggestion]()
-        device_fits = [account for account in accounts if account.device_peak_bytes <= account.device_limit_bytes]
+        roomy = [footprint.account(host_limit=_PLENTY) for footprint in self.footprints]
+        device_fits = [account for account in roomy if account.device_peak_bytes <= account.device_limit_bytes]
         host_fits = [account for account in accounts if account.host_peak_bytes <= account.host_limit_bytes]
         if device_fits:
-            found.append(_memory(min(device_fits, key=lambda account: account.host_peak_bytes), ("host",)))
+            found.append(self._memory(min(device_fits, key=lambda account: account.host_peak_bytes), ("host",)))
         if host_fits:
-            found.append(_memory(min(host_fits, key=lambda account: account.device_peak_bytes), ("device",)))
+            found.append(self._memory(min(host_fits, key=lambda account: account.device_peak_bytes), ("device",)))
         if not device_fits and not host_fits:
-            found.append(_memory(min(accounts, key=_excess), ("device", "host")))
+            found.append(self._memory(min(accounts, key=_excess), ("device", "host")))
         return found
+
+    def _memory(self, account: Account, places: tuple[str, ...]) -> Suggestion:
+        peaks = {"device": account.device_peak_bytes, "host": account.host_peak_bytes}
+        options = {f"{place}-memory": _gib(peaks[place]) for place in places}
+        more = {"device": peaks["device"] - self.plan.device_limit_bytes, "host": peaks["host"] - self.plan.host_limit_bytes}
+        text = " ".join(f"--{name} {value}" for name, value in options.items())
+        return Suggestion(change=f"{text}, {format_bytes(sum(max(more[place], 0) for place in places))} more", options=options, fits=True)
 
     def _smaller_moments(self) -> list[Suggestion]:
         best = min((footprint.account() for footprint in self.footprints), key=lambda account: _with_half_moments(account).excess_bytes)
@@ -200,14 +209,6 @@ def _excess(account: Account) -> tuple[int, int]:
 def _gib(size: int) -> str:
     """At least `size`, as an option's value."""
     return f"{-(-size // _GIB)}GiB"
-
-
-def _memory(account: Account, places: tuple[str, ...]) -> Suggestion:
-    peaks = {"device": account.device_peak_bytes, "host": account.host_peak_bytes}
-    options = {f"{place}-memory": _gib(peaks[place]) for place in places}
-    more = sum(max(peaks[place] - {"device": account.device_limit_bytes, "host": account.host_limit_bytes}[place], 0) for place in places)
-    text = " ".join(f"--{name} {value}" for name, value in options.items())
-    return Suggestion(change=f"{text}, {format_bytes(more)} more", options=options, fits=True)
 
 
 def _with_half_moments(account: Account) -> Account:

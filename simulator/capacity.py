@@ -77,7 +77,11 @@ class Footprint:
         return moved
 
     def placed(self) -> Plan:
-        """The plan, with a placement that keeps on the device what the host cannot hold."""
+        """The plan, with the largest copies that fit, and a placement that keeps on the device what the host cannot hold."""
+        larger = (Footprint(_with(self.plan, chunk_bytes=size), self.costs) for size in sorted(CHUNK_BYTES, reverse=True))
+        return next((footprint for footprint in larger if footprint.account().fits), self)._placed()
+
+    def _placed(self) -> Plan:
         still = msgspec.structs.replace(self.plan, host_limit_bytes=2**59)  # nothing moves
         account = plan_account(still, self._schedule, self.costs)
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
@@ -153,12 +157,19 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
 
 def largest_batch(footprints: list[Footprint], workload: Workload) -> int:
     """Sequences of a micro-batch that fit with one of the footprints, at the workload's sequence length; 0 where one is too many."""
-    return max((_most(lambda count: footprint.account(msgspec.structs.replace(workload, batch=count)).fits, 2**20) for footprint in footprints), default=0)
+
+    def fits(count: int) -> bool:
+        work = msgspec.structs.replace(workload, batch=count)
+        return any(footprint.account(work).fits for footprint in footprints)
+
+    return _most(fits, 2**20)
 
 
 def longest_context(footprints: list[Footprint], workload: Workload, batch: int = 1) -> int:
     """Tokens of a sequence that fit, `batch` sequences a micro-batch; 0 where one token is too many."""
-    return max(
-        (_most(lambda count: footprint.account(msgspec.structs.replace(workload, batch=batch, sequence=count)).fits, 2**24) for footprint in footprints),
-        default=0,
-    )
+
+    def fits(count: int) -> bool:
+        work = msgspec.structs.replace(workload, batch=batch, sequence=count)
+        return any(footprint.account(work).fits for footprint in footprints)
+
+    return _most(fits, 2**24)

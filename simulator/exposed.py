@@ -19,7 +19,9 @@ def exposed_ns(timeline: Timeline) -> dict[str, float]:
     """Lane -> exposed nanoseconds, for every lane of the timeline but compute, and `waiting`."""
     lanes = list(dict.fromkeys(span.lane for span in timeline.spans))
     exposed = dict.fromkeys([lane for lane in lanes if lane != "compute"] + [WAITING], 0.0)
-    changes = sorted((time, sign, span.lane) for span in timeline.spans for time, sign in ((span.start_ns, 1), (span.end_ns, -1)) if span.end_ns > span.start_ns)
+    changes = sorted(
+        (time, sign, span.lane) for span in timeline.spans for time, sign in ((span.start_ns, 1), (span.end_ns, -1)) if span.end_ns > span.start_ns
+    )
     busy: dict[str, int] = dict.fromkeys(lanes, 0)
     before = 0
     for time, sign, lane in changes:

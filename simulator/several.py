@@ -53,11 +53,17 @@ class Several(msgspec.Struct, frozen=True, kw_only=True):
     note: str = "first estimate: data parallel, state once in host memory, links limited by the host's DRAM; summing gradients among GPUs is left out"
 
 
+def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
+    """Raises UserError for more GPUs than a host has, or for more than one on a unified machine."""
+    if hardware.unified and gpus != 1:
+        raise UserError("--gpus", found=gpus, allowed=f"1: {hardware.name} has one memory for CPU and GPU", fix="leave it out")
+    if not 1 <= gpus <= MOST_GPUS:
+        raise UserError("--gpus", found=gpus, allowed=f"1 to {MOST_GPUS}, on one host", fix="write it like --gpus 8")
+
+
 def estimate(plan: Plan, schedule: Schedule, account: Account, hardware: HardwareSpec, costs: CostModel, step_seconds: float, gpus: int) -> Several:
-    """For `plan`, which takes `step_seconds` on one GPU. Raises UserError for more GPUs than a host has, or for a unified machine."""
-    if not 1 <= gpus <= (1 if hardware.unified else MOST_GPUS):
-        allowed = f"1: {hardware.name} has one memory for CPU and GPU" if hardware.unified else f"1 to {MOST_GPUS}"
-        raise UserError("--gpus", found=gpus, allowed=allowed, fix="write it like --gpus 8")
+    """For `plan`, which takes `step_seconds` on one GPU. Raises UserError like `check_gpus`."""
+    check_gpus(gpus, hardware)
     own_memory = "C2C" in hardware.link
     one, both = (min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s) * share for share in (1.0, hardware.duplex_fraction))
     memory = hardware.host_memory

@@ -24,6 +24,7 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.planner import Choice, assess, search
 from megatrain.simulator.several import Several, estimate
 from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.units import format_bytes
 
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
 _STAGING = ("_chunks", "slabs", "bucket", "flats", "converted", "shards")
@@ -170,6 +171,12 @@ def brief(choice: Choice, hardware: HardwareSpec) -> Verdict:
     )  # fmt: skip
 
 
+def _lacking(verdict: Verdict) -> str:
+    """What the nearest plan has too little of."""
+    excess = {"device": verdict.device_peak_bytes - verdict.device_limit_bytes, "host": verdict.host_peak_bytes - verdict.host_limit_bytes}
+    return "the nearest plan lacks " + " and ".join(f"{format_bytes(size)} of {place} memory" for place, size in excess.items() if size > 0)
+
+
 def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training:
     """Days and energy of training on so many tokens."""
     speed, gpus = (verdict.several.tokens_per_second, verdict.several.gpus) if verdict.several else (verdict.tokens_per_second, 1)
@@ -196,7 +203,7 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
     advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
     verdict = msgspec.structs.replace(
         verdict, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
-        longest_context=longest_context(footprints, plan.workload) if footprints else None,
+        reason="" if choice.feasible else _lacking(verdict), longest_context=longest_context(footprints, plan.workload) if footprints else None,
         largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
         several=estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus) if gpus != 1 else None,
     )  # fmt: skip
