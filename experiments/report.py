@@ -20,8 +20,9 @@ def text(verdict: Verdict) -> str:
     lines += _speed(verdict) if verdict.feasible else [f"{verdict.binding} binds: {verdict.reason}"]
     lines += memory(verdict)
     if verdict.longest_context is not None:
-        batch = f"a micro-batch of {verdict.largest_batch:,} x {verdict.workload.sequence}" if verdict.largest_batch else "no micro-batch"
-        lines.append(f"most that fits: a context of {verdict.longest_context:,} tokens (batch 1), {batch}")
+        batch = f"a micro-batch of {verdict.largest_batch:,} x {verdict.workload.sequence}" if verdict.largest_batch else f"none of {verdict.workload.sequence}"
+        most = f"most that fits: a context of {verdict.longest_context:,} tokens (batch 1), {batch}"
+        lines.append(most if verdict.longest_context else "no micro-batch fits, however small")
     if verdict.advice:
         lines.append("would make it run faster, about:" if verdict.feasible else "would help:")
         lines += [f"    {_suggestion(entry)}" for entry in verdict.advice]

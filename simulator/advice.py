@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.assessment import Choice, varied
 from megatrain.simulator.capacity import ONE_COPY, Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.changed import Changed
@@ -19,7 +20,6 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import Account
 from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import Choice
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import Workload
 from megatrain.simulator.units import format_bytes
@@ -104,22 +104,33 @@ class Adviser:
         """The least more host memory, or device memory, or of both, with which one of the policies fits."""
         accounts, found = [footprint.account() for footprint in self.footprints], list[Suggestion]()
         roomy = [footprint.account(host_limit=_PLENTY) for footprint in self.footprints]
-        device_fits = [account for account in roomy if account.device_peak_bytes <= account.device_limit_bytes]
+        device_fits = [footprint for footprint, account in zip(self.footprints, roomy, strict=True) if account.device_peak_bytes <= account.device_limit_bytes]
         host_fits = [account for account in accounts if account.host_peak_bytes <= account.host_limit_bytes]
         if device_fits:
-            found.append(self._memory(min(device_fits, key=lambda account: account.host_peak_bytes), ("host",)))
+            found.append(self._memory({"host": min(self._least_host(footprint) for footprint in device_fits)}))
         if host_fits:
-            found.append(self._memory(min(host_fits, key=lambda account: account.device_peak_bytes), ("device",)))
+            found.append(self._memory({"device": min(account.device_peak_bytes for account in host_fits)}))
         if not device_fits and not host_fits:
-            found.append(self._memory(min(accounts, key=_excess), ("device", "host")))
+            nearest = min(accounts, key=_excess)
+            found.append(self._memory({"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes}))
         return found
 
-    def _memory(self, account: Account, places: tuple[str, ...]) -> Suggestion:
-        peaks = {"device": account.device_peak_bytes, "host": account.host_peak_bytes}
-        options = {f"{place}-memory": _gib(peaks[place]) for place in places}
-        more = {"device": peaks["device"] - self.plan.device_limit_bytes, "host": peaks["host"] - self.plan.host_limit_bytes}
+    def _least_host(self, footprint: Footprint) -> int:
+        """Host memory with which the footprint fits, the device holding what state it can; in whole GiB."""
+        enough = -(-footprint.account(host_limit=_PLENTY).host_peak_bytes // _GIB)
+        short = 0
+        while enough - short > 1:
+            middle = (enough + short) // 2
+            short, enough = (short, middle) if footprint.account(host_limit=middle * _GIB).fits else (middle, enough)
+        return enough * _GIB
+
+    def _memory(self, needs: dict[str, int]) -> Suggestion:
+        """`needs`: place -> bytes."""
+        limits = {"device": self.plan.device_limit_bytes, "host": self.plan.host_limit_bytes}
+        options = {f"{place}-memory": _gib(size) for place, size in needs.items()}
+        more = sum(max(size - limits[place], 0) for place, size in needs.items())
         text = " ".join(f"--{name} {value}" for name, value in options.items())
-        return Suggestion(change=f"{text}, {format_bytes(sum(max(more[place], 0) for place in places))} more", options=options, fits=True)
+        return Suggestion(change=f"{text}, {format_bytes(more)} more", options=options, fits=True)
 
     def _smaller_moments(self) -> list[Suggestion]:
         best = min((footprint.account() for footprint in self.footprints), key=lambda account: _with_half_moments(account).excess_bytes)
@@ -145,7 +156,7 @@ class Adviser:
         if count > 2:
             one, two = (self._time(_accumulating(plan, some), costs, key) for some in (1, 2))
             return two + (count - 2) * (two - one)
-        plan = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, chunk_bytes=ONE_COPY))
+        plan = varied(plan, chunk_bytes=ONE_COPY)
         known = (plan.policy, plan.workload, plan.knobs, key)
         if known not in self._times:
             if costs is None:

@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.assessment import plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.memory import Account
 from megatrain.simulator.placing import CLASSES, ranges
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.planner import CHUNK_BYTES, intervals, plan_account
 from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.slot_search import CHUNK_BYTES, intervals
 from megatrain.simulator.specs import DTYPE_BYTES, Workload
 
 ONE_COPY = 2**40
 _PROPORTIONAL = {f"device.{name}" for name in ("activations", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
 """pools whose bytes are proportional to the tokens of a micro-batch"""
-_CHUNKS = "_chunks"
-"""ends the pools whose bytes are proportional to the bytes of a copy, up to a layer"""
 _COVERED = {"sequential": "k_buffer", "double_buffer": "k_buffer"}
 """policy -> one that can do with as little: that one with other slots"""
 
@@ -36,16 +35,13 @@ class Footprint:
     """One plan's memory, for any number of tokens."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
-        """`plan` names the bytes of its copies; it is lowered with whole layers as copies, which has few ops. Raises UserError like `lower`."""
+        """Raises UserError like `lower`."""
         self.plan, self.costs = plan, costs
-        whole = policy_library.lower(_with(plan, chunk_bytes=ONE_COPY))
-        lanes = {op.lane: op for op in reversed(whole.ops)}
-        largest = max(layer.elements for layer in plan.model.stack.values())
-        part = min(plan.knobs.chunk_bytes // DTYPE_BYTES[plan.workload.dtype] / largest, 1.0)
-        buffers = [_resized(buffer, part) if buffer.pool.endswith(_CHUNKS) else buffer for buffer in _merged(whole.buffers)]
-        self._schedule = Schedule(policy=whole.policy, buffers=tuple(buffers), ops=tuple(lanes.values()))
-        homes = {f"host.{name}": name for name in CLASSES} if _can_place(plan) else {}
-        self._movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in whole.buffers if buffer.pool in homes]
+        places = policy_library.places(plan.policy)
+        buffers = policy_library.outline(plan if places else varied(plan, chunk_bytes=ONE_COPY)).buffers  # of these no buffer hangs on the bytes of a copy
+        self._schedule = Schedule(policy=plan.policy, buffers=tuple(_merged(buffers)), ops=())
+        homes = {f"host.{name}": name for name in CLASSES} if places else {}
+        self._movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in buffers if buffer.pool in homes]
 
     def account(self, workload: Workload | None = None, device_limit: int | None = None, host_limit: int | None = None) -> Account:
         """With a workload of other tokens or another loss chunk, and under other limits."""
@@ -78,7 +74,7 @@ class Footprint:
 
     def placed(self) -> Plan:
         """The plan, with the largest copies that fit, and a placement that keeps on the device what the host cannot hold."""
-        larger = (Footprint(_with(self.plan, chunk_bytes=size), self.costs) for size in sorted(CHUNK_BYTES, reverse=True))
+        larger = (Footprint(varied(self.plan, chunk_bytes=size), self.costs) for size in sorted(CHUNK_BYTES, reverse=True))
         return next((footprint for footprint in larger if footprint.account().fits), self)._placed()
 
     def _placed(self) -> Plan:
@@ -88,18 +84,7 @@ class Footprint:
         for name, layer, _ in self._moved(msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)):
             chosen[name].add(layer)
         texts = {name: ranges(list(self.plan.model.stack), layers) for name, layers in chosen.items() if layers}
-        return _with(self.plan, placement=msgspec.structs.replace(self.plan.knobs.placement, **texts))
-
-
-def _can_place(plan: Plan) -> bool:
-    """The policy keeps on the device what the placement names."""
-    shortest = msgspec.structs.replace(plan, model=plan.model.with_layers(1))
-    programs = [policy_library.lower(_with(shortest, chunk_bytes=ONE_COPY, placement=Placement(moments=text))).buffers for text in ("", "all")]
-    return programs[0] != programs[1]
-
-
-def _with(plan: Plan, **knobs: object) -> Plan:
-    return msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, **knobs))
+        return varied(self.plan, placement=msgspec.structs.replace(self.plan.knobs.placement, **texts))
 
 
 def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -135,9 +120,16 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[Footprint]:
     best = min(intervals(model.layers), key=lambda interval: -(-model.layers // interval) * row + interval * (saved + row))
     for interval, parked in ((best, ""), (1, "all")):
         for slots, slabs in ((1, 0), (1, 1), (2, 0), (2, 1)):
-            knobs = {"weight_slots": slots, "gradient_slots": 1, "gradient_slabs": slabs, "checkpoint_interval": interval, "chunk_bytes": min(CHUNK_BYTES)}
+            knobs = {
+                "weight_slots": slots,
+                "gradient_slots": 1,
+                "gradient_slabs": slabs,
+                "state_slots": 1,
+                "checkpoint_interval": interval,
+                "chunk_bytes": min(CHUNK_BYTES),
+            }
             try:
-                yield Footprint(_with(plan, **knobs, placement=Placement(parked=parked)), costs)
+                yield Footprint(varied(plan, **knobs, placement=Placement(parked=parked)), costs)
             except UserError:  # a policy that needs more slots
                 continue
             break

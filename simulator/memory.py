@@ -149,10 +149,11 @@ def usage(schedule: Schedule, timeline: Timeline, activations_bytes: int | None 
 def workspace_beside(workspace: Workspace, schedule: Schedule, activations_bytes: int | None) -> int:
     """Bytes of `device.workspace` that together with the saved activations hold every op's peak.
 
-    A layer's ops run beside all saved activations, the head's and the updates beside none: max(layer, head - saved, update - saved).
+    A layer's ops run beside the saved activations of a recomputed block, the head's and the updates beside none: max(layer, head - saved,
+    update - saved). Those of stored layers are there all the while.
     """
-    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.dynamic)
-    update = workspace.update if "update" in schedule.lanes else 0
+    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.pool == "device.activations")
+    update = workspace.update if any(buffer.pool in ("device.moments", "device.moments_chunks") for buffer in schedule.buffers) else 0
     return max(workspace.layer, workspace.head - saved, update - saved)
 
 

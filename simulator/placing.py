@@ -10,24 +10,27 @@ activations from the back: they are needed again first. What cannot hold its che
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
+from megatrain.simulator import policies
+from megatrain.simulator.assessment import Choice, assess, plan_account, varied
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.engine import makespan_ns
+from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
-EVERYTHING = Placement(**dict.fromkeys(CLASSES, "all"))
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
-Peak = Callable[[Plan], int]
-"""predicted device peak of a plan, in bytes"""
-
-
-def placed(plan: Plan, placement: Placement) -> Plan:
-    """`plan` with another placement."""
-    return msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, placement=placement))
+_FINALISTS = 3
+_CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
+_LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
+_TIE = 1.001
+_LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
+"""Ever less memory in slots, where more does not fit"""
 
 
 def ranges(layers: list[str], chosen: set[str]) -> str:
@@ -50,49 +53,102 @@ def ranges(layers: list[str], chosen: set[str]) -> str:
     return ",".join(parts)
 
 
-def candidates(plan: Plan, peak: Peak) -> Iterator[Placement]:
-    """Placements worth a try for `plan`, all of which fit its device memory as far as `peak` tells; none where nothing fits."""
-    limit, decoders = plan.device_limit_bytes, plan.model.layers
-    base = Placement()
-    need = peak(placed(plan, base))
-    if need > limit:
-        base = Placement(parked="all")
-        need = peak(placed(plan, base))
-    if need > limit:
-        return
-    yield base
-    one = peak(placed(plan, msgspec.structs.replace(base, stored=str(decoders - 1)))) - need  # its activations, less the checkpoint
-    most = min(decoders, (limit - need) // max(one, 1))
-    everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
-    spare = limit - peak(placed(plan, everything))
-    if spare >= 0:
-        yield msgspec.structs.replace(everything, stored=_last(decoders, min(decoders, spare // max(one, 1))))
-    for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
-        kept = msgspec.structs.replace(base, stored=_last(decoders, stored))
-        room = limit - peak(placed(plan, kept))
-        for by_class in (True, False):
-            filled = msgspec.structs.replace(kept, **_fill(plan, room, by_class=by_class))
-            if room >= 0 and peak(placed(plan, filled)) <= limit:
-                yield filled
-
-
-def _last(decoders: int, count: int) -> str:
+def last(decoders: int, count: int) -> str:
     """The last `count` decoder layers."""
     layers = [str(index) for index in range(decoders)]
     return ranges(layers, set(layers[decoders - count :]))
 
 
-def _fill(plan: Plan, room: int, *, by_class: bool) -> dict[str, str]:
-    """Per class, the layers whose bytes fit into `room` together, from the front."""
-    stack = plan.model.stack
-    width = DTYPE_BYTES[plan.workload.dtype]
-    pairs = [(name, layer) for name in CLASSES for layer in stack] if by_class else [(name, layer) for layer in stack for name in CLASSES]
-    chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
-    for name, layer in pairs:
-        per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
-        size = -(-per_parameter * stack[layer].elements // 256) * 256
-        if size > room:
-            break
-        room -= size
-        chosen[name].add(layer)
-    return {name: ranges(list(stack), layers) for name, layers in chosen.items()}
+class PlacementSearch:
+    """The search among the placements and slots of one plan."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        layer = max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
+        self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
+        usual = max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length()))
+        self.plan, self.costs = varied(plan, chunk_bytes=usual), costs
+
+    def best(self) -> Choice:
+        """The fastest plan that fits, or the one that misses by least."""
+        for lean in _LEAN:
+            plan = varied(self.plan, **lean)
+            found = sorted((self._time(varied(candidate, chunk_bytes=self.coarse)), index, candidate) for index, candidate in enumerate(self._candidates(plan)))
+            if found:
+                finalists = [candidate for _, _, candidate in found[:_FINALISTS]]
+                return self._refined(min(finalists, key=self._time))
+        return self._nearest_miss()
+
+    def _account(self, plan: Plan) -> Account:
+        return plan_account(plan, policies.outline(plan), self.costs)
+
+    def _time(self, plan: Plan) -> int:
+        """Step of `plan` in ns, of at most two micro-batches."""
+        return makespan_ns(policies.lower(varied(plan, accumulation=2)), self.costs)
+
+    def _candidates(self, plan: Plan) -> Iterator[Plan]:
+        """Plans worth a try, all of which fit."""
+        decoders = plan.model.layers
+        for base in (Placement(), Placement(parked="all")):
+            room = self._room(varied(plan, placement=base))
+            if room < 0:
+                continue
+            one = room - self._room(varied(plan, placement=msgspec.structs.replace(base, stored=str(decoders - 1))))
+            everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
+            spare = self._room(varied(plan, placement=everything)) // max(one, 1)
+            if spare >= 0:
+                yield from self._fitting(plan, msgspec.structs.replace(everything, stored=last(decoders, min(decoders, spare))))
+            most = min(decoders, room // max(one, 1))
+            for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
+                kept = msgspec.structs.replace(base, stored=last(decoders, stored))
+                space = self._room(varied(plan, placement=kept))
+                fills = {self._fill(plan, space, by_class=by_class) for by_class in (True, False)}
+                for fill in sorted(fills):
+                    yield from self._fitting(plan, msgspec.structs.replace(kept, **dict(zip(CLASSES, fill, strict=True))))
+            return
+
+    def _room(self, plan: Plan) -> int:
+        """Device bytes that are left."""
+        account = self._account(plan)
+        return account.device_limit_bytes - account.device_peak_bytes
+
+    def _fitting(self, plan: Plan, placement: Placement) -> list[Plan]:
+        candidate = varied(plan, placement=placement)
+        return [candidate] if self._account(candidate).fits else []
+
+    def _fill(self, plan: Plan, room: int, *, by_class: bool) -> tuple[str, ...]:
+        """Per class, the layers whose bytes fit into `room` together, from the front."""
+        stack, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
+        pairs = [(name, layer) for name in CLASSES for layer in stack] if by_class else [(name, layer) for layer in stack for name in CLASSES]
+        chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
+        for name, layer in pairs:
+            per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
+            size = -(-per_parameter * stack[layer].elements // 256) * 256
+            if size <= room:
+                room -= size
+                chosen[name].add(layer)
+        return tuple(ranges(list(stack), chosen[name]) for name in CLASSES)
+
+    def _refined(self, plan: Plan) -> Choice:
+        """`plan` with other slots and copies where that is faster by more than a tie."""
+        time = self._time(plan)
+        knobs = plan.knobs
+        for change in (
+            {"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)}, {"chunk_bytes": 4 * knobs.chunk_bytes}, {"state_slots": knobs.state_slots + 2},
+            {"weight_slots": knobs.weight_slots + 1},
+        ):  # fmt: skip
+            changed = varied(plan, **change)
+            if policies.outline(changed).buffers != policies.outline(plan).buffers and self._account(changed).fits:
+                found = self._time(changed)
+                if found * _TIE < time:
+                    plan, time = changed, found
+        return assess(plan, self.costs)
+
+    def _nearest_miss(self) -> Choice:
+        """The plan above its limits by the fewest bytes: everything on the host, or as much on the device as it holds."""
+        lean = varied(self.plan, **_LEAN[-1])
+        misses = []
+        for base in (Placement(), Placement(parked="all")):
+            plan = varied(lean, placement=base)
+            fill = self._fill(plan, max(self._room(plan), 0), by_class=True)
+            misses += [plan, varied(lean, placement=msgspec.structs.replace(base, **dict(zip(CLASSES, fill, strict=True))))]
+        return assess(min(misses, key=lambda plan: self._account(plan).excess_bytes), self.costs)

@@ -1,11 +1,7 @@
 """Planner: which policy and which knobs train this model fastest on this machine, in the memory that there is.
 
-It enumerates and never bisects: more slots or smaller copies can be slower once lanes slow each other. To stay within a second or two it
-enumerates in three rounds, each on the smallest program that tells its candidates apart:
-
-1. checkpoint interval x weight slots: the whole model, a layer a copy, the evaluator; what cannot fit is left out,
-2. gradient slots x slabs, then the bytes of a copy: a few layers, for each of the best pairs of round 1; the evaluator, then the engine,
-3. the whole plans that are left: the engine, with contention. Within 0.1 % of the fastest, the one of fewest bytes wins.
+It enumerates and never bisects: more slots or smaller copies can be slower once lanes slow each other. What is enumerated hangs on what
+the policy lets one choose: slots (`slot_search.py`), or also where each layer's data is (`placing.py`).
 
 Not searched: the workload (batch, dtype, clipping, loss chunk): it decides the arithmetic, so it is the user's. A smaller batch is only
 suggested, where nothing fits.
@@ -13,47 +9,21 @@ suggested, where nothing fits.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable
 
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.assessment import Choice, assess, plan_account
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine import makespan_ns as shared_makespan_ns
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import Bounds, bounds, makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import Account, account, workspace_beside, workspace_estimate
-from megatrain.simulator.plan import Plan, Prediction
-from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.placing import PlacementSearch
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.slot_search import SlotSearch
 from megatrain.simulator.specs import ModelSpec, Workload
 
-WEIGHT_SLOTS = (1, 2, 3, 4, 8)
-GRADIENT_SLOTS = (1, 2, 3)
-GRADIENT_SLABS = (0, 1, 2, 4)
-CHUNK_BYTES = (16 * 2**20, 64 * 2**20, 256 * 2**20)
-_ONE_COPY = 2**40
-_SHORT = 6  # decoder layers of round 2, at least
-_TIE = 1.001
-_PAIRS = 2  # of round 1 that go into round 2
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan and what is expected of it. Where it does not fit, `account` says what binds and what would help."""
-
-    plan: Plan
-    account: Account
-    bounds: Bounds
-    step_seconds: float
-    """engine's makespan and the host's time outside the schedule"""
-    extrapolated: tuple[str, ...] = ()
-    """op kinds whose cost lies outside what was measured"""
-
-    @property
-    def feasible(self) -> bool:
-        return self.account.fits
+__all__ = ["Choice", "assess", "plan_account", "search"]
 
 
 def search(
@@ -68,15 +38,22 @@ def search(
     policies: Iterable[str] | None = None,
 ) -> list[Choice]:
     """The best plan of each policy: those that fit, fastest first, then the nearest misses. Limits in bytes, the machine's by default.
-    `policies`: by default those that the runtime executes; one that is only for prediction has no knobs to search.
+    `policies`: by default those that the runtime executes and that may be the fastest; one that is only for prediction has no knobs to search. On a
+    machine of one memory nothing streams: `resident` alone.
 
     `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were not measured.
     """
     known = [*policy_library.names(), *policy_library.peers()]
-    names = policy_library.names() if policies is None else list(dict.fromkeys(policies))
+    names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
     for name in names:
         if name not in known:
             raise UserError("policy", found=repr(name), allowed=", ".join(known), fix="name one of these")
+    if hardware.unified:
+        names = [name for name in names if name == "resident" or policy_library.is_prediction_only(name)]
+    if not names:
+        raise UserError(
+            "policy", found="one that streams, on a machine of one memory, where there is nothing to copy", allowed="resident", fix="leave --policy out"
+        )
     first = Plan(
         policy=names[0],
         hardware=hardware_name or hardware.name,
@@ -88,8 +65,15 @@ def search(
     )
     costs = cost_model(hardware, model, workload)
     plans = [msgspec.structs.replace(first, policy=name) for name in names]
-    choices = [assess(plan, costs) if policy_library.is_prediction_only(plan.policy) else _Search(plan, costs).best() for plan in plans]
+    choices = [_best(plan, costs) for plan in plans]
     return sorted(choices, key=_rank)
+
+
+def _best(plan: Plan, costs: CostModel) -> Choice:
+    """The best plan of one policy."""
+    if policy_library.is_prediction_only(plan.policy):
+        return assess(plan, costs)
+    return PlacementSearch(plan, costs).best() if policy_library.places(plan.policy) else SlotSearch(plan, costs).best()
 
 
 def _rank(choice: Choice) -> tuple[bool, int, int, float, str]:
@@ -97,169 +81,3 @@ def _rank(choice: Choice) -> tuple[bool, int, int, float, str]:
     account = choice.account
     lacking = max(account.device_peak_bytes - account.device_limit_bytes, 0)
     return not choice.feasible, lacking, account.excess_bytes, choice.step_seconds, choice.plan.policy
-
-
-def assess(plan: Plan, costs: CostModel) -> Choice:
-    """`plan` as it stands, with its digest and prediction filled in."""
-    schedule = policy_library.lower(plan)
-    verdict = plan_account(plan, schedule, costs)
-    limits = bounds(schedule, costs)
-    seconds = (shared_makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
-    prediction = Prediction(
-        step_seconds=seconds,
-        lower_bound_seconds=limits.lower_bound_ns / 1e9,
-        device_peak_bytes=verdict.device_peak_bytes,
-        host_peak_bytes=verdict.host_peak_bytes,
-        binding=limits.binding if verdict.fits else verdict.binding,
-    )
-    flagged = tuple(sorted({op.kind for op in costs.sizes(schedule).ops if costs.extrapolated(op)}))
-    plan = msgspec.structs.replace(plan, digest=schedule.digest, prediction=prediction)
-    return Choice(plan=plan, account=verdict, bounds=limits, step_seconds=seconds, extrapolated=flagged)
-
-
-def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
-    """The memory of a plan's schedule under the plan's limits, with measured sizes where there are any.
-
-    What was measured is this runtime's; a schedule of another system says itself what its ops allocate.
-    """
-    if policy_library.is_prediction_only(plan.policy):
-        return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = costs.activations_bytes(plan.model, plan.workload)
-    workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
-    return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
-
-
-def intervals(layers: int) -> tuple[int, ...]:
-    """Checkpoint intervals worth a try: powers of two up to half of the model, and the square root of its depth.
-
-    >>> intervals(48)
-    (1, 2, 4, 7, 8, 16)
-    """
-    powers = [2**power for power in range(5) if 2**power <= max(layers // 2, 1)]
-    return tuple(sorted({*powers, max(math.isqrt(layers - 1) + 1, 1)} if layers > 2 else powers))
-
-
-class _Search:
-    """The search among one policy's knobs."""
-
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
-        self.plan, self.costs = plan, costs
-        self.tiny = _with(plan, layers=2, accumulation=2, chunk_bytes=_ONE_COPY)
-        self.weight_slots = self._allowed("weight_slots", WEIGHT_SLOTS)
-        self.least = {"weight_slots": self.weight_slots[0]}
-        self.gradient_slots = self._allowed("gradient_slots", GRADIENT_SLOTS)
-        self.slabs = self._allowed("gradient_slabs", GRADIENT_SLABS)
-        self.chunks = self._allowed("chunk_bytes", CHUNK_BYTES)
-        self.paths = self._path_bytes()
-        self.sizes: dict[tuple[int, int], tuple[int, int]] = {}  # (interval, weight slots) -> bytes on (device, host), with the first path
-
-    def _allowed(self, knob: str, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The values of `knob` that the policy takes; one of them, the default if it can be, where they make no difference."""
-        programs: dict[int, str] = {}
-        for value in values:
-            try:
-                programs[value] = policy_library.lower(_with(self.tiny, **{**getattr(self, "least", {}), knob: value})).digest
-            except UserError as error:
-                refused = error
-        if not programs:
-            raise refused
-        default = getattr(self.plan.knobs, knob)
-        if len(set(programs.values())) == 1:
-            return (default if default in programs else next(iter(programs)),)
-        return tuple(programs)
-
-    def _path_bytes(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(gradient slots, slabs) -> bytes on (device, host) more than the first. Slots of a pool cost the same in every model depth."""
-        found: dict[tuple[int, int], tuple[int, int]] = {}
-        for slots, slabs in itertools.product(self.gradient_slots, self.slabs):
-            plan = _with(self.tiny, **self.least, gradient_slots=slots, gradient_slabs=slabs)
-            verdict = plan_account(plan, policy_library.lower(plan), self.costs)
-            found[slots, slabs] = (verdict.device_peak_bytes, verdict.host_peak_bytes)
-        device, host = next(iter(found.values()))
-        return {path: (sizes[0] - device, sizes[1] - host) for path, sizes in found.items()}
-
-    def _excess(self, pair: tuple[int, int], path: tuple[int, int]) -> int:
-        """Bytes above the limits."""
-        device, host = (size + more for size, more in zip(self.sizes[pair], self.paths[path], strict=True))
-        return max(device - self.plan.device_limit_bytes, 0) + max(host - self.plan.host_limit_bytes, 0)
-
-    def best(self) -> Choice:
-        """The fastest plan that fits, or the one that misses by least."""
-        finals: list[Choice] = []
-        for interval, slots in self._first_round():
-            choice = assess(_with(self.plan, **self._second_round(interval, slots)), self.costs)
-            finals += [choice] if choice.feasible else []
-            if len(finals) == _PAIRS:
-                break
-        if not finals:
-            return self._nearest_miss()
-        fastest = min(choice.step_seconds for choice in finals)
-        return min((choice for choice in finals if choice.step_seconds <= fastest * _TIE), key=_frugality)
-
-    def _first_round(self) -> list[tuple[int, int]]:
-        """(interval, weight slots) that can fit, fastest first."""
-        times: dict[tuple[int, int], int] = {}
-        deepest = dict(zip(("gradient_slots", "gradient_slabs"), list(self.paths)[-1], strict=True))
-        for interval, slots in itertools.product(intervals(self.plan.model.layers), self.weight_slots):
-            plan = _with(self.plan, accumulation=2, chunk_bytes=_ONE_COPY, checkpoint_interval=interval, weight_slots=slots, **deepest)
-            schedule = policy_library.lower(plan)
-            verdict = plan_account(plan, schedule, self.costs)
-            more = self.paths[deepest["gradient_slots"], deepest["gradient_slabs"]]
-            self.sizes[interval, slots] = (verdict.device_peak_bytes - more[0], verdict.host_peak_bytes - more[1])
-            if any(self._excess((interval, slots), path) == 0 for path in self.paths):
-                times[interval, slots] = makespan_ns(schedule, self.costs)
-        return sorted(times, key=lambda pair: (times[pair], self.sizes[pair], pair))
-
-    def _second_round(self, interval: int, slots: int) -> dict[str, int]:
-        """The best way of the gradients and bytes of a copy for this pair."""
-        short = _with(self.plan, layers=max(_SHORT, interval + 2), accumulation=2, checkpoint_interval=interval, weight_slots=slots)
-        knobs: list[tuple[int, int, dict[str, int]]] = []
-        for path, more in self.paths.items():
-            if self._excess((interval, slots), path) == 0:
-                setting = {"gradient_slots": path[0], "gradient_slabs": path[1]}
-                time = makespan_ns(policy_library.lower(_with(short, chunk_bytes=_ONE_COPY, **setting)), self.costs)
-                knobs.append((time, sum(more), setting))
-        fastest = min(time for time, _, _ in knobs)
-        frugal = [entry for entry in knobs if entry[0] <= fastest * _TIE]
-        kept = [min(frugal, key=lambda entry: entry[1]), min(knobs, key=lambda entry: entry[:2])]
-        tried: list[tuple[int, int, int, dict[str, int]]] = []
-        for (_, total, setting), chunk in itertools.product(kept, self.chunks):
-            time = shared_makespan_ns(policy_library.lower(_with(short, chunk_bytes=chunk, **setting)), self.costs)
-            tried.append((time, total, -chunk, {**setting, "chunk_bytes": chunk}))
-        fastest = min(entry[0] for entry in tried)
-        chosen = min((entry for entry in tried if entry[0] <= fastest * _TIE), key=lambda entry: entry[1:3])
-        return {**chosen[3], "checkpoint_interval": interval, "weight_slots": slots}
-
-    def _nearest_miss(self) -> Choice:
-        """The plan above its limits by the fewest bytes, and what would help."""
-        pair, path = min(itertools.product(self.sizes, self.paths), key=lambda candidate: (self._excess(*candidate), candidate))
-        knobs = {"checkpoint_interval": pair[0], "weight_slots": pair[1], "gradient_slots": path[0], "gradient_slabs": path[1]}
-        choice = assess(_with(self.plan, **knobs), self.costs)
-        advice = self._smaller_batch(choice)
-        return msgspec.structs.replace(choice, account=msgspec.structs.replace(choice.account, advice=advice)) if advice else choice
-
-    def _smaller_batch(self, choice: Choice) -> str:
-        """The largest half, quarter, ... of the batch with which this plan fits; empty where none does."""
-        batch = choice.plan.workload.batch // 2
-        while batch and choice.account.host_peak_bytes <= self.plan.host_limit_bytes:
-            work = msgspec.structs.replace(self.plan.workload, batch=batch, accumulation=min(2, self.plan.workload.accumulation))
-            plan = msgspec.structs.replace(choice.plan, workload=work, knobs=msgspec.structs.replace(choice.plan.knobs, chunk_bytes=_ONE_COPY))
-            if plan_account(plan, policy_library.lower(plan), self.costs).fits:
-                return f"batch = {batch} would fit (with accumulation for the same tokens a step)"
-            batch //= 2
-        return ""
-
-
-def _with(plan: Plan, *, layers: int | None = None, accumulation: int | None = None, **knobs: int) -> Plan:
-    """`plan` with other knobs, on at most so many layers and micro-batches."""
-    model, work = plan.model, plan.workload
-    return msgspec.structs.replace(
-        plan,
-        model=model.shortest(layers) if layers else model,
-        workload=msgspec.structs.replace(work, accumulation=min(accumulation or work.accumulation, work.accumulation)),
-        knobs=msgspec.structs.replace(plan.knobs, **knobs),
-    )
-
-
-def _frugality(choice: Choice) -> tuple[int, tuple[int, ...]]:
-    return choice.account.device_peak_bytes + choice.account.host_peak_bytes, msgspec.structs.astuple(choice.plan.knobs)

@@ -13,6 +13,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
+from megatrain.simulator.assessment import Choice, assess
 from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.engine import simulate
@@ -21,7 +22,7 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import Choice, assess, search
+from megatrain.simulator.planner import search
 from megatrain.simulator.several import Several, estimate
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.units import format_bytes
@@ -114,16 +115,13 @@ def class_of(pool: str) -> str:
     return "weights" if any(word in name for word in _WEIGHTS) else "workspace"
 
 
-def contenders(
+def candidates(
     model: ModelSpec, hardware: HardwareSpec, workload: Workload, *, source: str = "", hardware_name: str = "",
     device_limit: int | None = None, host_limit: int | None = None, policies: list[str] | None = None,
 ) -> list[Choice]:  # fmt: skip
-    """The best plan of each policy, best first. On a unified machine only `resident` where several may be chosen, and both limits hold for it:
-    there is one memory. Where the search finds none that fits, the most frugal plan of a policy is taken if that does.
-    """
-    names = policy_library.names() if policies is None else policies
+    """The best plan of each policy, best first. On a unified machine both limits hold for the one memory that there is. Where the search finds none that fits, the most frugal plan of a policy is taken if that does."""
+    names = policy_library.contenders() if policies is None else policies
     if hardware.unified:
-        names = [name for name in names if name == "resident"] or names
         device_limit = host_limit = min(device_limit or hardware.device_bytes, host_limit or hardware.host_bytes)
     found = search(
         model, hardware, workload, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=names
@@ -139,7 +137,8 @@ def contenders(
 
 
 def _footprints(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> list[Footprint]:
-    footprints = frugal(plan, costs, names)
+    """On a unified machine nothing streams and nothing is parked: `resident` alone."""
+    footprints = frugal(plan, costs, [name for name in names if name == "resident"] if hardware.unified else names)
     return [footprint for footprint in footprints if not (hardware.unified and footprint.plan.knobs.placement.parked)]
 
 
@@ -196,9 +195,7 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
         if costs.extrapolated(op):
             flagged[op.kind] += counts[index]
     exposed = exposed_ns(simulate(schedule, costs))
-    names = policy_library.names() if names is None else names
-    if hardware.unified:
-        names = [name for name in names if name == "resident"] or names
+    names = policy_library.contenders() if names is None else names
     footprints = _footprints(plan, hardware, costs, names)
     advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
     verdict = msgspec.structs.replace(
@@ -217,5 +214,5 @@ def judge(
     """The verdict on training `model` so on `hardware`. Limits in bytes, by default the machine's; `policies` by default those that the runtime
     executes; `gpus` of one host, more than one as a first estimate; `tokens` to train on. Raises UserError like `search`.
     """
-    found = contenders(model, hardware, workload, device_limit=device_limit, host_limit=host_limit, policies=policies)
+    found = candidates(model, hardware, workload, device_limit=device_limit, host_limit=host_limit, policies=policies)
     return in_full(found[0], hardware, policies, gpus=gpus, tokens=tokens)

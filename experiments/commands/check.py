@@ -27,18 +27,18 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def policies(named: str) -> list[str]:
-    """What `--policy` stands for. `best`: what the runtime executes; `all`: other systems too."""
-    from megatrain.simulator.policies import names, peers
+    """What `--policy` stands for. `best`: what the runtime executes and may be the fastest; `all`: yardsticks and other systems too."""
+    from megatrain.simulator.policies import contenders, names, peers
 
-    return {"best": names(), "all": [*names(), *peers()]}.get(named, [named])
+    return {"best": contenders(), "all": [*names(), *peers()]}.get(named, [named])
 
 
 def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardware_name: str) -> list[Choice]:
     """The best plan of each policy that `args.policy` names, best first."""
     from megatrain.simulator.specs import ModelSpec
-    from megatrain.simulator.verdict import contenders
+    from megatrain.simulator.verdict import candidates
 
-    return contenders(
+    return candidates(
         ModelSpec.load(args.model), hardware, options.workload(args), source=source, hardware_name=hardware_name,
         device_limit=args.device_memory, host_limit=args.host_memory, policies=policies(args.policy),
     )  # fmt: skip

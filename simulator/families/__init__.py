@@ -50,7 +50,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     shorter = {key: value[:layers] if key in _PER_LAYER and isinstance(value, list) else value for key, value in config.items()}
     for key in ("mlp_only_layers", "moe_layers"):
         if isinstance(config.get(key), list):
-            shorter[key] = [index for index in config[key] if index < layers]
+            shorter[key] = [index for index in config[key] if not isinstance(index, int) or index < layers]  # what is no number is refused where it matters
     return {**shorter, "num_hidden_layers": layers}
 
 
@@ -64,7 +64,7 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(where, found=f"a JSON {type(config).__name__}", allowed="a Hugging Face config.json, one JSON object", fix="name a model folder")
     inner = config.get("text_config")
-    if isinstance(inner, dict) and config.get("model_type") not in FAMILIES:
+    if isinstance(inner, dict) and str(config.get("model_type")) not in FAMILIES:
         tied = config.get("tie_word_embeddings")
         config = {**({} if tied is None else {"tie_word_embeddings": tied}), **inner}
     if config.get("is_encoder_decoder"):

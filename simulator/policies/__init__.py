@@ -2,7 +2,8 @@
 
 A policy writes an optimizer step as a sequential program over buffers; the builder derives the dependencies, lanes and slots give
 the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md). One whose module says `PREDICTION_ONLY = True` is another
-system's: it can be simulated and compared, not executed.
+system's: it can be simulated and compared, not executed. One that says `DOMINATED = True` is a yardstick: planned only when asked for. `PLACES = True` says that it obeys
+the placement of weights, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ def names() -> list[str]:
     return [name for name in _all() if not is_prediction_only(name)]
 
 
+def contenders() -> list[str]:
+    """Those of `names` among which the fastest is."""
+    return [name for name in names() if not getattr(importlib.import_module(f"{__name__}.{name}"), "DOMINATED", False)]
+
+
 def peers() -> list[str]:
     """Every policy that is only for prediction: what other systems do."""
     return [name for name in _all() if is_prediction_only(name)]
@@ -34,11 +40,23 @@ def is_prediction_only(name: str) -> bool:
     return bool(getattr(importlib.import_module(f"{__name__}.{name}"), "PREDICTION_ONLY", False))
 
 
+def places(name: str) -> bool:
+    """The policy keeps each layer's data where the plan's placement says."""
+    return bool(getattr(importlib.import_module(f"{__name__}.{name}"), "PLACES", False))
+
+
 def lower(plan: Plan) -> Schedule:
     """The schedule of `plan` under its policy. Raises UserError for an unknown policy or a knob that the policy cannot use."""
     if plan.policy not in _all():
         raise UserError("plan: policy", found=repr(plan.policy), allowed=", ".join((*names(), *peers())), fix="name one of these")
     schedule: Schedule = importlib.import_module(f"{__name__}.{plan.policy}").lower(plan)
+    return schedule
+
+
+def outline(plan: Plan) -> Schedule:
+    """`lower` for whom only the buffers matter: without ops where the policy can tell them alone, in a tenth of the time."""
+    module = importlib.import_module(f"{__name__}.{plan.policy}")
+    schedule: Schedule = module.outline(plan) if hasattr(module, "outline") else module.lower(plan)
     return schedule
 
 

@@ -209,3 +209,8 @@ def compute(builder: Builder, plan: Plan, storage: Storage) -> None:
     for micro in range(plan.workload.accumulation):
         step.micro_batch(micro)
     storage.update()
+
+
+def declare(builder: Builder, plan: Plan, storage: Storage) -> None:
+    """Makes the buffers of `compute`, and no op."""
+    _Compute(builder, plan, storage)

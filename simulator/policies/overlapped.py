@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import clip, compute, contributions, gradient_bytes, norm_scalars
+from megatrain.simulator.policies._layerwise import clip, compute, contributions, declare, gradient_bytes, norm_scalars
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
+
+PLACES = True
 
 
 class Overlapped:
@@ -174,6 +176,13 @@ def owes(plan: Plan) -> bool:
 def lower(plan: Plan) -> Schedule:
     builder = Builder(plan.policy)
     compute(builder, plan, Overlapped(builder, plan))
+    return builder.build()
+
+
+def outline(plan: Plan) -> Schedule:
+    """The buffers of `lower`, without its ops."""
+    builder = Builder(plan.policy)
+    declare(builder, plan, Overlapped(builder, plan))
     return builder.build()
 
 

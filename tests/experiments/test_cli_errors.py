@@ -103,7 +103,7 @@ MISTAKES = {
     "steps that are no number": Mistake((*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 1", "--steps 1"),
     "rate that is no number": Mistake((*TRAIN, "--rate", "nan"), "'nan'", ">= 0", "--rate 1"),
     "seed too large": Mistake((*TRAIN, "--seed", str(10**30)), str(10**30), "4294967295", "--seed 1"),
-    "unknown policy": Mistake((*CHECK, "--policy", "zigzag"), "'zigzag'", "double_buffer, k_buffer, resident, sequential", "name one"),
+    "unknown policy": Mistake((*CHECK, "--policy", "zigzag"), "'zigzag'", "double_buffer, k_buffer, overlapped, resident, sequential", "name one"),
     "unknown model": Mistake(("check", "qwen2.5-9b", "--hardware", "h200"), "no such folder or file", "qwen2.5-7b", "check the path"),
     "missing model folder": Mistake(("plan", "./gone", "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
     "model name too long": Mistake(("plan", LONG, "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),

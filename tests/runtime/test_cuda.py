@@ -21,13 +21,24 @@ from megatrain.runtime.trainer import measured_memory
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.planner import assess
 from megatrain.simulator.specs import ModelSpec, Workload
 
 pytestmark = pytest.mark.cuda
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
+PLACEMENTS = [
+    Placement(), Placement(weights="all", low="all", moments="all", gradients="all"), Placement(weights="all", low="all", moments="e,0-1", gradients="all", stored="2-3"),
+    Placement(stored="all"), Placement(weights="1-2,h", gradients="0", parked="all"), Placement(low="e", moments="h,3", stored="0", parked="1-2"),
+]  # fmt: skip
+EVERY = [
+    *((policy, {"weight_slots": slots, "checkpoint_interval": interval}) for policy, slots in SLOTS.items() for interval in (1, 3)),
+    *(("overlapped", {"placement": placement, "state_slots": 1 + index % 3}) for index, placement in enumerate(PLACEMENTS)),
+]
+"""policies, each with knobs"""
 STEPS = 5
+Master = tuple[str, str, torch.Tensor]
+"""layer, tensor, its fp32 master on the CPU"""
 
 
 @pytest.fixture
@@ -52,17 +63,38 @@ def test_every_schedule_gives_the_reference_s_bits(make_plan: Callable[..., Plan
     reference = Reference(model, work, config_of(model), settings, masters, device)
     wanted = [reference.step([(ids.to(device), labels.to(device)) for ids, labels in step], rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
     assert all(norm is not None and norm > settings.max_norm for _, norm in wanted), "clipping is active"
-    for policy, slots in SLOTS.items():
-        for interval in (1, 3):
-            chosen = make_plan(policy, weight_slots=slots, checkpoint_interval=interval, chunk_bytes=2**18, **common)
-            with Executor(chosen, config_of(model), settings, device, schedule=policies.lower(chosen)) as executor:
-                state = ModelState(chosen, executor.schedule, executor.arenas)
-                state.load(weights)
-                results = [executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
-                assert [(result.loss, result.gradient_norm) for result in results] == wanted, (policy, interval)
-                for layer in model.stack.values():
-                    for name, master in state.masters(layer).items():
-                        assert torch.equal(master.cpu(), reference.masters[layer.name][name].cpu()), (policy, interval, layer.name, name)
+    for policy, knobs in EVERY:
+        results, trained = execute(make_plan(policy, chunk_bytes=2**18, **common, **knobs), settings, steps)
+        assert results == wanted, (policy, knobs)
+        for layer, name, master in trained:
+            assert torch.equal(master, reference.masters[layer][name].cpu()), (policy, knobs, layer, name)
+
+
+def execute(plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> tuple[list[tuple[float, float | None]], list[Master]]:
+    """Losses and norms, and the masters that the steps leave."""
+    with Executor(plan, config_of(plan.model), settings, torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+        state = ModelState(plan, executor.schedule, executor.arenas)
+        state.load(random_weights(0))
+        results = [executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
+        executor.drain()
+        masters = [(layer.name, name, master.cpu()) for layer in plan.model.stack.values() for name, master in state.masters(layer).items()]
+    return [(result.loss, result.gradient_norm) for result in results], masters
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_compiled_layers_give_one_set_of_bits_whatever_the_schedule(make_plan: Callable[..., Plan]) -> None:
+    sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "loss_chunk": 128}
+    common = {**sizes, "family": "qwen2", "compiled": True, "device_limit_bytes": 2**32, "host_limit_bytes": 2**32}
+    generator = torch.Generator().manual_seed(1)
+    steps = [[tuple(torch.randint(1000, (2, 4, 128), generator=generator))] for _ in range(2 * STEPS)]
+    settings = AdamW(max_norm=0.5, weight_decay=0.1)
+    first = None
+    for policy, knobs in EVERY:
+        results, masters = execute(make_plan(policy, chunk_bytes=2**18, **common, **knobs), settings, steps)
+        first = first or (results, masters)
+        assert results == first[0], (policy, knobs)
+        for (layer, name, ours), (_, _, theirs) in zip(masters, first[1], strict=True):
+            assert torch.equal(ours, theirs), (policy, knobs, layer, name)
 
 
 @pytest.mark.parametrize("planes", [False, True])
@@ -188,7 +220,7 @@ MODEL = ModelSpec(
         "model_type": "qwen2", "num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2,
         "vocab_size": 32_000,
     },
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 WORK = Workload(batch=8, sequence=1024)
 
 

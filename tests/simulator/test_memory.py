@@ -119,10 +119,10 @@ def test_the_workspace_s_formula_in_figures() -> None:
 
 
 def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
-    """The schedule saves 10,240 bytes of activations, which are gone when head and update run; it updates on no device lane."""
+    """The schedule saves 10,240 bytes of activations, which are gone when head and update run; no moments are ever on the device."""
     assert workspace_beside(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
     assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
     assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
     assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
-    updating = msgspec.structs.replace(SCHEDULE, ops=(*SCHEDULE.ops, Op(id="U0", lane="update")))
+    updating = msgspec.structs.replace(SCHEDULE, buffers=(*SCHEDULE.buffers, Buffer(id="device.moments:0", bytes=8, persistent=True)))
     assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160

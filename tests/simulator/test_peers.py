@@ -30,10 +30,9 @@ Make = Callable[..., Plan]
 GIB = 2**30
 PEERS = ["fsdp2_offload", "megatrain_code", "zero3_offload", "zero_offload"]
 A = HardwareSpec.load("h200")
-B = msgspec.structs.replace(A, name="h200-b", cores=64, host_bytes=512 * GIB, cpu_adam_per_s=10.0e9)
-"""CPUAdam's rate measured there; link, GPU and one thread as on A"""
+B = HardwareSpec.load("h200-4x")
 SEVEN = ModelSpec.load("qwen2.5-7b")
-THREE = msgspec.structs.replace(ModelSpec.load("qwen2.5-3b"), vocabulary=152_064)
+THREE = ModelSpec(name="qwen2.5-3b", config=ModelSpec.load("qwen2.5-3b").config | {"vocab_size": 152_064})
 """tied, with the vocabulary that was measured"""
 WORK = Workload(batch=32, sequence=1024)
 
@@ -104,7 +103,7 @@ def test_bytes_on_the_link_per_parameter_of_the_decoder(policy: str, up: float, 
 def test_flops_a_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
     """A forward is 2 N a token and backward 4 N."""
     layers = sum(op.flops for op in schedule_of(policy).ops if op.kind in ("forward", "recompute", "backward"))
-    assert layers == (forwards + 2) * SEVEN.layers * SEVEN.layer_flops(WORK.tokens, WORK.sequence)
+    assert layers == (forwards + 2) * SEVEN.layers * SEVEN.layer_flops("0", WORK.tokens, WORK.sequence)
 
 
 @pytest.mark.parametrize("policy", PEERS)
@@ -181,7 +180,7 @@ def test_on_a_measured_machine_their_passes_come_from_its_rates_and_are_flagged(
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     table = CostTable(
         measured_on="x", date="2026-11-21", curves={"load_weights": ((1, 1), (2**30, 2**25)), "save_gradients": ((1, 1), (2**30, 2**25))},
-        compute={kind: {shape: 1000} for kind in ("embed", "forward", "head", "recompute", "backward", "embed_backward")},
+        compute={kind: {shape: (1, 1000)} for kind in ("embed", "forward", "head", "recompute", "backward", "embed_backward")},
     )  # fmt: skip
     hardware = msgspec.structs.replace(A, costs=table)
     found = assess(plan, cost_model(hardware, plan.model, plan.workload))
@@ -210,7 +209,7 @@ class Measured(NamedTuple):
 
 
 ROWS = [
-    Measured("megatrain_code", SEVEN, B, 0.81, 3.56, 4.0, 8.43, 20, 112, (0.80, 1.08), (0.90, 1.05)),
+    Measured("megatrain_code", SEVEN, B, 0.81, 3.56, 4.0, 8.43, 20, 112, (0.80, 1.10), (0.90, 1.05)),
     Measured("zero3_offload", SEVEN, B, 1.0, 2.85, 1.7, 5.55, 67, 178, (0.88, 1.05), (0.90, 1.05)),
     Measured("fsdp2_offload", SEVEN, B, 1.39, 2.94, 0.96, 5.29, 65, 166, (0.70, 1.05), (0.85, 1.05)),
     # the datasheet's compute efficiency is a 7B layer's; a 3B layer reaches less of the peak

@@ -113,7 +113,7 @@ def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
 
 
 def test_a_calibrated_machine_with_host_memory_asks_for_what_its_ops_touch() -> None:
-    hardware = HardwareSpec.load("h200")
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), duplex_curve=())
     curves = {"load_weights": ((10**9, 20 * 10**6),), "cpu_update": ((10**9, 26 * 10**7),), "norm": ((10**9, 10**9),)}
     table = CostTable(measured_on="here", date="", curves=curves, compute={}, host_memory=HostMemory(gb_per_s=100.0, h2d_cost=2.0, cpu_weight=1.0))
     costs = cost_model(msgspec.structs.replace(hardware, costs=table), ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))

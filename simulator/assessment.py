@@ -1,0 +1,76 @@
+"""Assessment: what one plan would do: its memory, its step time, its bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.engine import makespan_ns
+from megatrain.simulator.evaluator import Bounds, bounds
+from megatrain.simulator.memory import Account, account, workspace_beside, workspace_estimate
+from megatrain.simulator.plan import Plan, Prediction
+from megatrain.simulator.schedule import Schedule
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan and what is expected of it. Where it does not fit, `account` says what binds and what would help."""
+
+    plan: Plan
+    account: Account
+    bounds: Bounds
+    step_seconds: float
+    """engine's makespan and the host's time outside the schedule"""
+    extrapolated: tuple[str, ...] = ()
+    """op kinds whose cost lies outside what was measured"""
+
+    @property
+    def feasible(self) -> bool:
+        return self.account.fits
+
+
+def assess(plan: Plan, costs: CostModel) -> Choice:
+    """`plan` as it stands, with its digest and prediction filled in."""
+    schedule = policy_library.lower(plan)
+    verdict = plan_account(plan, schedule, costs)
+    limits = bounds(schedule, costs)
+    seconds = (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+    prediction = Prediction(
+        step_seconds=seconds,
+        lower_bound_seconds=limits.lower_bound_ns / 1e9,
+        device_peak_bytes=verdict.device_peak_bytes,
+        host_peak_bytes=verdict.host_peak_bytes,
+        binding=limits.binding if verdict.fits else verdict.binding,
+    )
+    flagged = tuple(sorted({op.kind for op in costs.sizes(schedule).ops if costs.extrapolated(op)}))
+    plan = msgspec.structs.replace(plan, digest=schedule.digest, prediction=prediction)
+    return Choice(plan=plan, account=verdict, bounds=limits, step_seconds=seconds, extrapolated=flagged)
+
+
+def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
+    """The memory of a plan's schedule under the plan's limits, with measured sizes where there are any.
+
+    What was measured is this runtime's; a schedule of another system says itself what its ops allocate.
+    """
+    if policy_library.is_prediction_only(plan.policy):
+        return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
+    activations = costs.activations_bytes(plan.model, plan.workload)
+    workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
+    return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
+
+
+def varied(plan: Plan, *, layers: int | None = None, accumulation: int | None = None, **knobs: Any) -> Plan:
+    """`plan` with other knobs, on at most so many layers and micro-batches."""
+    model, work = plan.model, plan.workload
+    return msgspec.structs.replace(
+        plan,
+        model=model.shortest(layers) if layers else model,
+        workload=msgspec.structs.replace(work, accumulation=min(accumulation or work.accumulation, work.accumulation)),
+        knobs=msgspec.structs.replace(plan.knobs, **knobs),
+    )
+
+
+def frugality(choice: Choice) -> tuple[int, tuple[int, ...]]:
+    return choice.account.device_peak_bytes + choice.account.host_peak_bytes, msgspec.structs.astuple(choice.plan.knobs)
