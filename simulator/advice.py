@@ -108,6 +108,10 @@ class Adviser:
         host_fits = [account for account in accounts if account.host_peak_bytes <= account.host_limit_bytes]
         if device_fits:
             found.append(self._memory({"host": min(self._least_host(footprint) for footprint in device_fits)}))
+        elif batch := largest_batch(self.footprints, self.work, _PLENTY):
+            work = msgspec.structs.replace(self.work, batch=batch)
+            able = [footprint for footprint in self.footprints if footprint.account(work, host_limit=_PLENTY).fits]
+            found.append(self._memory({"host": min(self._least_host(footprint, work) for footprint in able)}, {"batch": str(batch)}))
         if host_fits:
             found.append(self._memory({"device": min(account.device_peak_bytes for account in host_fits)}))
         if not device_fits and not host_fits:
@@ -115,19 +119,19 @@ class Adviser:
             found.append(self._memory({"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes}))
         return found
 
-    def _least_host(self, footprint: Footprint) -> int:
+    def _least_host(self, footprint: Footprint, work: Workload | None = None) -> int:
         """Host memory with which the footprint fits, the device holding what state it can; in whole GiB."""
-        enough = -(-footprint.account(host_limit=_PLENTY).host_peak_bytes // _GIB)
+        enough = -(-footprint.account(work, host_limit=_PLENTY).host_peak_bytes // _GIB)
         short = 0
         while enough - short > 1:
             middle = (enough + short) // 2
-            short, enough = (short, middle) if footprint.account(host_limit=middle * _GIB).fits else (middle, enough)
+            short, enough = (short, middle) if footprint.account(work, host_limit=middle * _GIB).fits else (middle, enough)
         return enough * _GIB
 
-    def _memory(self, needs: dict[str, int]) -> Suggestion:
-        """`needs`: place -> bytes."""
+    def _memory(self, needs: dict[str, int], besides: dict[str, str] | None = None) -> Suggestion:
+        """`needs`: place -> bytes; `besides`: other options."""
         limits = {"device": self.plan.device_limit_bytes, "host": self.plan.host_limit_bytes}
-        options = {f"{place}-memory": _gib(size) for place, size in needs.items()}
+        options = (besides or {}) | {f"{place}-memory": _gib(size) for place, size in needs.items()}
         more = sum(max(size - limits[place], 0) for place, size in needs.items())
         text = " ".join(f"--{name} {value}" for name, value in options.items())
         return Suggestion(change=f"{text}, {format_bytes(more)} more", options=options, fits=True)
@@ -167,6 +171,8 @@ class Adviser:
     def _timed(self, options: dict[str, object], work: Workload) -> Suggestion | None:
         """The chosen plan with another workload, or where it does not fit so, its policy at its most frugal."""
         plan = msgspec.structs.replace(self.plan, workload=work)
+        if work.accumulation > 1 and not plan.knobs.gradient_slabs:
+            plan = varied(plan, gradient_slabs=2)  # what is summed on the host goes through one
         account = Footprint(_accumulating(plan, min(work.accumulation, 2)), self.costs).account()
         if not account.fits:
             fitting = [(footprint, footprint.account(work)) for footprint in self.footprints if footprint.plan.policy == self.plan.policy]

@@ -147,12 +147,12 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def largest_batch(footprints: list[Footprint], workload: Workload) -> int:
+def largest_batch(footprints: list[Footprint], workload: Workload, host_limit: int | None = None) -> int:
     """Sequences of a micro-batch that fit with one of the footprints, at the workload's sequence length; 0 where one is too many."""
 
     def fits(count: int) -> bool:
         work = msgspec.structs.replace(workload, batch=count)
-        return any(footprint.account(work).fits for footprint in footprints)
+        return any(footprint.account(work, host_limit=host_limit).fits for footprint in footprints)
 
     return _most(fits, 2**20)
 
