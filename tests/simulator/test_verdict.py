@@ -111,7 +111,9 @@ def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -
     st.sampled_from(contenders()), st.sampled_from(["", "all"]), st.integers(1, 64), st.sampled_from([256, 1024, 4096]), st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 3]), st.sampled_from([4, 16, 64]),
 )  # fmt: skip
-def test_a_footprint_is_the_account_of_the_lowered_plan(policy: str, parked: str, batch: int, sequence: int, accumulation: int, interval: int, chunk: int) -> None:
+def test_a_footprint_is_the_account_of_the_lowered_plan(
+    policy: str, parked: str, batch: int, sequence: int, accumulation: int, interval: int, chunk: int
+) -> None:
     """At other tokens than it was made with."""
     work = Workload(batch=4, sequence=1024, accumulation=accumulation)
     knobs = Knobs(checkpoint_interval=interval, chunk_bytes=chunk * 2**20, placement=Placement(parked=parked))
@@ -145,9 +147,7 @@ def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int
         assert after.longest_context >= before.longest_context  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("limits", "batch"), [((3, 100), 32), ((4, 4), 4), ((140, 1), 8), ((2, 3), 32), ((3, 6), 64), ((9, 5), 8)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("limits", "batch"), [((2, 100), 32), ((4, 4), 4), ((8, 1), 8), ((2, 3), 32), ((3, 6), 64), ((5, 4), 8)], ids=str)
 def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) -> None:
     work = msgspec.structs.replace(WORK, batch=batch)
     given_limits = {"device_limit": limits[0] * GIB, "host_limit": limits[1] * GIB}
@@ -240,7 +240,9 @@ def test_every_pool_has_a_class() -> None:
         for accumulation in (1, 2):
             knobs = Knobs(chunk_bytes=2**40, weight_slots=1 if policy == "sequential" else 2, placement=Placement(parked="all"))
             work = Workload(batch=1, sequence=64, accumulation=accumulation)
-            plan = Plan(policy=policy, hardware="h200", source="small", device_limit_bytes=2**50, host_limit_bytes=2**50, model=SMALL, workload=work, knobs=knobs)
+            plan = Plan(
+                policy=policy, hardware="h200", source="small", device_limit_bytes=2**50, host_limit_bytes=2**50, model=SMALL, workload=work, knobs=knobs
+            )
             pools |= {buffer.pool for buffer in lower(plan).buffers}
     rest = {pool.partition(".")[2] for pool in pools if class_of(pool) == "workspace"}
     assert rest <= {"tokens", "losses", "norm", "workspace", "rounding", "logits"}
