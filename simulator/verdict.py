@@ -133,10 +133,10 @@ def candidates(
             model, hardware, workload, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=chosen
         )  # fmt: skip
 
-    later = [name for name in names if name != "resident" and not policy_library.places(name)]
-    if hardware.unified or names != policy_library.contenders() or not later:
+    if hardware.unified or names != policy_library.contenders():
         found = found_by(names)
     else:
+        later = [name for name in names if name != "resident" and not policy_library.places(name)]
         found = found_by([name for name in names if name not in later])
         if hopeful := [name for name in later if _may_beat(name, found[0], hardware)]:
             found = sorted([*found, *found_by(hopeful)], key=lambda choice: (choice.account.excess_bytes, choice.step_seconds))

@@ -107,7 +107,6 @@ MISTAKES = {
     "no GPU": Mistake((*CHECK, "--gpus", "0"), "'0'", "a whole number >= 1", "--gpus 1"),
     "more GPUs than a host has": Mistake((*CHECK, "--gpus", "64"), "64", "1 to 16", "--gpus 8"),
     "GPUs beside one memory": Mistake(("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"), "2", "one memory", "leave it out"),
-    "host memory that is no size": Mistake((*CHECK, "--host-memory", "banana"), "'banana'", "a positive size", "24GiB"),
     "unknown policy": Mistake((*CHECK, "--policy", "zigzag"), "'zigzag'", "double_buffer, k_buffer, overlapped, resident, sequential", "name one"),
     "unknown model": Mistake(("check", "qwen2.5-9b", "--hardware", "h200"), "no such folder or file", "qwen2.5-7b", "check the path"),
     "missing model folder": Mistake(("plan", "./gone", "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
