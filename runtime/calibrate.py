@@ -26,7 +26,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS, COMPUTE_KINDS, COPY_KINDS, CostTable, HardwareSpec, Workspace
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.schedule import Op, Schedule, serialized
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.timeline import Timeline
 
@@ -72,6 +72,9 @@ def calibrate(
         resident = _run(_plan("resident", small, workload, limits), config, device)
         _collect(resident, samples, only=("update", "norm", "clip"))
         update_bytes = resident.peaks.get("update", 0)
+    progress("optimizer on the device, in chunks")
+    plan = _plan("overlapped", small, workload, limits)
+    _collect(_run(plan, config, device, serialized(lower(plan))), samples, only=("update", "norm", "clip"))
     progress("lanes together")
     together = _run(_plan("double_buffer", small, workload, limits), config, device)
     progress("copies and rates")
@@ -100,14 +103,14 @@ def _plan(policy: str, model: ModelSpec, workload: Workload, limits: tuple[int, 
     return Plan(policy=policy, hardware="", source="", device_limit_bytes=limits[0], host_limit_bytes=limits[1], model=model, workload=workload, knobs=knobs)
 
 
-def _run(plan: Plan, config: PretrainedConfig, device: torch.device) -> _Measured:
-    """Steady steps of `plan` on random weights and tokens."""
+def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: Schedule | None = None) -> _Measured:
+    """Steady steps of `plan`, or of another `schedule` for it, on random weights and tokens."""
     cuda, work = device.type == "cuda", plan.workload
     machine.forget_device_memory(device)
     before = torch.cuda.memory_allocated(device) if cuda else 0
     generator = torch.Generator().manual_seed(0)
-    with Executor(plan, config, AdamW(), device, schedule=lower(plan)) as executor:
-        ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
+    with Executor(plan, config, AdamW(), device, schedule=schedule or lower(plan)) as executor:
+        ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0, device))
         timelines, seconds = [], []
         number, steady_since = 0, 0.0
         while number < _WARM_UP + _STEPS or time.monotonic() - steady_since < _SECONDS:

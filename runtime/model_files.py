@@ -33,16 +33,18 @@ def hub_name(layer: str, tensor: str) -> str:
     return f"model.{tensor}" if layer in (EMBEDDING, HEAD) else f"model.layers.{layer}.{tensor}"
 
 
-def random_weights(seed: int) -> Weights:
-    """Matrices from N(0, 0.02), norms one, biases zero; a tensor depends on the seed and its own name only."""
+def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
+    """Matrices from N(0, 0.02), norms one, biases zero; a tensor depends on the seed, its own name and the kind of `device` that draws it: a GPU
+    draws 7 G parameters in a second, one core in a minute.
+    """
 
     def make(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.zeros(shape) if tensor.endswith("bias") else torch.ones(shape)
-        generator = torch.Generator().manual_seed(
+        generator = torch.Generator(device).manual_seed(
             seed * 1_000_003 + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode())) % 2**31
         )
-        return torch.randn(shape, generator=generator) * 0.02
+        return torch.randn(shape, generator=generator, device=device) * 0.02
 
     return make
 

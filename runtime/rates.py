@@ -24,6 +24,7 @@ from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workloa
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 _PAIR_SECONDS = 0.5
+_UPDATED = 2**25  # parameters in a unit of the update lane's work
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
 _DRAM_LANES = ("h2d", "d2h", "cpu")
 Work = Callable[[], object]
@@ -142,8 +143,16 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
         optimizer.accumulate(total, gradient, first=True, workers=workers)
         optimizer.sum_of_squares(total, workers)
 
+    count = min(layer.elements, _UPDATED)
+    state = torch.zeros(2, count, device=device)
+    master, residual = torch.randn(count, device=device).to(torch.bfloat16), torch.zeros(count, dtype=torch.int16, device=device)
+
+    def update() -> None:
+        optimizer.update(master, residual, state, master, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None)
+
     return {
         "compute": layer_both_ways,
+        "update": update,
         "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
         "d2h": lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True),
         "cpu": sum_gradients,

@@ -101,7 +101,7 @@ def train(
     with Executor(plan, config, options.settings, device, schedule=schedule) as executor:
         state = ModelState(plan, executor.schedule, executor.arenas)
         if options.random_init:
-            state.load(random_weights(options.seed), on_load)
+            state.load(random_weights(options.seed, device), on_load)
         else:
             with folder_weights(folder) as weights:
                 state.load(weights, on_load)

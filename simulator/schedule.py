@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 from typing import NamedTuple
 
@@ -347,6 +348,15 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if slot not in held:
                 raise ScheduleError(f"{op.id}: releases {slot}, which nothing holds")
             held.remove(slot)
+
+
+def serialized(schedule: Schedule) -> Schedule:
+    """The same ops on the same lanes, each behind the one before it: nothing overlaps."""
+    ops = list(schedule.ops)
+    for index, (before, op) in enumerate(itertools.pairwise(schedule.ops), 1):
+        if op.lane != before.lane and before.id not in op.after:
+            ops[index] = msgspec.structs.replace(op, after=(*op.after, before.id))
+    return msgspec.structs.replace(schedule, ops=tuple(ops))
 
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")

@@ -61,8 +61,13 @@ class Session:
     def bits(self, steps: int = 2) -> Bits:
         """Of everything that `steps` steps leave."""
         results = [self.step(number) for number in range(1, steps + 1)]
-        masters = [tensor for layer in self.plan.model.stack.values() for tensor in self.state.masters(layer).values()]
-        return Bits([(result.loss, result.gradient_norm) for result in results], b"".join(tensor.contiguous().numpy().tobytes() for tensor in masters))
+        self.executor.drain()
+        return Bits([(result.loss, result.gradient_norm) for result in results], self.masters())
+
+    def masters(self) -> bytes:
+        """All master weights."""
+        tensors = [tensor for layer in self.plan.model.stack.values() for tensor in self.state.masters(layer).values()]
+        return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
 
 
 class Bits(NamedTuple):

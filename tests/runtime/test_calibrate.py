@@ -19,7 +19,7 @@ from megatrain.simulator.files import write_toml
 from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, HardwareSpec
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower, peers
-from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule import LANES, Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident")
@@ -48,7 +48,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     amounts = {op.kind: op.amount for op in lower(plan).ops if op.shape}
     assert {kind: durations[shape][0] for kind, durations in table.compute.items()} == amounts
     assert "accumulate_gradients:add" in table.curves
-    assert "norm@compute" in table.curves
+    assert {"norm@compute", "norm@update"} <= set(table.curves)
+    assert len(table.curves["update"]) >= 2, "a layer, and chunks of it"
 
     # plausible figures
     assert table.compute["backward"][shape][1] > table.compute["forward"][shape][1]
@@ -57,9 +58,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
         assert (sizes[0], sizes[-1]) == (2**16, 2**26)
         assert table.curves[kind][-1][1] > 20 * table.curves[kind][0][1], "64 MiB takes a multiple of 64 KiB"
     assert all(0 < share <= 1 for others in table.contention.values() for share in others.values())
-    assert {lane: set(others) for lane, others in table.contention.items()} == {
-        lane: {"compute", "h2d", "d2h", "cpu"} - {lane} for lane in ("compute", "h2d", "d2h", "cpu")
-    }
+    assert {lane: set(others) for lane, others in table.contention.items()} == {lane: set(LANES) - {lane} for lane in LANES}
     assert hardware.h2d_gb_per_s > 0.1
     assert 0.1 < hardware.thread_gb_per_s < 1000
     assert 1e7 < hardware.cpu_adam_per_s < 1e12

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cuda
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
 PLACEMENTS = [
     Placement(), Placement(weights="all", low="all", moments="all", gradients="all"), Placement(weights="all", low="all", moments="e,0-1", gradients="all", stored="2-3"),
-    Placement(stored="all"), Placement(weights="1-2,h", gradients="0", parked="all"), Placement(low="e", moments="h,3", stored="0", parked="1-2"),
+    Placement(stored="all"), Placement(weights="1-2,e", gradients="0", parked="all"), Placement(low="e", moments="h,3", stored="0", parked="1-2"),
 ]  # fmt: skip
 EVERY = [
     *((policy, {"weight_slots": slots, "checkpoint_interval": interval}) for policy, slots in SLOTS.items() for interval in (1, 3)),

@@ -25,7 +25,7 @@ from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Plan
 
 CPU = torch.device("cpu")
-EXECUTABLE = ("sequential", "double_buffer", "k_buffer", "resident")
+EXECUTABLE = tuple(policies.names())
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +212,26 @@ def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], s
 
 
 # ---- results ----
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("policy", policies.names())
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
+    """Activations turn into NaN in the third step: loss and norm say so, and no update of it is applied."""
+    plan = executable(policy, clipping=clipping)
+    with session(plan) as good:
+        wanted = good.bits(steps=2).masters
+    with session(plan) as running:
+        for number in (1, 2):
+            running.step(number)
+        forward = running.tasks["F1.m0"]
+        output = running.executor.arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "F1.m0").writes[0], torch.bfloat16, 1)
+        work = forward.run
+        forward.run = lambda: (work(), output.fill_(float("nan")))
+        with pytest.raises(FloatingPointError, match=r"^step 3: loss nan"):
+            running.step(3)
+        running.executor.drain()
+        assert running.masters() == wanted
 
 
 @pytest.mark.parametrize("policy", EXECUTABLE)

@@ -38,7 +38,7 @@ def test_resident_wins_where_it_fits() -> None:
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choices[0].plan).ops)
     assert all(choice.feasible for choice in choices)
     assert [choice.step_seconds for choice in choices] == sorted(choice.step_seconds for choice in choices)
-    assert {choice.plan.policy for choice in choices} == set(policies.names())
+    assert {choice.plan.policy for choice in choices} == set(policies.contenders())
 
 
 def test_streaming_wins_where_resident_does_not_fit() -> None:
