@@ -39,11 +39,14 @@ def _heading(verdict: Verdict) -> str:
 
 
 def _decision(verdict: Verdict) -> str:
-    knobs = "another system, prediction only" if verdict.prediction_only else _knobs(verdict.knobs)
+    knobs = "another system, prediction only" if verdict.prediction_only else _knobs(verdict)
     return f"{'fits' if verdict.feasible else 'DOES NOT FIT'} with policy {verdict.policy}: {knobs}"
 
 
-def _knobs(knobs: dict[str, object]) -> str:
+def _knobs(verdict: Verdict) -> str:
+    knobs = verdict.knobs
+    if not {"h2d", "d2h"} & verdict.lane_seconds.keys():
+        return f"checkpoint_interval {knobs['checkpoint_interval']}, nothing is copied"
     parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement")]
     placement = knobs["placement"]
     placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
@@ -54,11 +57,12 @@ def _knobs(knobs: dict[str, object]) -> str:
 
 
 def _speed(verdict: Verdict) -> list[str]:
+    active = f" of all, {verdict.tflops_6n_active:.4g} of active parameters" if verdict.active_parameters != verdict.parameters else ""
     utilisation = "" if verdict.mfu is None else f", MFU {verdict.mfu:.1%}"
     exposed = {lane: seconds for lane, seconds in verdict.exposed_seconds.items() if seconds >= verdict.step_seconds / 1000}
     waits = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in sorted(exposed.items(), key=lambda item: -item[1]))
     return [
-        f"step {format_seconds(verdict.step_seconds)}, {verdict.tokens_per_second:,.0f} tokens/s, {verdict.tflops_6n:.3g} TFLOPS (6N){utilisation}",
+        f"step {format_seconds(verdict.step_seconds)}, {verdict.tokens_per_second:,.0f} tokens/s, {verdict.tflops_6n:.4g} TFLOPS (6N){active}{utilisation}",
         f"{verdict.binding} binds: the lane has the most work, {format_seconds(verdict.lane_seconds[verdict.binding])}; "
         f"no order of these ops beats {format_seconds(verdict.lower_bound_seconds)}, for {verdict.lower_bound_lane}",
         *([f"compute stands still while these run: {waits}"] if waits else ["nothing is exposed: compute always runs"] if verdict.exposed_seconds else []),

@@ -73,10 +73,9 @@ class Adviser:
 
     def _fitting(self) -> list[Suggestion]:
         work, found = self.work, list[Suggestion]()
-        for chunk in (chunk for chunk in _LOSS_CHUNKS if chunk < min(work.loss_chunk, work.tokens)):
-            found.append(self._changed("loss-chunk", chunk, self.footprints, msgspec.structs.replace(work, loss_chunk=chunk)))
-            if found[-1].fits:
-                break
+        chunks = [chunk for chunk in _LOSS_CHUNKS if chunk < min(work.loss_chunk, work.tokens)]
+        smaller = [self._changed("loss-chunk", chunk, self.footprints, msgspec.structs.replace(work, loss_chunk=chunk)) for chunk in chunks]
+        found += [entry for entry in smaller if entry.fits][:1] or smaller[-1:]
         if batch := largest_batch(self.footprints, work):
             found.append(self._changed("batch", batch, self.footprints, msgspec.structs.replace(work, batch=batch)))
         elif context := longest_context(self.footprints, work):
@@ -111,7 +110,8 @@ class Adviser:
         elif batch := largest_batch(self.footprints, self.work, _PLENTY):
             work = msgspec.structs.replace(self.work, batch=batch)
             able = [footprint for footprint in self.footprints if footprint.account(work, host_limit=_PLENTY).fits]
-            found.append(self._memory({"host": min(self._least_host(footprint, work) for footprint in able)}, {"batch": str(batch)}))
+            least = min(self._least_host(footprint, work) for footprint in able)
+            found += [self._memory({"host": least}, {"batch": str(batch)})] if least > self.plan.host_limit_bytes else []
         if host_fits:
             found.append(self._memory({"device": min(account.device_peak_bytes for account in host_fits)}))
         if not device_fits and not host_fits:

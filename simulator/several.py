@@ -43,14 +43,14 @@ class Several(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """of all GPUs, each with the whole workload's tokens a step"""
     speedup: float
-    """over one GPU"""
+    """over one GPU; more than `gpus` where moving the state binds, because each moves a part of it"""
     host_peak_bytes: int
     feasible: bool
     gb_per_s: float
     """of each GPU's copies in one direction"""
     gb_per_s_both: float
     """in each direction, both busy"""
-    note: str = "first estimate: data parallel, state once in host memory, links limited by the host's DRAM; summing gradients among GPUs is left out"
+    note: str = "first estimate: data parallel, state once in host memory and 1/N of it moved by each; links limited by DRAM; summing among GPUs left out"
 
 
 def check_gpus(gpus: int, hardware: HardwareSpec) -> None:

@@ -68,6 +68,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds_high: float | None
     tokens_per_second: float
     tflops_6n: float
+    """6 x all parameters x tokens / s; of a mixture of experts no rate of the chip, see the next"""
+    tflops_6n_active: float
+    """6 x the parameters that a token uses x tokens / s"""
     mfu: float | None
     lower_bound_seconds: float
     lower_bound_lane: str
@@ -184,6 +187,7 @@ def brief(choice: Choice, hardware: HardwareSpec) -> Verdict:
         step_seconds_low=None if uncertainty is None else seconds * (1 - uncertainty),
         step_seconds_high=None if uncertainty is None else seconds * (1 + uncertainty),
         tokens_per_second=tokens_per_second(work, seconds), tflops_6n=tflops_6n(plan.model, work, seconds),
+        tflops_6n_active=tflops_6n(plan.model, work, seconds) * plan.model.active_parameters / plan.model.parameters,
         mfu=mfu(plan.model, work, seconds, peak) if peak else None, lower_bound_seconds=limits.lower_bound_ns / 1e9, lower_bound_lane=limits.latest,
         lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
         device_peak_bytes=account.device_peak_bytes, device_limit_bytes=account.device_limit_bytes,

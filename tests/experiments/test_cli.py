@@ -183,7 +183,7 @@ def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
 def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     words = ("check", "qwen2.5-7b", "--hardware", "h200", "--device-memory", "60GiB", "--tokens", "1B", "--gpus", "8")
     report, text = only_object(command(*words, "--json").out), command(*words).out
-    assert f"step {format_seconds(report['step_seconds'])}, {report['tokens_per_second']:,.0f} tokens/s, {report['tflops_6n']:.3g} TFLOPS (6N)" in text
+    assert f"step {format_seconds(report['step_seconds'])}, {report['tokens_per_second']:,.0f} tokens/s, {report['tflops_6n']:.4g} TFLOPS (6N)" in text
     assert f"MFU {report['mfu']:.1%}" in text
     assert f"no order of these ops beats {format_seconds(report['lower_bound_seconds'])}, for {report['lower_bound_lane']}" in text
     for lane, seconds in report["exposed_seconds"].items():
