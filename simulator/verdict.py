@@ -140,7 +140,8 @@ def candidates(
         found = found_by(names)
     else:
         later = [name for name in names if name != "resident" and not policy_library.places(name)]
-        found = found_by([name for name in names if name not in later])
+        first = sorted((name for name in names if name not in later), key=policy_library.places)  # the likely winner last: its schedule is still known then
+        found = found_by(first)
         if hopeful := [name for name in later if _may_beat(name, found[0], hardware)]:
             found = sorted([*found, *found_by(hopeful)], key=lambda choice: (choice.account.excess_bytes, choice.step_seconds))
     own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
