@@ -2,14 +2,13 @@
 
 Read in PyTorch's fully_shard and measured with 2.11: a group per decoder layer, one for the rest; bf16 compute and reduction, pinned memory.
 
-* A layer's fp32 parameters cross the link (4 B a parameter), are cast to bf16 (4 + 2) and copied twice by an all-gather of one (2 + 2, 2 + 2);
-  the next layer's while this one computes. Freed after forward and gathered again for backward: 8 B a parameter up. Embedding and head come
-  at the start, together, and stay.
-* A gradient is cast to fp32 (2 + 4) and leaves the device as such: 4 B a parameter down.
+* A layer's fp32 parameters cross the link (4 B a parameter), are cast to bf16 (4 + 2) and copied once (2 + 2), all on the compute stream: with one rank
+  `unshard` leaves it to `wait_for_unshard`, which copies there and then, so that nothing is fetched ahead, in forward or backward, whatever
+  prefetching was asked for (read in 2.13; pytorch PR 178861 of March 2026 says the same of its time, and offers a remedy). Freed after forward and
+  gathered again for backward: 8 B a parameter up. Embedding and head come at the start, together, and stay.
+* A gradient is put into the reduction's buffer (2 + 2), copied (2 + 2), cast to fp32 (2 + 4) and leaves the device as such, beside the next layer's
+  backward: 4 B a parameter down.
 * After backward: PyTorch's fused AdamW on the CPU, everything fp32. Clipping breaks under this offload, so there is none, whatever the workload says.
-
-Predicted too fast: the measured forward, 1.39 s at 7B and 0.68 s at 3B, is as long as compute and copies one after the other (1.40 and 0.62 s), for
-which nothing was found in the source; the overlap is modelled as documented.
 
 Host bytes a parameter: weights 4 and gradients 4, pinned, a block per tensor; moments 8, pageable.
 """
@@ -23,13 +22,13 @@ from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import EMBEDDING
 
 PREDICTION_ONLY = True
-_GATHER_BYTES = (4 + 2) + 2 * (2 + 2)
-_CAST_BYTES = 2 + 4
+_GATHER_BYTES = (4 + 2) + (2 + 2)
+_REDUCE_BYTES = 2 * (2 + 2) + (2 + 4)
 
 
 class _Sharded(Gathered):
     def __init__(self, builder: Builder, plan: Plan) -> None:
-        super().__init__(builder, plan, {"weights": 4, "gradients": 4, "moments": 8}, 2, freed=True, landing_bytes=4)
+        super().__init__(builder, plan, {"weights": 4, "gradients": 4, "moments": 8}, 1, freed=True, landing_bytes=4)
         builder.slots("device.shards", 1, 4 * self.decoder)
         builder.slots("device.shards_vocabulary", 1, 4 * self.vocabulary)
         blocks = [4 * tensor.elements for layer in self.stack.values() for tensor in layer.tensors]
@@ -45,12 +44,14 @@ class _Sharded(Gathered):
     def fetch(self, layer: str, phase: str, micro: int, slot: str) -> None:
         elements = self.stack[layer].elements
         shard = self.builder.acquire("device.shards" if self.stack[layer].kind == "decoder" else "device.shards_vocabulary")
-        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.host["weights", layer]], [shard], bytes=4 * elements)
+        self.builder.op(
+            OpId("load_weights", layer, phase, micro, 0), "h2d", [self.host["weights", layer]], [shard, slot], bytes=4 * elements
+        )  # into the slot too: it waits until that is free
         self.builder.op(OpId("device_pass", layer, phase, micro, 0), "compute", [shard], [slot], bytes=_GATHER_BYTES * elements)
         self.builder.release(shard)
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
-        self.builder.op(OpId("device_pass", layer, phase, micro, 1), "compute", [buffer], [buffer], bytes=_CAST_BYTES * self.stack[layer].elements)
+        self.builder.op(OpId("device_pass", layer, phase, micro, 1), "compute", [buffer], [buffer], bytes=_REDUCE_BYTES * self.stack[layer].elements)
         super().gradient_written(layer, phase, micro, buffer)
 
     def update(self) -> None:

@@ -10,13 +10,16 @@ Read and executed; `double_buffer` is what the paper describes.
   backward, are two gradients of a chunk of logits, and the head's gradient twice.
 * Gradients go tensor by tensor into one of 12 pinned slabs, from which one thread copies them (2 + 2), or adds them (2 + 4), in bf16.
 * After backward, in series, the GPU idle: clip, Adam (bf16 weights, fp32 moments: 22 B), copy decoder weights into the pinned flats (2 + 2)
-  and the others to the device, zero the gradients (2). Freeing them, some tenths of a second at 7B, is not counted.
+  and the others to the device, zero the gradients (2) and give their pages back. What goes to the device is pageable: 10.6 GB/s measured (H200, 2026-11-21), as a
+  thread that reads it at 13 GB/s and the link, one after the other, give.
 
 Host bytes a parameter: weights 2, gradients 2, moments 8, pageable; decoder layers a second time, 2, pinned. 12 slabs and 2 more of the
 layer's size, one of the head's, one of the embedding's, pinned.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
@@ -26,18 +29,29 @@ from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
 PREDICTION_ONLY = True
-_INTERVAL, _SLABS, _POSITIONS = 4, 12, 128
-_NORM_BYTES = 3.45
-"""What a parameter's share in the norm costs, in bytes that one thread copies. Observed, not derived: PyTorch reduces a whole tensor on one thread;
-clipping took 2.2 s for 7.6e9 parameters on 64 cores (H200, 2026-11-21), of which scaling, 4 B on all threads, is 0.18 s, and the rest is
-0.265 ns a parameter: 3.45 B at 13 GB/s."""
+_POSITIONS = 128
+_FREE_SHARE = 0.41
+"""Of the time in which a thread copies memory, what giving it back takes: 130 ns a page of 4 KiB, 31.5 GB/s (munmap of touched pages on a Xeon of 2.8 GHz,
+2026-11-21), where a copy moves 13 GB/s. Zeroing and freeing took 0.5 s at 7B on 64 cores (H200, 2026-11-21): 0.09 and 0.48 here."""
+
+
+class Ablation(NamedTuple):
+    """What the paper's ablations and its code's versions change; the defaults are those of April 2026."""
+
+    buffers: int = 2
+    """flat buffers and templates; with one, a load waits until the layer before has run"""
+    slabs: int = 12
+    interval: int = 4
+    copies: bool = True
+    """every decoder layer a second time in pinned memory. An earlier public version (undated), with which the paper's host memory agrees (Figure 5 grows by 10 bytes a parameter,
+    read when gradients are freed), packed each layer into one of two pinned buffers before every load: on all threads, hidden by the layer before"""
 
 
 class _Code:
     """Emits the step; every op's buffers are its arguments."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.model, self.work = plan, plan.model, plan.workload
+    def __init__(self, plan: Plan, ablation: Ablation) -> None:
+        self.plan, self.model, self.work, self.ablation, self.interval = plan, plan.model, plan.workload, ablation, ablation.interval
         self.builder = builder = Builder(plan.policy)
         self.stack, self.width = self.model.stack, DTYPE_BYTES[self.work.dtype]
         self.parameters = sum(layer.elements for layer in self.stack.values())
@@ -47,26 +61,28 @@ class _Code:
         }  # fmt: skip
         layer = self.width * max(spec.elements for spec in self.model.decoders)
         others = {name: self.width * spec.elements for name, spec in self.stack.items() if spec.kind != "decoder"}
-        self.flats = {str(index): builder.persistent("host.flats", str(index), layer) for index in range(self.model.layers)}
+        self.flats = {str(index): self.host["weights", str(index)] for index in range(self.model.layers)}
+        if ablation.copies:
+            self.flats = {name: builder.persistent("host.flats", name, layer) for name in self.flats}
+            rounding(builder, "weights", [layer] * self.model.layers)
         self.device = {name: builder.persistent("device.vocabulary", name, size) for name, size in others.items()}
         self.gradients = {name: builder.persistent("device.vocabulary_gradients", name, size) for name, size in others.items()}
-        builder.slots("host.gradient_slabs", _SLABS, layer)
+        builder.slots("host.gradient_slabs", ablation.slabs, layer)
         builder.slots("host.gradient_slabs_vocabulary", 2, max(others.values()))
         builder.persistent("host.spare_slabs", "", 2 * layer)
-        rounding(builder, "weights", [layer] * self.model.layers)
-        rounding(builder, "slabs", [layer] * (_SLABS + 2) + [max(others.values())] * 2)
-        builder.slots("device.flats", 2, layer)
-        builder.slots("device.templates", 2, layer)
+        rounding(builder, "slabs", [layer] * (ablation.slabs + 2) + [max(others.values())] * 2)
+        builder.slots("device.flats", ablation.buffers, layer)
+        builder.slots("device.templates", ablation.buffers, layer)
         builder.slots("device.layer_gradients", 2, layer)
         hidden = self.work.tokens * self.model.hidden * self.width
-        blocks = -(-self.model.layers // _INTERVAL)
+        blocks = -(-self.model.layers // self.interval)
         builder.slots("device.checkpoints", blocks + 1, hidden)
-        builder.slots("device.hidden", _INTERVAL + 2, hidden)
+        builder.slots("device.hidden", self.interval + 2, hidden)
         saved = self.model.most_saved_bytes(self.work.tokens, self.work.dtype)
         builder.slots("device.activations", 1, saved, dynamic=True)
         logits = self.width * self.work.tokens * self.model.vocabulary
         chunk = self.width * self.work.batch * min(_POSITIONS, self.work.sequence) * self.model.vocabulary
-        beside = saved + workspace(builder, plan) + 2 * layer + _INTERVAL * hidden  # of a block's backward, when the logits are gone
+        beside = saved + workspace(builder, plan) + 2 * layer + self.interval * hidden  # of a block's backward, when the logits are gone
         builder.persistent("device.logits", "loss", max(logits + 2 * chunk + self.device_bytes(self.model.head) - beside, 0))
         self.loaded = self.passes = 0
 
@@ -77,8 +93,9 @@ class _Code:
         """The template that holds the layer; the caller releases it."""
         size = self.device_bytes(layer)
         flat = self.builder.acquire("device.flats")
-        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.flats[layer]], [flat], bytes=size)
         template = self.builder.acquire("device.templates")
+        targets = [flat, template] if self.ablation.buffers == 1 else [flat]
+        self.builder.op(OpId("load_weights", layer, phase, micro, 0), "h2d", [self.flats[layer]], targets, bytes=size)
         self.builder.op(OpId("device_pass", layer, phase, micro), "compute", [flat], [template], bytes=2 * size)
         self.builder.release(flat)
         return template
@@ -101,9 +118,9 @@ class _Code:
         x, checkpoints = builder.acquire("device.checkpoints"), {}
         self.run("embed", "", "", micro, [self.device[EMBEDDING], tokens], [x])
         for index in range(layers):
-            checkpoints.update({index: x} if index % _INTERVAL == 0 else {})
+            checkpoints.update({index: x} if index % self.interval == 0 else {})
             template = self.load(str(index), "f", micro)
-            kept = (index + 1) % _INTERVAL == 0 or index + 1 == layers
+            kept = (index + 1) % self.interval == 0 or index + 1 == layers
             y = builder.acquire("device.checkpoints" if kept else "device.hidden")
             self.run("forward", str(index), "", micro, [template, x], [y])
             builder.release(template)
@@ -115,8 +132,8 @@ class _Code:
         builder.release(x)
         if not self.model.tied:
             self.save(head, "h", micro, self.gradients[head])
-        for first in reversed(range(0, layers, _INTERVAL)):
-            dx = self.block(range(first, min(first + _INTERVAL, layers)), checkpoints[first], dx, micro)
+        for first in reversed(range(0, layers, self.interval)):
+            dx = self.block(range(first, min(first + self.interval, layers)), checkpoints[first], dx, micro)
         reads = [tokens, dx] + ([self.gradients[EMBEDDING]] if self.model.tied else [])
         self.run("embed_backward", "", "", micro, reads, [self.gradients[EMBEDDING]])
         builder.release(dx)
@@ -148,19 +165,28 @@ class _Code:
         names = list(self.stack)
         weights, gradients, moments = ([self.host[name, layer] for layer in names] for name in ("weights", "gradients", "moments"))
         if self.work.clipping == "global":
-            self.builder.op(OpId("thread_pass"), "cpu", gradients, gradients, bytes=round(_NORM_BYTES * self.parameters))
+            self.builder.op(OpId("thread_pass"), "cpu", gradients, gradients, bytes=self.width * self.parameters, parameters=self.parameters)
             self.builder.op(OpId("host_pass", chunk=0), "cpu", gradients, gradients, bytes=4 * self.parameters)
         adam_bytes = 3 * self.width + 16
         self.builder.op(OpId("cpu_adam"), "cpu", gradients, weights + moments, parameters=self.parameters, bytes=adam_bytes * self.parameters)
         flats, decoder = list(self.flats.values()), sum(self.device_bytes(layer) for layer in self.flats)
-        self.builder.op(OpId("host_pass", chunk=1), "cpu", weights, flats, bytes=2 * decoder)
-        for layer, buffer in self.device.items():
-            self.builder.op(OpId("load_weights", layer), "h2d", [self.host["weights", layer], *flats], [buffer], bytes=self.device_bytes(layer))
+        if self.ablation.copies:
+            self.builder.op(OpId("host_pass", chunk=1), "cpu", weights, flats, bytes=2 * decoder)
+        for chunk, (layer, buffer) in enumerate(self.device.items(), 1):  # pageable: a thread stages it
+            source, size = self.host["weights", layer], self.device_bytes(layer)
+            self.builder.op(OpId("thread_pass", chunk=chunk), "cpu", [source, *flats, *self.device.values()], [buffer], bytes=size)
+            self.builder.op(OpId("load_weights", layer), "h2d", [source], [buffer], bytes=size)
         self.builder.op(OpId("host_pass", chunk=2), "cpu", list(self.device.values()), gradients, bytes=self.width * self.parameters)
+        self.builder.op(OpId("thread_pass", chunk=3), "cpu", gradients, gradients, bytes=round(_FREE_SHARE * self.width * self.parameters))
 
 
 def lower(plan: Plan) -> Schedule:
-    code = _Code(plan)
+    return lower_ablated(plan, Ablation())
+
+
+def lower_ablated(plan: Plan, ablation: Ablation) -> Schedule:
+    """The step with other buffers, slabs or checkpoint interval than the code's defaults."""
+    code = _Code(plan, ablation)
     for micro in range(plan.workload.accumulation):
         code.micro_batch(micro)
     code.update()

@@ -1,0 +1,220 @@
+"""Predict: what the policies say of a published row, with the simulator's own costs, engine and memory account."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatrain.experiments.validation.rows import Row, Setting
+from megatrain.simulator import policies
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.engine import simulate
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.memory import Account
+from megatrain.simulator.metrics import tflops_6n, tokens_per_second
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.planner import plan_account
+from megatrain.simulator.policies import megatrain_code
+from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.schedule import Op, OpId, Schedule
+from megatrain.simulator.specs import ModelSpec, Workload
+
+GIB = 2**30
+_MOST_BATCH, _MOST_STEPS = 1024, 128  # bounds of `fill`; sequences in steps of _SEQUENCE
+_SEQUENCE = 256
+_COPY = 256 * 2**20
+_TIMES = 200  # ops of each lane in a rate: the window ends within 1 % of an op
+
+
+class Predicted(NamedTuple):
+    """A row's figure, and the workload that it was predicted for."""
+
+    value: float
+    batch: int
+    sequence: int
+    fits: bool
+
+
+class _Case(NamedTuple):
+    """A step: what many rows ask of."""
+
+    setting: Setting
+    policy: str
+    model: ModelSpec
+    ablation: tuple[tuple[str, int], ...]
+    batch: int
+    sequence: int
+
+    def plan(self, hardware: HardwareSpec) -> Plan:
+        work = Workload(batch=self.batch, sequence=self.sequence)
+        return Plan(
+            policy=self.policy, hardware=hardware.name, source=self.model.name, model=self.model, workload=work,
+            device_limit_bytes=hardware.device_bytes, host_limit_bytes=hardware.host_bytes,
+        )  # fmt: skip
+
+    def schedule(self, plan: Plan) -> Schedule:
+        if self.policy == "megatrain_code":
+            return megatrain_code.lower_ablated(plan, megatrain_code.Ablation(**dict(self.ablation), copies=self.setting.pinned_copies))
+        return policies.lower(plan)
+
+
+class _Step(NamedTuple):
+    seconds: float
+    parts: dict[str, float]
+    account: Account
+
+
+@functools.cache
+def _machine(setting: Setting) -> HardwareSpec:
+    return setting.machine()
+
+
+@functools.cache
+def _account(case: _Case) -> Account:
+    plan = case.plan(_machine(case.setting))
+    return plan_account(plan, case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload))
+
+
+@functools.cache
+def _step(case: _Case) -> _Step:
+    plan = case.plan(_machine(case.setting))
+    schedule, costs = case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload)
+    spans = {op.id: (op, span) for op, span in zip(schedule.ops, simulate(schedule, costs).spans, strict=True)}
+    end = max(span.end_ns for _, span in spans.values())
+    late = [(op, span) for op, span in spans.values() if _of_the_update(op)]
+    optimizer = min((span.start_ns for _, span in late), default=end)
+    head = spans["H.m0"][1]
+    forward = head.start_ns + (0 if case.policy == "megatrain_code" else head.duration_ns / 3)  # the peers' timers close after the loss's forward
+    parts = {"forward_s": forward, "backward_s": optimizer - forward, "optimizer_s": end - optimizer}
+    if case.policy == "megatrain_code":
+        for name, ids in (
+            ("clip_s", ("TP", "HP.c0")),
+            ("adam_s", ("UA",)),
+            ("copy_s", ("HP.c1", "TP.c1", "We", "TP.c2", "Wh")),
+            ("zero_s", ("HP.c2", "TP.c3")),
+        ):
+            parts[name] = sum(spans[key][1].duration_ns for key in ids if key in spans)
+    return _Step((end + costs.step_overhead_ns) / 1e9, {name: time / 1e9 for name, time in parts.items()}, _account(case))
+
+
+def _of_the_update(op: Op) -> bool:
+    """After the last backward, on behalf of the whole model: its id names no micro-batch."""
+    return ".m" not in op.id and (op.kind in ("cpu_adam", "load_weights") or (op.kind.endswith("pass") and not op.layer))
+
+
+def predict(row: Row, setting: Setting) -> Predicted | None:
+    """None for a row without a policy."""
+    if not row.policy:
+        return None
+    if row.policy == "engine":
+        return Predicted(_rate(row, setting), 1, 1, True)
+    case = _filled(row, setting)
+    if row.quantity.startswith("layer_"):
+        return Predicted(_layer_ms(case, row.quantity), case.batch, case.sequence, True)
+    account = _account(case)
+    return Predicted(_figure(row.quantity, case, account), case.batch, case.sequence, account.fits)
+
+
+def _figure(quantity: str, case: _Case, account: Account) -> float:
+    if quantity == "runs":
+        return float(account.fits)
+    if quantity == "device_gib":
+        return account.device_peak_bytes / GIB
+    if quantity == "host_gib":
+        return account.host_peak_bytes / GIB
+    if quantity == "rss_gib":  # the published code reads it when the step's gradients are freed
+        moments = account.pools["host.moments"] * (8 - case.setting.moments_bytes) // 8
+        return (account.host_peak_bytes - account.pools["host.gradients"] - moments) / GIB
+    if quantity == "state_gb":
+        return sum(account.pools[f"host.{name}"] for name in ("weights", "gradients", "moments")) / 1e9
+    step = _step(case)
+    work = Workload(batch=case.batch, sequence=case.sequence)
+    speeds = {
+        "step_s": step.seconds, "tflops": tflops_6n(case.model, work, step.seconds), "tokens_per_s": tokens_per_second(work, step.seconds)
+    }  # fmt: skip
+    return (speeds | step.parts)[quantity]
+
+
+def _filled(row: Row, setting: Setting) -> _Case:
+    """The row's step; a batch or sequence that its source does not tell by the setting's rule."""
+    batch, sequence = row.batch or setting.batch, row.sequence or setting.sequence
+
+    def case(batch: int, sequence: int) -> _Case:
+        return _Case(setting, row.policy, model, tuple(row.ablation.items()), batch, sequence)
+
+    def fits(batch: int, sequence: int) -> bool:
+        account = _account(case(batch, sequence))
+        return account.device_peak_bytes <= account.device_limit_bytes
+
+    model = row.spec()
+    if sequence == "fill":
+        if batch == "fill":
+            raise ValueError(f"row {row.item}: batch and sequence cannot both fill the memory")
+        told = batch
+        sequence = _SEQUENCE * _largest(_MOST_STEPS, lambda steps: fits(told, _SEQUENCE * steps))
+    if batch == "fill":
+        each = sequence
+        batch = _largest(_MOST_BATCH, lambda size: fits(size, each))
+    return case(batch, sequence)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest of 1 to `most` that fits, or 1: bytes grow with tokens, so halving finds it."""
+    low, high = 1, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _layer_ms(case: _Case, quantity: str) -> float:
+    plan = case._replace(model=case.model.with_layers(1)).plan(_machine(case.setting))
+    costs = cost_model(_machine(case.setting), plan.model, plan.workload)
+    times = {op.kind: costs.duration_ns(op) / 1e6 for op in policies.lower(plan).ops if op.kind in ("forward", "backward")}
+    return times["forward"] + (times["backward"] if quantity == "layer_both_ms" else 0)
+
+
+# ---- rates, of lanes at work together
+
+
+def _rate(row: Row, setting: Setting) -> float:
+    """Of the lanes in `changes`, each kept busy; in the row's unit."""
+    lanes, hardware = row.changes["lanes"].split("+"), _machine(setting)
+    model, work = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=1, sequence=1024)
+    costs = cost_model(hardware, model, work)
+    if row.quantity == "streamed_g_per_s":
+        return _streamed(costs)
+    adam_bytes = {"adam_fp32_g_per_s": 28, "adam_bf16_g_per_s": 14}.get(row.quantity, 22)
+    builder, parameters = Builder("rates"), 2**25
+    for lane in lanes:
+        buffer = builder.persistent(f"host.{lane}", "all", _COPY)
+        for index in range(_TIMES):
+            if lane == "cpu":
+                builder.op(OpId("cpu_adam", str(index)), "cpu", [], [buffer], parameters=parameters, bytes=adam_bytes * parameters)
+            else:
+                builder.op(OpId({"h2d": "load_weights", "d2h": "save_gradients"}[lane], str(index), "f", 0, 0), lane, [], [buffer], bytes=_COPY)
+    schedule = builder.build()
+    timeline = simulate(schedule, costs)
+    asked = "cpu" if row.quantity.startswith("adam") else row.quantity[:3]
+    window = min(max(span.end_ns for span in timeline.spans if span.lane == lane) for lane in lanes)
+    done = [op for op, span in zip(schedule.ops, timeline.spans, strict=True) if op.lane == asked and span.end_ns <= window]
+    return sum(op.parameters if asked == "cpu" else op.bytes for op in done) / max(timeline.by_op[op.id].end_ns for op in done)
+
+
+def _streamed(costs: CostModel) -> float:
+    """The optimizer on the device, its fp32 moments streamed through four slots of 64 MiB: 10^9 parameters a second."""
+    builder, size = Builder("rates"), 64 * 2**20
+    builder.slots("device.state", 4, size)
+    held: list[str] = []
+    home = builder.persistent("host.moments", "all", size)
+    for index in range(_TIMES):
+        if len(held) == 3:
+            builder.release(held.pop(0))
+        slot = builder.acquire("device.state")
+        held.append(slot)
+        builder.op(OpId("load_state", str(index), chunk=0), "h2d", [], [slot], bytes=size)
+        builder.op(OpId("update", str(index), chunk=0), "update", [], [slot], parameters=size // 8)
+        builder.op(OpId("save_state", str(index), chunk=0), "d2h", [slot], [home], bytes=size)
+    schedule = builder.build()
+    return _TIMES * (size // 8) / max(span.end_ns for span in simulate(schedule, costs).spans)
