@@ -139,11 +139,15 @@ def _costs(verdict: Verdict) -> str:
 
 def table(found: list[Verdict]) -> str:
     """Every policy, a line each; other systems marked; out of memory (OOM) with what is lacking."""
-    lines = [f"{'policy':<15} {'step':>11} {'tokens/s':>10} {'device':>11} {'host':>11}  binds, or lacks"]
+    days = any(verdict.training for verdict in found)
+    lines = [f"{'policy':<15} {'step':>11} {'tokens/s':>10}{'days':>10}" if days else f"{'policy':<15} {'step':>11} {'tokens/s':>10}"]
+    lines[0] += f" {'device':>11} {'host':>11}  binds, or lacks"
     for verdict in found:
         note = " (another system, prediction only)" if verdict.prediction_only else ""
         memory = f"{format_bytes(verdict.device_peak_bytes):>11} {format_bytes(verdict.host_peak_bytes):>11}"
         speed = f"{format_seconds(verdict.step_seconds):>11} {verdict.tokens_per_second:>10,.0f}" if verdict.feasible else f"{'OOM':>22}"
+        if verdict.training:
+            speed += f"{verdict.training.days:>10,.2f}" if verdict.feasible else " " * 10
         lines.append(f"{verdict.policy:<15} {speed} {memory}  {verdict.binding}{note}" + ("" if verdict.feasible else f"; {verdict.reason}"))
     return "\n".join(lines)
 

@@ -43,16 +43,14 @@ class Footprint:
         homes = {f"host.{name}": name for name in CLASSES} if places else {}
         self._movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in buffers if buffer.pool in homes]
 
-    def account(self, workload: Workload | None = None, device_limit: int | None = None, host_limit: int | None = None) -> Account:
-        """With a workload of other tokens or another loss chunk, and under other limits."""
+    def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
+        """With a workload of other tokens or another loss chunk, and under another limit of host memory."""
         old, new = self.plan.workload, workload or self.plan.workload
         share = new.tokens / old.tokens
         buffers = self._schedule.buffers
         if share != 1:
             buffers = tuple(_resized(buffer, share) if buffer.pool in _PROPORTIONAL else buffer for buffer in buffers)
-        plan = msgspec.structs.replace(
-            self.plan, workload=new, device_limit_bytes=device_limit or self.plan.device_limit_bytes, host_limit_bytes=host_limit or self.plan.host_limit_bytes
-        )
+        plan = msgspec.structs.replace(self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes)
         found = plan_account(plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs)
         if moved := self._moved(found):
             pools = defaultdict(int, found.pools)

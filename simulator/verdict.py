@@ -170,8 +170,8 @@ def _footprints(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: lis
     return [footprint for footprint in footprints if not (hardware.unified and footprint.plan.knobs.placement.parked)]
 
 
-def brief(choice: Choice, hardware: HardwareSpec) -> Verdict:
-    """What a choice says of itself."""
+def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
+    """What a choice says of itself. `tokens`: to train on."""
     plan, account, limits = choice.plan, choice.account, choice.bounds
     work, seconds = plan.workload, choice.step_seconds
     peer = policy_library.is_prediction_only(plan.policy)
@@ -180,7 +180,7 @@ def brief(choice: Choice, hardware: HardwareSpec) -> Verdict:
     for pool, size in account.pools.items():
         classes[pool.partition(".")[0]][class_of(pool)] += size
     uncertainty = None if hardware.costs else hardware.uncertainty
-    return Verdict(
+    verdict = Verdict(
         model=plan.model.name, parameters=plan.model.parameters, active_parameters=plan.model.active_parameters,
         hardware=hardware.name, unified=hardware.unified, workload=work, policy=plan.policy,
         knobs={} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__}, prediction_only=peer,
@@ -197,6 +197,7 @@ def brief(choice: Choice, hardware: HardwareSpec) -> Verdict:
         calibrated=hardware.costs.date if hardware.costs else "", uncertainty=uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
         reason="" if choice.feasible else account.advice,
     )  # fmt: skip
+    return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
 
 
 def _lacking(verdict: Verdict) -> str:

@@ -76,9 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
     hardware = with_cores(HardwareSpec.load(args.hardware), args.cores)
     check_gpus(args.gpus, hardware)
+    if args.policy == "all" and args.gpus != 1:
+        raise UserError("--gpus", found=f"{args.gpus} with --policy all", allowed="one policy, or best", fix="name a policy, or leave --gpus out")
     found = choices(args, hardware, args.model, args.hardware)
     if args.policy == "all":
-        verdicts = [brief(choice, hardware) for choice in found]
+        verdicts = [brief(choice, hardware, tokens=args.tokens) for choice in found]
         print(json.dumps({"policies": [as_json(verdict) for verdict in verdicts]}) if args.json else report.table(verdicts))
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else 2

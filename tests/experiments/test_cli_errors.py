@@ -106,6 +106,7 @@ MISTAKES = {
     "tokens that are no number": Mistake((*CHECK, "--tokens", "x"), "'x'", "a positive number with k, M, B or T", "1B"),
     "no GPU": Mistake((*CHECK, "--gpus", "0"), "'0'", "a whole number >= 1", "--gpus 1"),
     "more GPUs than a host has": Mistake((*CHECK, "--gpus", "64"), "64", "1 to 16", "--gpus 8"),
+    "several GPUs for every policy": Mistake((*CHECK, "--gpus", "2", "--policy", "all"), "2 with --policy all", "one policy, or best", "leave --gpus out"),
     "GPUs beside one memory": Mistake(("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"), "2", "one memory", "leave it out"),
     "unknown policy": Mistake((*CHECK, "--policy", "zigzag"), "'zigzag'", "double_buffer, k_buffer, overlapped, resident, sequential", "name one"),
     "unknown model": Mistake(("check", "qwen2.5-9b", "--hardware", "h200"), "no such folder or file", "qwen2.5-7b", "check the path"),
