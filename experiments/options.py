@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.units import parse_bytes
+from megatrain.simulator.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,11 @@ def real(name: str, least: float = 0.0) -> Callable[[str], int | float]:
 def size(name: str) -> Callable[[str], int]:
     """An argparse type: bytes, written like 24GiB."""
     return lambda text: parse_bytes(text, name)
+
+
+def count(name: str) -> Callable[[str], int]:
+    """An argparse type: a number of things, written like 300M."""
+    return lambda text: parse_count(text, name)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

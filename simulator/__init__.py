@@ -19,12 +19,28 @@ if TYPE_CHECKING:
     from megatrain.simulator.schedule import Schedule
     from megatrain.simulator.specs import ModelSpec, Workload
     from megatrain.simulator.timeline import Timeline
+    from megatrain.simulator.verdict import Verdict, judge
 
-__all__ = ["HardwareSpec", "Knobs", "ModelSpec", "Plan", "Schedule", "Timeline", "Workload", "bounds", "evaluate", "lower", "search", "simulate"]
+__all__ = [
+    "HardwareSpec",
+    "Knobs",
+    "ModelSpec",
+    "Plan",
+    "Schedule",
+    "Timeline",
+    "Verdict",
+    "Workload",
+    "bounds",
+    "evaluate",
+    "judge",
+    "lower",
+    "search",
+    "simulate",
+]
 
 _HOMES = {
     "engine": ("simulate",), "evaluator": ("bounds", "evaluate"), "hardware": ("HardwareSpec",), "plan": ("Knobs", "Plan"), "planner": ("search",),
-    "policies": ("lower",), "schedule": ("Schedule",), "specs": ("ModelSpec", "Workload"), "timeline": ("Timeline",),
+    "policies": ("lower",), "schedule": ("Schedule",), "specs": ("ModelSpec", "Workload"), "timeline": ("Timeline",), "verdict": ("Verdict", "judge"),
 }  # fmt: skip
 
 

@@ -69,6 +69,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     lower_bound_ns: int
     """however each lane's queue were reordered, no schedule of these ops, dependencies and slots ends earlier: the latest lane when each
     runs its ops in the order in which chains of dependencies let them start"""
+    latest: str = ""
+    """the lane that sets the lower bound"""
     sum_ns: int
     """all ops, one after the other"""
 
@@ -96,10 +98,13 @@ def bounds(schedule: Schedule, costs: CostModel) -> Bounds:
         for buffer in op.writes:
             written[buffer] = max(written.get(buffer, 0), end)
     lanes = {lane: sum(time for _, time in ops) for lane, ops in released.items()}
-    bound = 0
-    for ops in released.values():
+    latest: dict[str, int] = {}
+    for lane, ops in released.items():
         end = 0
         for start, time in sorted(ops):
             end = max(end, start) + time
-        bound = max(bound, end)
-    return Bounds(lanes_ns=lanes, critical_path_ns=max(chain, default=0), lower_bound_ns=bound, sum_ns=sum(lanes.values()))
+        latest[lane] = end
+    last = max(latest, key=latest.__getitem__, default="")
+    return Bounds(
+        lanes_ns=lanes, critical_path_ns=max(chain, default=0), lower_bound_ns=latest.get(last, 0), latest=last, sum_ns=sum(lanes.values())
+    )  # fmt: skip

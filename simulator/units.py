@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: `24GiB`, `1.5 TB`, `64MiB`."""
+"""Sizes and counts as people write and read them: `24GiB`, `1.5 TB`, `300M` tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from megatrain.simulator.errors import UserError
 
 _FACTORS = {**{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}, **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -21,6 +22,30 @@ def parse_bytes(text: str, where: str = "size") -> int:
     if match is None or factor is None or not 0 < float(match[1]) * factor < 2**60:
         raise UserError(where, found=repr(text), allowed="a positive size with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB", fix="write it like 24GiB")
     return round(float(match[1]) * factor)
+
+
+def parse_count(text: str, where: str = "count") -> int:
+    """A number of things such as `1B`, `300M`, `2.5T` or `4096`. Raises UserError for anything else.
+
+    >>> parse_count("2.5T"), parse_count("300 M"), parse_count("4096")
+    (2500000000000, 300000000, 4096)
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _COUNTS.get(match[2].lower()) if match else None
+    count = round(float(match[1]) * factor) if match and factor else 0
+    if not 0 < count < 2**60:
+        raise UserError(where, found=repr(text), allowed="a positive number with k, M, B or T", fix="write it like 1B")
+    return count
+
+
+def format_count(count: float) -> str:
+    """A number with four significant digits at most, and its unit.
+
+    >>> format_count(7_615_616_512), format_count(2.5e12), format_count(999)
+    ('7.616 G', '2.5 T', '999')
+    """
+    unit, factor = next((unit, factor) for unit, factor in ((" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3), ("", 1.0)) if count >= factor or factor == 1)
+    return f"{count / factor:.4g}{unit}"
 
 
 def format_bytes(count: float) -> str:

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatrain.experiments import options
+from megatrain.experiments import options, report
 from megatrain.experiments.commands import check
 from megatrain.simulator.errors import UserError
 
@@ -21,6 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.verdict import brief
 
     if args.policy == "all":
         args.policy = "best"
@@ -28,12 +29,13 @@ def run(args: argparse.Namespace) -> int:
     hardware = HardwareSpec.load(args.hardware)
     source = options.relative(Path(args.model), args.out.parent) if os.path.exists(args.model) else args.model
     named = options.relative(Path(args.hardware), args.out.parent) if os.path.exists(args.hardware) else args.hardware
-    best, *others = check.choices(args, hardware, source, named)
-    print(check.verdict(best, hardware))
-    if others:
-        print("\nevery policy at its best:\n" + check.table([best, *others]))
+    found = check.choices(args, hardware, source, named)
+    verdicts, best = [brief(choice, hardware) for choice in found], found[0]
+    print(report.text(verdicts[0]))
+    if len(found) > 1:
+        print("\nevery policy at its best:\n" + report.table(verdicts))
     if not best.feasible:
-        raise UserError(str(args.out), found="no plan that fits, so none is written", allowed=check.limits(best), fix=best.account.advice)
+        raise UserError(str(args.out), found="no plan that fits, so none is written", allowed=report.limits(verdicts[0]), fix=best.account.advice)
     best.plan.save(args.out)
     print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
     return 0

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.policies import verified
     from megatrain.simulator.trace import save_trace
     from megatrain.simulator.units import format_bytes, format_seconds
+    from megatrain.simulator.verdict import brief
 
     plan = Plan.load(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
     choice = assess(plan, costs)
     if args.json:
-        report = as_json(choice, hardware) | {"ops": len(schedule.ops), "digest": schedule.digest, "lane_busy_seconds": lanes}
+        report = as_json(brief(choice, hardware)) | {"ops": len(schedule.ops), "digest": schedule.digest, "lane_busy_seconds": lanes}
         print(json.dumps(report | {"kinds": {kind: {"ops": count, "seconds": seconds} for kind, (count, seconds) in kinds.items()}}))
         return 0
     print(f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}: {len(schedule.ops)} ops")

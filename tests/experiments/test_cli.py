@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.commands.check import parameters
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import names, peers
 from megatrain.simulator.timeline import Timeline
-from megatrain.simulator.units import format_seconds
+from megatrain.simulator.units import format_bytes, format_count, format_seconds
+from megatrain.simulator.verdict import Verdict
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 KEYS = {
@@ -162,8 +162,9 @@ def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in
     assert (outcome.status, outcome.err) == (0, "")
     report = only_object(outcome.out)
     assert report.keys() >= KEYS
+    assert report.keys() == set(Verdict.__struct_fields__)
     assert report["feasible"] is True
-    assert report["advice"] == ""
+    assert report["reason"] == ""
     assert 0 < report["lower_bound_seconds"] <= report["step_seconds"]
     assert report["tokens_per_second"] == pytest.approx(32 * 1024 / report["step_seconds"])
     assert 0 < report["device_peak_bytes"] <= report["device_limit_bytes"]
@@ -174,8 +175,32 @@ def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
     words = ("check", "qwen2.5-1.5b", "--hardware", "rtx4090", "--host-memory", "128GiB", "--batch", "1", "--policy", "sequential")
     report = only_object(command(*words, "--json").out)
     assert report["uncertainty"] == 0.20
-    low, high = (format_seconds(report["step_seconds"] * factor) for factor in (0.8, 1.2))
+    assert (report["step_seconds_low"], report["step_seconds_high"]) == pytest.approx((0.8 * report["step_seconds"], 1.2 * report["step_seconds"]))
+    low, high = (format_seconds(report[f"step_seconds_{end}"]) for end in ("low", "high"))
     assert f"so a step may take {low} to {high}" in command(*words).out
+
+
+def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
+    words = ("check", "qwen2.5-7b", "--hardware", "h200", "--device-memory", "60GiB", "--tokens", "1B", "--gpus", "8")
+    report, text = only_object(command(*words, "--json").out), command(*words).out
+    assert f"step {format_seconds(report['step_seconds'])}, {report['tokens_per_second']:,.0f} tokens/s, {report['tflops_6n']:.4g} TFLOPS (6N)" in text
+    assert f"MFU {report['mfu']:.1%}" in text
+    assert f"no order of these ops beats {format_seconds(report['lower_bound_seconds'])}, for {report['lower_bound_lane']}" in text
+    for lane, seconds in report["exposed_seconds"].items():
+        assert (f"{lane} {format_seconds(seconds)}" in text) == (seconds >= report["step_seconds"] / 1000)
+    for place in ("device", "host"):
+        assert f"] {format_bytes(report[f'{place}_peak_bytes'])} of {format_bytes(report[f'{place}_limit_bytes'])}" in text
+        for name, size in report["classes"][place].items():
+            assert size < report[f"{place}_peak_bytes"] / 1000 or f" {name:<14}{format_bytes(size):>12}" in text
+    assert f"a context of {report['longest_context']:,} tokens (batch 1), a micro-batch of {report['largest_batch']:,} x 1024" in text
+    assert report["advice"]
+    for entry in report["advice"]:
+        assert f"{entry['gain']:+.0%}, {entry['tokens_per_second']:,.0f} tokens/s" in text
+        assert entry["change"] in text
+    assert f"1 B tokens: {report['training']['days']:,.2f} days, {report['training']['energy_kwh']:,.1f} kWh at 700 W a GPU" in text
+    assert f"8 GPUs: {report['several']['tokens_per_second']:,.0f} tokens/s" in text
+    assert report["several"]["note"] in text
+    assert "first estimate" in report["several"]["note"]
 
 
 def test_check_of_what_does_not_fit(command: Any) -> None:
@@ -185,12 +210,26 @@ def test_check_of_what_does_not_fit(command: Any) -> None:
     report = only_object(outcome.out)
     assert report.keys() >= KEYS
     assert report["feasible"] is False
-    assert report["advice"]
     assert report["binding"] in report["pools"]
+    first = report["advice"][0]
     outcome = command(*words)
     assert (outcome.status, outcome.err) == (2, "")
     assert "DOES NOT FIT" in outcome.out
-    assert report["advice"] in outcome.out
+    assert report["reason"] in outcome.out
+    assert all(entry["change"] in outcome.out for entry in report["advice"])
+    assert first["fits"]
+    taken = [word for name, value in first["options"].items() for word in (f"--{name}", value)]
+    assert command(*words, *taken).status == 0
+
+
+def test_check_of_a_machine_with_one_memory(command: Any) -> None:
+    words = ("check", "qwen2.5-1.5b", "--hardware", "apple-m4-max", "--batch", "1", "--tokens", "10M")
+    outcome = command(*words)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "one memory for CPU and GPU, nothing is copied" in outcome.out
+    assert "fits with policy resident" in outcome.out
+    assert not [line for line in outcome.out.splitlines() if line.startswith(("host", "device"))]
+    assert only_object(command(*words, "--json").out)["unified"] is True
 
 
 def test_check_of_every_policy(command: Any) -> None:
@@ -202,6 +241,18 @@ def test_check_of_every_policy(command: Any) -> None:
     assert all(report.keys() >= KEYS for report in reports)
     assert [report["step_seconds"] for report in reports] == sorted(report["step_seconds"] for report in reports)  # all fit: fastest first
     table = command(*words).out.splitlines()
+    tight = ("check", "qwen2.5-7b", "--hardware", "h200", "--policy", "all", "--host-memory", "120GiB")
+    lines = {line.split()[0]: line for line in command(*tight).out.splitlines()[1:]}
+    for report in only_object(command(*tight, "--json").out)["policies"]:
+        line = lines[report["policy"]]
+        assert (" OOM " in line) == (not report["feasible"])
+        assert report["feasible"] or report["reason"] in line
+    assert " OOM " in lines["zero3_offload"]
+    long = (*tight, "--tokens", "1B")
+    days = {line.split()[0]: line for line in command(*long).out.splitlines()}
+    for report in only_object(command(*long, "--json").out)["policies"]:
+        assert report["training"]["days"] == pytest.approx(1e9 / report["tokens_per_second"] / 86400)
+        assert (f" {report['training']['days']:,.2f} " in days[report["policy"]]) == report["feasible"]
     assert [line.split()[0] for line in table[1:]] == [report["policy"] for report in reports]
     assert (
         {line.split()[0] for line in table if "prediction only" in line}
@@ -233,4 +284,4 @@ def test_fewer_cores_are_slower_and_a_named_policy_is_kept(command: Any) -> None
     ("count", "text"), [(7_615_616_512, "7.616 G"), (11_300_000, "11.3 M"), (57_632, "57.63 k"), (999, "999"), (32_763_876_352, "32.76 G")]
 )
 def test_parameters_read_well(count: int, text: str) -> None:
-    assert parameters(count) == f"{text} parameters"
+    assert format_count(count) == text

@@ -1,0 +1,87 @@
+"""Readers' questions, answered by `megatrain check`: prints each command and the lines of its answer that matter, as Markdown.
+
+    python -m megatrain.experiments.readers_questions
+
+The README's section of that name is this program's output. "The largest model" is the one of most parameters in the library that fits with one
+sequence of 1,024 tokens a micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+from megatrain.experiments import cli
+from megatrain.simulator import specs
+from megatrain.simulator.capacity import frugal, largest_batch
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import contenders
+from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.units import parse_bytes
+
+_MATTERS = ("fits", "DOES NOT FIT", "step ", "most that fits", "no micro-batch", "the nearest", "    --", "8 GPUs", "1 B tokens", "would help")
+_ONE = "--batch 1 --seq 1024"
+QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "How long does 120B take on one H200 with 1.5 TB of host memory, and on eight? (gpt-oss-120b, a mixture of experts; qwen2.5-72b is dense)",
+        (
+            "gpt-oss-120b --hardware h200 --host-memory 1.5TiB --batch 64 --tokens 1B --gpus 8",
+            "qwen2.5-72b --hardware h200 --host-memory 1.5TiB --batch 64 --tokens 1B --gpus 8",
+        ),
+    ),
+    ("The largest model on an RTX 3080 of 10 GB with 64 GB of host memory?", (f"LARGEST --hardware rtx3080-10gb --host-memory 64GiB {_ONE}",)),
+    ("On an RTX 3090 with 251 GB?", (f"LARGEST --hardware rtx3090 --host-memory 251GB {_ONE}",)),
+    ("On a Ryzen AI Max 395 with 128 GB?", (f"LARGEST --hardware ryzen-ai-max-395-128gb {_ONE}",)),
+    ("On a Mac?", (f"LARGEST --hardware apple-m4-max {_ONE}", f"LARGEST --hardware apple-m3-ultra {_ONE}")),
+    (
+        "7B with 512k tokens of context, on a GH200 and on an H200?",
+        tuple(f"qwen2.5-7b --hardware {name} --batch 1 --seq 524288" for name in ("gh200-96", "h200")),
+    ),
+    ("14B on an H200 with 128 GB of host memory?", ("qwen2.5-14b --hardware h200",)),
+)
+"""question -> what follows `megatrain check`; LARGEST stands for a model to be found"""
+
+
+def largest(words: list[str]) -> str:
+    """The model of most parameters in the library that fits what the options in `words` name."""
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    hardware, work = HardwareSpec.load(options["--hardware"]), Workload(batch=int(options["--batch"]), sequence=int(options["--seq"]))
+    host = parse_bytes(options["--host-memory"]) if "--host-memory" in options else hardware.host_bytes
+    models = [ModelSpec.load(file.stem) for file in (Path(specs.__file__).parent / "library" / "models").glob("*.json")]
+    for model in sorted(models, key=lambda model: -model.parameters):
+        names = ["resident"] if hardware.unified else contenders()
+        plan = Plan(
+            policy=names[0], hardware=hardware.name, source=model.name, model=model, workload=work, device_limit_bytes=hardware.device_bytes, host_limit_bytes=host
+        )  # fmt: skip
+        if largest_batch(frugal(plan, cost_model(hardware, model, work), names), work):
+            return model.name
+    return "none"
+
+
+def answer(words: list[str]) -> list[str]:
+    """The lines that matter of what `megatrain check WORDS` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        cli.main(["check", *words])
+    return [line for line in out.getvalue().splitlines() if line.startswith(_MATTERS) or " binds: the nearest" in line]
+
+
+def main() -> int:
+    for question, commands in QUESTIONS:
+        print(f"**{question}**\n\n```")
+        for command in commands:
+            words = command.split()
+            if words[0] == "LARGEST":
+                words[0] = largest(words[1:])
+            print(f"$ megatrain check {' '.join(words)}")
+            print("\n".join(answer(words)))
+        print("```\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Capacity: the least memory that a policy can do with, and so the most tokens that fit.
+
+A policy needs least with the fewest slots, the smallest copies and the checkpoint interval of the smallest peak; where it can, it parks its
+checkpoints on the host. For that plan every pool either does not change with the tokens of a micro-batch or is proportional to them, so one
+lowering tells the memory at any number of tokens, and a bisection on it finds the most that fit. Where the host is too small and the policy
+can keep state on the device, as much moves there as the host cannot hold, layer by layer. Times play no part here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.assessment import plan_account, varied
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.memory import Account
+from megatrain.simulator.placing import CLASSES, ranges
+from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.slot_search import CHUNK_BYTES, intervals
+from megatrain.simulator.specs import DTYPE_BYTES, Workload
+
+ONE_COPY = 2**40
+_PROPORTIONAL = {f"device.{name}" for name in ("activations", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
+"""pools whose bytes are proportional to the tokens of a micro-batch"""
+_COVERED = {"sequential": "k_buffer", "double_buffer": "k_buffer"}
+"""policy -> one that can do with as little: that one with other slots"""
+
+
+class Footprint:
+    """One plan's memory, for any number of tokens."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        """Raises UserError like `lower`."""
+        self.plan, self.costs = plan, costs
+        places = policy_library.places(plan.policy)
+        buffers = policy_library.outline(plan if places else varied(plan, chunk_bytes=ONE_COPY)).buffers  # of these no buffer hangs on the bytes of a copy
+        self._schedule = Schedule(policy=plan.policy, buffers=tuple(_merged(buffers)), ops=())
+        homes = {f"host.{name}": name for name in CLASSES} if places else {}
+        self._movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in buffers if buffer.pool in homes]
+
+    def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
+        """With a workload of other tokens or another loss chunk, and under another limit of host memory."""
+        old, new = self.plan.workload, workload or self.plan.workload
+        share = new.tokens / old.tokens
+        buffers = self._schedule.buffers
+        if share != 1:
+            buffers = tuple(_resized(buffer, share) if buffer.pool in _PROPORTIONAL else buffer for buffer in buffers)
+        plan = msgspec.structs.replace(self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes)
+        found = plan_account(plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs)
+        if moved := self._moved(found):
+            pools = defaultdict(int, found.pools)
+            for name, _, size in moved:
+                pools[f"host.{name}"] -= size
+                pools[f"device.{name}"] += size
+            found = msgspec.structs.replace(found, pools=dict(pools))
+        return found
+
+    def _moved(self, account: Account) -> list[tuple[str, str, int]]:
+        """(class, layer, bytes) of the state that the host cannot hold."""
+        excess, moved = account.host_peak_bytes - account.host_limit_bytes, list[tuple[str, str, int]]()
+        for entry in self._movable:
+            if excess <= 0:
+                break
+            moved.append(entry)
+            excess -= entry[2]
+        return moved
+
+    def placed(self) -> Plan:
+        """The plan, with the largest copies that fit, and a placement that keeps on the device what the host cannot hold."""
+        larger = (Footprint(varied(self.plan, chunk_bytes=size), self.costs) for size in sorted(CHUNK_BYTES, reverse=True))
+        return next((footprint for footprint in larger if footprint.account().fits), self)._placed()
+
+    def _placed(self) -> Plan:
+        still = msgspec.structs.replace(self.plan, host_limit_bytes=2**59)  # nothing moves
+        account = plan_account(still, self._schedule, self.costs)
+        chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
+        for name, layer, _ in self._moved(msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)):
+            chosen[name].add(layer)
+        texts = {name: ranges(list(self.plan.model.stack), layers) for name, layers in chosen.items() if layers}
+        return varied(self.plan, placement=msgspec.structs.replace(self.plan.knobs.placement, **texts))
+
+
+def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """One buffer a pool, as large as all of its buffers; those that the framework allocates stay apart, because they may have been measured."""
+    pools: dict[str, int] = defaultdict(int)
+    for buffer in buffers:
+        if not buffer.dynamic:
+            pools[buffer.pool] += buffer.allocated
+    return [Buffer(id=f"{pool}:all", bytes=size) for pool, size in pools.items()] + [buffer for buffer in buffers if buffer.dynamic]
+
+
+def _resized(buffer: Buffer, factor: float) -> Buffer:
+    return msgspec.structs.replace(buffer, bytes=-int(-buffer.bytes * factor // 1))
+
+
+def frugal(plan: Plan, costs: CostModel, names: Iterable[str]) -> list[Footprint]:
+    """The least that each of the policies `names` needs for the model, workload and limits of `plan`. Left out are other systems', which have
+    no knobs, and policies that need no less than another of `names`.
+    """
+    chosen = [name for name in names if not policy_library.is_prediction_only(name)]
+    found = []
+    for name in chosen:
+        if _COVERED.get(name) not in chosen:
+            found += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
+    return found
+
+
+def _footprints(plan: Plan, costs: CostModel) -> Iterator[Footprint]:
+    """With checkpoints on the device, and with all of them parked."""
+    model, work = plan.model, plan.workload
+    row = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
+    saved = costs.activations_bytes(model, work) or model.most_saved_bytes(work.tokens, work.dtype)
+    best = min(intervals(model.layers), key=lambda interval: -(-model.layers // interval) * row + interval * (saved + row))
+    for interval, parked in ((best, ""), (1, "all")):
+        for slots, slabs in ((1, 0), (1, 1), (2, 0), (2, 1)):
+            knobs = {
+                "weight_slots": slots,
+                "gradient_slots": 1,
+                "gradient_slabs": slabs,
+                "state_slots": 1,
+                "checkpoint_interval": interval,
+                "chunk_bytes": min(CHUNK_BYTES),
+            }
+            try:
+                yield Footprint(varied(plan, **knobs, placement=Placement(parked=parked)), costs)
+            except UserError:  # a policy that needs more slots
+                continue
+            break
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number of 1 to `most` that fits, 0 where none does; all below one that fits fit too."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_batch(footprints: list[Footprint], workload: Workload, host_limit: int | None = None) -> int:
+    """Sequences of a micro-batch that fit with one of the footprints, at the workload's sequence length; 0 where one is too many."""
+
+    def fits(count: int) -> bool:
+        work = msgspec.structs.replace(workload, batch=count)
+        return any(footprint.account(work, host_limit=host_limit).fits for footprint in footprints)
+
+    return _most(fits, 2**20)
+
+
+def longest_context(footprints: list[Footprint], workload: Workload, batch: int = 1) -> int:
+    """Tokens of a sequence that fit, `batch` sequences a micro-batch; 0 where one token is too many."""
+
+    def fits(count: int) -> bool:
+        work = msgspec.structs.replace(workload, batch=batch, sequence=count)
+        return any(footprint.account(work).fits for footprint in footprints)
+
+    return _most(fits, 2**24)

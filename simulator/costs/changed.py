@@ -1,0 +1,47 @@
+"""Changed: a cost model asked about ops of other sizes than the schedule's, on a link of another rate.
+
+For estimates of what no policy lowers to yet: optimizer state of other precision, state sharded among several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatrain.simulator.costs.protocol import CostModel
+from megatrain.simulator.hardware import Workspace
+from megatrain.simulator.schedule import Op, Schedule, Sizes
+from megatrain.simulator.sharing import Demand
+from megatrain.simulator.specs import ModelSpec, Workload
+
+
+class Changed:
+    """`costs`, with every op replaced by `change(op)` and its time multiplied by `slower` of its lane."""
+
+    def __init__(self, costs: CostModel, change: Callable[[Op], Op], slower: Mapping[str, float] | None = None, both_slower: float = 1.0) -> None:
+        """`both_slower`: how many times longer copies take, besides `slower`, while both directions of the link are busy."""
+        self.costs, self.change, self.slower, self.both_slower = costs, change, slower or {}, both_slower
+        self.dispatch_ns, self.step_overhead_ns = costs.dispatch_ns, costs.step_overhead_ns
+
+    def sizes(self, schedule: Schedule) -> Sizes:
+        return self.costs.sizes(schedule)
+
+    def duration_ns(self, op: Op) -> int:
+        return round(self.costs.duration_ns(self.change(op)) * self.slower.get(op.lane, 1.0))
+
+    def demand(self, op: Op) -> Demand | None:
+        return self.costs.demand(self.change(op))
+
+    def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
+        rates = self.costs.rates(busy)
+        if self.both_slower == 1 or not {"h2d", "d2h"} <= {demand.lane for demand in busy}:
+            return rates
+        return tuple(max(round(rate / self.both_slower), 1) if demand.lane in ("h2d", "d2h") else rate for demand, rate in zip(busy, rates, strict=True))
+
+    def extrapolated(self, op: Op) -> bool:
+        return True
+
+    def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
+        return self.costs.activations_bytes(model, workload)
+
+    def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
+        return self.costs.workspace(model, workload)

@@ -1,0 +1,248 @@
+"""Verdict: all that `megatrain check` says of a model on a machine, computed once and only formatted afterwards.
+
+`judge` searches for the best plan, plays it for what is exposed, finds how much more would fit, and tries what would help. `brief` is the same
+of one choice without what has to be tried. Predictions only: how far off they may be is `step_seconds_low` to `step_seconds_high` where the
+machine was not calibrated, and `extrapolated` names ops whose cost lies outside of what was measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.advice import Adviser, Suggestion
+from megatrain.simulator.assessment import Choice, assess, varied
+from megatrain.simulator.capacity import ONE_COPY, Footprint, frugal, largest_batch, longest_context
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.engine import simulate
+from megatrain.simulator.evaluator import bounds
+from megatrain.simulator.exposed import exposed_ns
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.memory import PLACES
+from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.planner import search
+from megatrain.simulator.several import Several, estimate
+from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.units import format_bytes
+
+CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
+_STAGING = ("_chunks", "slabs", "bucket", "flats", "converted", "shards")
+_ACTIVATIONS = ("activations", "checkpoints", "hidden", "stored", "parked")
+_WEIGHTS = ("weights", "low", "master", "streamed", "gathered", "templates", "vocabulary", "initial")
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to train on so many tokens, without start, evaluation and saving."""
+
+    tokens: int
+    days: float
+    """tokens / tokens_per_second / 86400; of all GPUs, where several are asked for"""
+    energy_kwh: float | None
+    """GPUs' board power x hours / 1000, of the whole package for a unified machine; None where the power is not stated"""
+    watts: float | None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Does it fit, how fast, what binds, what would help. Sizes in bytes, times in seconds. The fields are the keys of `--json`."""
+
+    model: str
+    parameters: int
+    active_parameters: int
+    hardware: str
+    unified: bool
+    """one memory for CPU and GPU: the device's bytes are all there are, nothing is copied"""
+    workload: Workload
+    policy: str
+    knobs: dict[str, object]
+    """of the plan; empty for another system's"""
+    prediction_only: bool
+    feasible: bool
+    binding: str
+    """the lane with the most work, or the largest pool of the place that is too small"""
+    step_seconds: float
+    step_seconds_low: float | None
+    """None where the machine was calibrated, as the next"""
+    step_seconds_high: float | None
+    tokens_per_second: float
+    tflops_6n: float
+    """6 x all parameters x tokens / s; of a mixture of experts no rate of the chip, see the next"""
+    tflops_6n_active: float
+    """6 x the parameters that a token uses x tokens / s"""
+    mfu: float | None
+    lower_bound_seconds: float
+    lower_bound_lane: str
+    exposed_seconds: dict[str, float] = {}
+    """lane -> time in which it ran and compute did not, shared among lanes that ran together; `waiting`: none ran; see exposed.py"""
+    lane_seconds: dict[str, float]
+    """lane -> sum of its ops"""
+    device_peak_bytes: int
+    device_limit_bytes: int
+    host_peak_bytes: int
+    host_limit_bytes: int
+    pools: dict[str, int]
+    classes: dict[str, dict[str, int]]
+    """place -> class of data -> bytes"""
+    calibrated: str
+    """date of the measurement; empty where costs come from a datasheet's rates"""
+    uncertainty: float | None
+    extrapolated: dict[str, int]
+    """kind -> ops whose cost lies outside of what was measured; 0 where they were not counted"""
+    longest_context: int | None = None
+    """tokens of one sequence that fit, one sequence a micro-batch; None where it was not asked for, as the next"""
+    largest_batch: int | None = None
+    """sequences of a micro-batch that fit at the workload's sequence length"""
+    reason: str = ""
+    """why it does not fit, in one line"""
+    advice: tuple[Suggestion, ...] = ()
+    training: Training | None = None
+    several: Several | None = None
+
+
+def class_of(pool: str) -> str:
+    """The class of data that a pool holds.
+
+    >>> class_of("host.moments"), class_of("device.streamed_gradients_vocabulary"), class_of("host.slabs"), class_of("device.low_chunks")
+    ('moments', 'gradients', 'staging', 'staging')
+    """
+    name = pool.partition(".")[2]
+    if any(word in name for word in _STAGING):
+        return "staging"
+    if "gradients" in name or "sums" in name:
+        return "gradients"
+    if name == "moments":
+        return "moments"
+    if name in _ACTIVATIONS:
+        return "activations"
+    return "weights" if any(word in name for word in _WEIGHTS) else "workspace"
+
+
+def candidates(
+    model: ModelSpec, hardware: HardwareSpec, workload: Workload, *, source: str = "", hardware_name: str = "",
+    device_limit: int | None = None, host_limit: int | None = None, policies: list[str] | None = None,
+) -> list[Choice]:  # fmt: skip
+    """The best plan of each policy, best first. On a unified machine both limits hold for the one memory that there is. Where the search finds
+    none that fits, the most frugal plan of a policy is taken if that does. Where no policy is named, one whose cpu lane alone takes longer than
+    the best plan of those that obey a placement is not searched: that saves a second of two.
+    """
+    names = policy_library.contenders() if policies is None else policies
+    if hardware.unified:
+        device_limit = host_limit = min(device_limit or hardware.device_bytes, host_limit or hardware.host_bytes)
+
+    def found_by(chosen: list[str]) -> list[Choice]:
+        return search(
+            model, hardware, workload, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=chosen
+        )  # fmt: skip
+
+    if hardware.unified or names != policy_library.contenders():
+        found = found_by(names)
+    else:
+        later = [name for name in names if name != "resident" and not policy_library.places(name)]
+        first = sorted((name for name in names if name not in later), key=policy_library.places)  # the likely winner last: its schedule is still known then
+        found = found_by(first)
+        if hopeful := [name for name in later if _may_beat(name, found[0], hardware)]:
+            found = sorted([*found, *found_by(hopeful)], key=lambda choice: (choice.account.excess_bytes, choice.step_seconds))
+    own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
+    if own and not own[0].feasible:
+        costs = cost_model(hardware, model, workload)
+        fitting = (footprint for footprint in _footprints(own[0].plan, hardware, costs, names) if footprint.account().fits)
+        if footprint := next(fitting, None):
+            choice = assess(footprint.placed(), costs)
+            found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
+    return found
+
+
+def _may_beat(name: str, best: Choice, hardware: HardwareSpec) -> bool:
+    """The policy's ops on the host's cores, which no knob spares, leave it time to be faster than `best`."""
+    if not best.feasible:
+        return True
+    plan = msgspec.structs.replace(best.plan, policy=name, knobs=Knobs(chunk_bytes=ONE_COPY))
+    schedule = policy_library.lower(varied(plan, accumulation=1))
+    costs = cost_model(hardware, plan.model, plan.workload)
+    return bounds(schedule, costs).lanes_ns.get("cpu", 0) < best.step_seconds * 1e9
+
+
+def _footprints(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> list[Footprint]:
+    """On a unified machine nothing streams and nothing is parked: `resident` alone."""
+    footprints = frugal(plan, costs, [name for name in names if name == "resident"] if hardware.unified else names)
+    return [footprint for footprint in footprints if not (hardware.unified and footprint.plan.knobs.placement.parked)]
+
+
+def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
+    """What a choice says of itself. `tokens`: to train on."""
+    plan, account, limits = choice.plan, choice.account, choice.bounds
+    work, seconds = plan.workload, choice.step_seconds
+    peer = policy_library.is_prediction_only(plan.policy)
+    peak = hardware.peak_tflops.get(work.dtype)
+    classes: dict[str, dict[str, int]] = {place: defaultdict(int) for place in PLACES}
+    for pool, size in account.pools.items():
+        classes[pool.partition(".")[0]][class_of(pool)] += size
+    uncertainty = None if hardware.costs else hardware.uncertainty
+    verdict = Verdict(
+        model=plan.model.name, parameters=plan.model.parameters, active_parameters=plan.model.active_parameters,
+        hardware=hardware.name, unified=hardware.unified, workload=work, policy=plan.policy,
+        knobs={} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__}, prediction_only=peer,
+        feasible=choice.feasible, binding=limits.binding if choice.feasible else account.binding, step_seconds=seconds,
+        step_seconds_low=None if uncertainty is None else seconds * (1 - uncertainty),
+        step_seconds_high=None if uncertainty is None else seconds * (1 + uncertainty),
+        tokens_per_second=tokens_per_second(work, seconds), tflops_6n=tflops_6n(plan.model, work, seconds),
+        tflops_6n_active=tflops_6n(plan.model, work, seconds) * plan.model.active_parameters / plan.model.parameters,
+        mfu=mfu(plan.model, work, seconds, peak) if peak else None, lower_bound_seconds=limits.lower_bound_ns / 1e9, lower_bound_lane=limits.latest,
+        lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
+        device_peak_bytes=account.device_peak_bytes, device_limit_bytes=account.device_limit_bytes,
+        host_peak_bytes=account.host_peak_bytes, host_limit_bytes=account.host_limit_bytes, pools=dict(account.pools),
+        classes={place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in classes.items()},
+        calibrated=hardware.costs.date if hardware.costs else "", uncertainty=uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
+        reason="" if choice.feasible else account.advice,
+    )  # fmt: skip
+    return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+
+
+def _lacking(verdict: Verdict) -> str:
+    """What the nearest plan has too little of."""
+    excess = {"device": verdict.device_peak_bytes - verdict.device_limit_bytes, "host": verdict.host_peak_bytes - verdict.host_limit_bytes}
+    return "the nearest plan lacks " + " and ".join(f"{format_bytes(size)} of {place} memory" for place, size in excess.items() if size > 0)
+
+
+def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training:
+    """Days and energy of training on so many tokens."""
+    speed, gpus = (verdict.several.tokens_per_second, verdict.several.gpus) if verdict.several else (verdict.tokens_per_second, 1)
+    hours = tokens / speed / 3600
+    return Training(tokens=tokens, days=hours / 24, energy_kwh=None if hardware.watts is None else gpus * hardware.watts * hours / 1000, watts=hardware.watts)
+
+
+def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = None, *, gpus: int = 1, tokens: int | None = None) -> Verdict:
+    """`brief` and all that has to be played or tried. `names`: the policies that may be chosen. Raises UserError for `gpus` that a host has not."""
+    plan, verdict = choice.plan, brief(choice, hardware)
+    costs = cost_model(hardware, plan.model, plan.workload)
+    schedule = policy_library.lower(plan)
+    sizes = costs.sizes(schedule)
+    counts = Counter(sizes.which)
+    flagged: dict[str, int] = defaultdict(int)
+    for index, op in enumerate(sizes.ops):
+        if costs.extrapolated(op):
+            flagged[op.kind] += counts[index]
+    exposed = exposed_ns(simulate(schedule, costs))
+    names = policy_library.contenders() if names is None else names
+    footprints = _footprints(plan, hardware, costs, names)
+    advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
+    verdict = msgspec.structs.replace(
+        verdict, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
+        reason="" if choice.feasible else _lacking(verdict), longest_context=longest_context(footprints, plan.workload) if footprints else None,
+        largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
+        several=estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus) if gpus != 1 else None,
+    )  # fmt: skip
+    return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+
+
+def judge(
+    model: ModelSpec, hardware: HardwareSpec, workload: Workload, *, device_limit: int | None = None, host_limit: int | None = None,
+    policies: list[str] | None = None, gpus: int = 1, tokens: int | None = None,
+) -> Verdict:  # fmt: skip
+    """The verdict on training `model` so on `hardware`. Limits in bytes, by default the machine's; `policies` by default those that the runtime
+    executes; `gpus` of one host, more than one as a first estimate; `tokens` to train on. Raises UserError like `search`.
+    """
+    found = candidates(model, hardware, workload, device_limit=device_limit, host_limit=host_limit, policies=policies)
+    return in_full(found[0], hardware, policies, gpus=gpus, tokens=tokens)
