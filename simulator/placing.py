@@ -25,9 +25,10 @@ from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
-_FINALISTS = 3
+_FINALISTS = 2
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
+_MANY_OPS = 3000  # beyond, what many small copies would gain is not tried: it is per cents, and each try would take 0.1 s
 _TIE = 1.001
 _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
 """Ever less memory in slots, where more does not fit"""
@@ -132,10 +133,10 @@ class PlacementSearch:
         """`plan` with other slots and copies where that is faster by more than a tie."""
         time = self._time(plan)
         knobs = plan.knobs
-        for change in (
-            {"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)}, {"chunk_bytes": 4 * knobs.chunk_bytes}, {"state_slots": knobs.state_slots + 2},
-            {"weight_slots": knobs.weight_slots + 1},
-        ):  # fmt: skip
+        changes = [{"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
+        if len(policies.lower(plan).ops) <= _MANY_OPS:
+            changes += [{"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)}, {"state_slots": knobs.state_slots + 2}]
+        for change in changes:
             changed = varied(plan, **change)
             if policies.outline(changed).buffers != policies.outline(plan).buffers and self._account(changed).fits:
                 found = self._time(changed)
