@@ -66,6 +66,7 @@ def _speed(verdict: Verdict) -> list[str]:
         f"{verdict.binding} binds: the lane has the most work, {format_seconds(verdict.lane_seconds[verdict.binding])}; "
         f"no order of these ops beats {format_seconds(verdict.lower_bound_seconds)}, for {verdict.lower_bound_lane}",
         *([f"compute stands still while these run: {waits}"] if waits else ["nothing is exposed: compute always runs"] if verdict.exposed_seconds else []),
+        *([f"other lanes slow compute by {format_seconds(verdict.slowed_seconds)}"] if verdict.slowed_seconds >= verdict.step_seconds / 1000 else []),
     ]
 
 

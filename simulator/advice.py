@@ -12,7 +12,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.assessment import Choice, varied
-from megatrain.simulator.capacity import ONE_COPY, Footprint, frugal, largest_batch, longest_context
+from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.engine import makespan_ns
@@ -21,6 +21,7 @@ from megatrain.simulator.memory import Account
 from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
+from megatrain.simulator.slot_search import ONE_COPY
 from megatrain.simulator.specs import Workload
 from megatrain.simulator.units import format_bytes
 
@@ -131,8 +132,10 @@ class Adviser:
     def _memory(self, needs: dict[str, int], besides: dict[str, str] | None = None) -> Suggestion:
         """`needs`: place -> bytes; `besides`: other options."""
         limits = {"device": self.plan.device_limit_bytes, "host": self.plan.host_limit_bytes}
+        if self.hardware.unified:  # one memory, which both options limit
+            needs = dict.fromkeys(limits, sum(needs.values()))
         options = (besides or {}) | {f"{place}-memory": _gib(size) for place, size in needs.items()}
-        more = sum(max(size - limits[place], 0) for place, size in needs.items())
+        more = sum(max(size - limits[place], 0) for place, size in needs.items()) // (2 if self.hardware.unified else 1)
         text = " ".join(f"--{name} {value}" for name, value in options.items())
         return Suggestion(change=f"{text}, {format_bytes(more)} more", options=options, fits=True)
 

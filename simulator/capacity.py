@@ -21,10 +21,9 @@ from megatrain.simulator.memory import Account
 from megatrain.simulator.placing import CLASSES, ranges
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.slot_search import CHUNK_BYTES, intervals
+from megatrain.simulator.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.specs import DTYPE_BYTES, Workload
 
-ONE_COPY = 2**40
 _PROPORTIONAL = {f"device.{name}" for name in ("activations", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
 """pools whose bytes are proportional to the tokens of a micro-batch"""
 _COVERED = {"sequential": "k_buffer", "double_buffer": "k_buffer"}
@@ -63,9 +62,11 @@ class Footprint:
     def _moved(self, account: Account) -> list[tuple[str, str, int]]:
         """(class, layer, bytes) of the state that the host cannot hold."""
         excess, moved = account.host_peak_bytes - account.host_limit_bytes, list[tuple[str, str, int]]()
-        for entry in self._movable:
+        for index, entry in enumerate(self._movable):
             if excess <= 0:
                 break
+            if entry[2] >= excess:  # the last one: the smallest that is enough
+                entry = min((other for other in self._movable[index:] if other[2] >= excess), key=lambda other: other[2])
             moved.append(entry)
             excess -= entry[2]
         return moved

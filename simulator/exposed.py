@@ -5,11 +5,14 @@ An instant of the step at which no compute op runs belongs to the other lanes th
 
     makespan = busy time of compute + sum over the other lanes of their exposed time + waiting
 
+where compute's busy time is the sum of its ops at full speed and what other lanes slow them by (`slowed_ns`).
 It says who was at work while compute stood still, not that a faster lane would give all of that back: another may bind right after it.
 """
 
 from __future__ import annotations
 
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Timeline
 
 WAITING = "waiting"
@@ -32,3 +35,9 @@ def exposed_ns(timeline: Timeline) -> dict[str, float]:
         before = time
         busy[lane] += sign
     return exposed
+
+
+def slowed_ns(timeline: Timeline, schedule: Schedule, costs: CostModel) -> int:
+    """By how much longer compute was busy than its ops take alone, because of what the other lanes did at the same time."""
+    alone = sum(costs.duration_ns(op) for op in schedule.lanes.get("compute", ()))
+    return max(timeline.busy_ns("compute") - alone, 0)

@@ -229,7 +229,7 @@ def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:
 _RATES = ("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s")
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_RATES, (0.001, 1000000.0)),
-    "device_bytes": (1, 2**60), "host_bytes": (1, 2**60), "cores": (1, 2**16), "cpu_update_per_s": (1, 1e15), "cpu_adam_per_s": (1, 1e15),
+    "device_bytes": (2**20, 2**60), "host_bytes": (2**20, 2**60), "h2d_gb_per_s": (0.001, 5000.0), "d2h_gb_per_s": (0.001, 5000.0), "cores": (1, 2**16), "cpu_update_per_s": (1, 1e15), "cpu_adam_per_s": (1, 1e15),
     "attention_half_tokens": (0, 2**20), "link_latency_ns": (0, 10**9), "watts": (0.001, 1e6), "uncertainty": (0, 0.9),
 }  # fmt: skip
 """What no machine is outside of: a number beyond is in the wrong unit."""

@@ -100,7 +100,7 @@ def held_bytes(buffer: Buffer, activations_bytes: int | None) -> int:
 
 def _advice(verdict: Account, slots: Mapping[str, list[int]]) -> str:
     """Per place that is too small: the knob whose slots cover the excess with the fewest bytes given up, or the memory to add."""
-    parts = []
+    parts, more = [], []
     for place, peak, limit in (
         ("device", verdict.device_peak_bytes, verdict.device_limit_bytes), ("host", verdict.host_peak_bytes, verdict.host_limit_bytes),
     ):  # fmt: skip
@@ -117,8 +117,8 @@ def _advice(verdict: Account, slots: Mapping[str, list[int]]) -> str:
             saved, change = min(savings)
             parts.append(f"{change} would save {format_bytes(saved)}")
         else:
-            parts.append(f"{format_bytes(excess)} more of {place} memory (--{place}-memory) would be enough")
-    return "; ".join(parts)
+            more.append(f"{format_bytes(excess)} more of {place} memory (--{place}-memory)")
+    return "; ".join([*parts, *([f"{' and '.join(more)} would be enough"] if more else [])])
 
 
 def usage(schedule: Schedule, timeline: Timeline, activations_bytes: int | None = None) -> dict[str, list[tuple[int, int]]]:

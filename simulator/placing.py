@@ -25,7 +25,7 @@ from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
-_FINALISTS = 2
+_FINALISTS = 3
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _MANY_OPS = 3000  # beyond, what many small copies would gain is not tried: it is per cents, and each try would take 0.1 s
@@ -73,11 +73,17 @@ class PlacementSearch:
         """The fastest plan that fits, or the one that misses by least."""
         for lean in _LEAN:
             plan = varied(self.plan, **lean)
-            found = sorted((self._time(varied(candidate, chunk_bytes=self.coarse)), index, candidate) for index, candidate in enumerate(self._candidates(plan)))
+            found = sorted((self._time(quick), index, quick, candidate) for index, (quick, candidate) in enumerate(map(self._quick, self._candidates(plan))))
             if found:
-                finalists = [candidate for _, _, candidate in found[:_FINALISTS]]
-                return self._refined(min(finalists, key=self._time))
+                finals = [(time, quick) for time, _, quick, _ in found[:1]]  # as it was ranked
+                finals += [(self._time(candidate), candidate) for _, _, quick, candidate in found[:_FINALISTS] if candidate != quick]
+                return self._refined(*min(finals, key=lambda entry: entry[0]))
         return self._nearest_miss()
+
+    def _quick(self, candidate: Plan) -> tuple[Plan, Plan]:
+        """The candidate with few large copies, if it fits so, for a quick and fair ranking; and as it is."""
+        coarse = varied(candidate, chunk_bytes=self.coarse)
+        return coarse if self._account(coarse).fits else candidate, candidate
 
     def _account(self, plan: Plan) -> Account:
         return plan_account(plan, policies.outline(plan), self.costs)
@@ -129,13 +135,12 @@ class PlacementSearch:
                 chosen[name].add(layer)
         return tuple(ranges(list(stack), chosen[name]) for name in CLASSES)
 
-    def _refined(self, plan: Plan) -> Choice:
-        """`plan` with other slots and copies where that is faster by more than a tie."""
-        time = self._time(plan)
+    def _refined(self, time: int, plan: Plan) -> Choice:
+        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
         knobs = plan.knobs
-        changes = [{"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
+        changes = [{"state_slots": knobs.state_slots + 2}, {"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
         if len(policies.lower(plan).ops) <= _MANY_OPS:
-            changes += [{"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)}, {"state_slots": knobs.state_slots + 2}]
+            changes.append({"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)})
         for change in changes:
             changed = varied(plan, **change)
             if policies.outline(changed).buffers != policies.outline(plan).buffers and self._account(changed).fits:

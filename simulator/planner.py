@@ -23,7 +23,7 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.slot_search import SlotSearch
 from megatrain.simulator.specs import ModelSpec, Workload
 
-__all__ = ["Choice", "assess", "plan_account", "search"]
+__all__ = ["Choice", "assess", "plan_account", "rank", "search"]
 
 
 def search(
@@ -39,7 +39,7 @@ def search(
 ) -> list[Choice]:
     """The best plan of each policy: those that fit, fastest first, then the nearest misses. Limits in bytes, the machine's by default.
     `policies`: by default those that the runtime executes and that may be the fastest; one that is only for prediction has no knobs to search. On a
-    machine of one memory nothing streams: `resident` alone.
+    machine of one memory nothing streams: `resident` alone, since another system's offload would keep in it what it has there already.
 
     `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were not measured.
     """
@@ -49,7 +49,7 @@ def search(
         if name not in known:
             raise UserError("policy", found=repr(name), allowed=", ".join(known), fix="name one of these")
     if hardware.unified:
-        names = [name for name in names if name == "resident" or policy_library.is_prediction_only(name)]
+        names = [name for name in names if name == "resident"]
     if not names:
         raise UserError(
             "policy", found="one that streams, on a machine of one memory, where there is nothing to copy", allowed="resident", fix="leave --policy out"
@@ -66,7 +66,7 @@ def search(
     costs = cost_model(hardware, model, workload)
     plans = [msgspec.structs.replace(first, policy=name) for name in names]
     choices = [_best(plan, costs) for plan in plans]
-    return sorted(choices, key=_rank)
+    return sorted(choices, key=rank)
 
 
 def _best(plan: Plan, costs: CostModel) -> Choice:
@@ -76,7 +76,7 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
     return PlacementSearch(plan, costs).best() if policy_library.places(plan.policy) else SlotSearch(plan, costs).best()
 
 
-def _rank(choice: Choice) -> tuple[bool, int, int, float, str]:
+def rank(choice: Choice) -> tuple[bool, int, int, float, str]:
     """What fits before what does not, and of that the one that lacks least of what cannot be bought: device memory."""
     account = choice.account
     lacking = max(account.device_peak_bytes - account.device_limit_bytes, 0)

@@ -26,7 +26,7 @@ WEIGHT_SLOTS = (1, 2, 3, 4, 8)
 GRADIENT_SLOTS = (1, 2, 3)
 GRADIENT_SLABS = (0, 1, 2, 4)
 CHUNK_BYTES = (16 * 2**20, 64 * 2**20, 256 * 2**20)
-_ONE_COPY = 2**40
+ONE_COPY = 2**40
 _SHORT = 6  # decoder layers of round 2, at least
 _TIE = 1.001
 _PAIRS = 2  # of round 1 that go into round 2
@@ -47,7 +47,7 @@ class SlotSearch:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan, self.costs = plan, costs
-        self.tiny = varied(plan, layers=2, accumulation=2, chunk_bytes=_ONE_COPY)
+        self.tiny = varied(plan, layers=2, accumulation=2, chunk_bytes=ONE_COPY)
         self.weight_slots = self._allowed("weight_slots", WEIGHT_SLOTS)
         self.least = {"weight_slots": self.weight_slots[0]}
         self.gradient_slots = self._allowed("gradient_slots", GRADIENT_SLOTS)
@@ -104,7 +104,7 @@ class SlotSearch:
         times: dict[tuple[int, int], int] = {}
         deepest = dict(zip(("gradient_slots", "gradient_slabs"), list(self.paths)[-1], strict=True))
         for interval, slots in itertools.product(intervals(self.plan.model.layers), self.weight_slots):
-            plan = varied(self.plan, accumulation=2, chunk_bytes=_ONE_COPY, checkpoint_interval=interval, weight_slots=slots, **deepest)
+            plan = varied(self.plan, accumulation=2, chunk_bytes=ONE_COPY, checkpoint_interval=interval, weight_slots=slots, **deepest)
             schedule = policy_library.lower(plan)
             verdict = plan_account(plan, schedule, self.costs)
             more = self.paths[deepest["gradient_slots"], deepest["gradient_slabs"]]
@@ -120,7 +120,7 @@ class SlotSearch:
         for path, more in self.paths.items():
             if self._excess((interval, slots), path) == 0:
                 setting = {"gradient_slots": path[0], "gradient_slabs": path[1]}
-                time = makespan_ns(policy_library.lower(varied(short, chunk_bytes=_ONE_COPY, **setting)), self.costs)
+                time = makespan_ns(policy_library.lower(varied(short, chunk_bytes=ONE_COPY, **setting)), self.costs)
                 knobs.append((time, sum(more), setting))
         fastest = min(time for time, _, _ in knobs)
         frugal = [entry for entry in knobs if entry[0] <= fastest * _TIE]
@@ -146,7 +146,7 @@ class SlotSearch:
         batch = choice.plan.workload.batch // 2
         while batch and choice.account.host_peak_bytes <= self.plan.host_limit_bytes:
             work = msgspec.structs.replace(self.plan.workload, batch=batch, accumulation=min(2, self.plan.workload.accumulation))
-            plan = msgspec.structs.replace(choice.plan, workload=work, knobs=msgspec.structs.replace(choice.plan.knobs, chunk_bytes=_ONE_COPY))
+            plan = msgspec.structs.replace(choice.plan, workload=work, knobs=msgspec.structs.replace(choice.plan.knobs, chunk_bytes=ONE_COPY))
             if plan_account(plan, policy_library.lower(plan), self.costs).fits:
                 return f"batch = {batch} would fit (with accumulation for the same tokens a step)"
             batch //= 2

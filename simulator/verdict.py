@@ -14,17 +14,18 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
 from megatrain.simulator.assessment import Choice, assess, varied
-from megatrain.simulator.capacity import ONE_COPY, Footprint, frugal, largest_batch, longest_context
+from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.evaluator import bounds
-from megatrain.simulator.exposed import exposed_ns
+from megatrain.simulator.exposed import exposed_ns, slowed_ns
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.planner import search
+from megatrain.simulator.planner import rank, search
 from megatrain.simulator.several import Several, estimate
+from megatrain.simulator.slot_search import ONE_COPY
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.units import format_bytes
 
@@ -76,6 +77,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     lower_bound_lane: str
     exposed_seconds: dict[str, float] = {}
     """lane -> time in which it ran and compute did not, shared among lanes that ran together; `waiting`: none ran; see exposed.py"""
+    slowed_seconds: float = 0.0
+    """that compute's ops take longer because of what other lanes do at the same time"""
     lane_seconds: dict[str, float]
     """lane -> sum of its ops"""
     device_peak_bytes: int
@@ -143,7 +146,7 @@ def candidates(
         first = sorted((name for name in names if name not in later), key=policy_library.places)  # the likely winner last: its schedule is still known then
         found = found_by(first)
         if hopeful := [name for name in later if _may_beat(name, found[0], hardware)]:
-            found = sorted([*found, *found_by(hopeful)], key=lambda choice: (choice.account.excess_bytes, choice.step_seconds))
+            found = sorted([*found, *found_by(hopeful)], key=rank)
     own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
     if own and not own[0].feasible:
         costs = cost_model(hardware, model, workload)
@@ -206,8 +209,10 @@ def _lacking(verdict: Verdict) -> str:
     return "the nearest plan lacks " + " and ".join(f"{format_bytes(size)} of {place} memory" for place, size in excess.items() if size > 0)
 
 
-def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training:
-    """Days and energy of training on so many tokens."""
+def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training | None:
+    """Days and energy of training on so many tokens; None where it does not fit."""
+    if not (verdict.feasible and (verdict.several is None or verdict.several.feasible)):
+        return None
     speed, gpus = (verdict.several.tokens_per_second, verdict.several.gpus) if verdict.several else (verdict.tokens_per_second, 1)
     hours = tokens / speed / 3600
     return Training(tokens=tokens, days=hours / 24, energy_kwh=None if hardware.watts is None else gpus * hardware.watts * hours / 1000, watts=hardware.watts)
@@ -224,12 +229,13 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
     for index, op in enumerate(sizes.ops):
         if costs.extrapolated(op):
             flagged[op.kind] += counts[index]
-    exposed = exposed_ns(simulate(schedule, costs))
+    timeline = simulate(schedule, costs)
+    exposed = exposed_ns(timeline)
     names = policy_library.contenders() if names is None else names
     footprints = _footprints(plan, hardware, costs, names)
     advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
     verdict = msgspec.structs.replace(
-        verdict, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
+        verdict, slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
         reason="" if choice.feasible else _lacking(verdict), longest_context=longest_context(footprints, plan.workload) if footprints else None,
         largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
         several=estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus) if gpus != 1 else None,

@@ -40,7 +40,7 @@ def seconds(work: Callable[[], Result]) -> tuple[float, Result]:
 
 def row(plan: Plan, hardware: HardwareSpec) -> list[str]:
     """One line of the table."""
-    lowering, schedule = seconds(lambda: policies.lower(plan))
+    lowering, schedule = seconds(lambda: policies.lower_anew(plan))
     ops = len(schedule.ops)
     compiling, _ = seconds(lambda: (fresh := msgspec.structs.replace(schedule)).compiled and fresh.sizes)
     checking, _ = seconds(schedule.check)

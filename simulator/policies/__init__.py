@@ -58,6 +58,11 @@ def lower(plan: Plan) -> Schedule:
 @functools.lru_cache(maxsize=2)
 def _lowered(plan: Plan) -> Schedule:
     """Kept for the last two plans: who times a plan goes on to assess it and then to explain it, at 0.4 s a lowering for 120 dense billions."""
+    return lower_anew(plan)
+
+
+def lower_anew(plan: Plan) -> Schedule:
+    """`lower` of a plan whose policy is known, without looking whether it was done before."""
     schedule: Schedule = importlib.import_module(f"{__name__}.{plan.policy}").lower(plan)
     return schedule
 
