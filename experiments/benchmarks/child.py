@@ -62,7 +62,10 @@ def main() -> None:
     system, plan, steps, device = sys.argv[1:]
     result = os.dup(1)
     os.dup2(2, 1)
-    measured = attempt(system, Path(plan), int(steps), device)
+    try:
+        measured = attempt(system, Path(plan), int(steps), device)
+    except KeyboardInterrupt:
+        os._exit(130)  # the command that waits for this process says so
     with os.fdopen(result, "wb") as file:
         file.write(msgspec.json.encode(measured))
     sys.stderr.flush()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatrain.experiments import benchmark
+from megatrain.experiments.baselines import zero3
 from megatrain.experiments.benchmarks import child, own
 from megatrain.experiments.benchmarks.steps import Parts, host_peak_bytes
 from megatrain.simulator.hardware import COMPUTE_KINDS
@@ -119,6 +120,13 @@ def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> Non
         assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
         assert abs(step["loss"] - math.log(256)) < 0.5  # random weights know nothing of 256 tokens
         assert step["gradient_norm"] > 0
+
+
+def test_what_deepspeed_is_told(make_plan: Callable[..., Plan]) -> None:
+    told = zero3.settings(make_plan(batch=3, accumulation=4).workload)
+    assert (told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"], told["gradient_clipping"]) == (3, 4, 1.0)
+    assert {told["zero_optimization"][f"offload_{what}"]["device"] for what in ("param", "optimizer")} == {"cpu"}
+    assert zero3.settings(make_plan(clipping="none").workload)["gradient_clipping"] == 0
 
 
 def test_a_process_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
