@@ -42,6 +42,7 @@ import functools
 import hashlib
 import itertools
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -357,6 +358,18 @@ def serialized(schedule: Schedule) -> Schedule:
         if op.lane != before.lane and before.id not in op.after:
             ops[index] = msgspec.structs.replace(op, after=(*op.after, before.id))
     return msgspec.structs.replace(schedule, ops=tuple(ops))
+
+
+def restricted(schedule: Schedule, kinds: Collection[str]) -> Schedule:
+    """Only the ops of `kinds`, with what they wait for among themselves, and only the buffers that they touch.
+
+    Not sound in the sense of `check`, and what it computes means nothing: what the others would have loaded or acquired is not there. It says how long
+    these ops take alone.
+    """
+    kept = {op.id: op for op in schedule.ops if op.kind in kinds}
+    touched = {whole(name) for op in kept.values() for name in op.buffers}
+    ops = [msgspec.structs.replace(op, after=tuple([other for other in op.after if other in kept])) for op in kept.values()]
+    return msgspec.structs.replace(schedule, buffers=tuple([buffer for buffer in schedule.buffers if buffer.id in touched]), ops=tuple(ops))
 
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")

@@ -1,0 +1,196 @@
+"""Times ours, its ceiling and other systems on this machine, one after the other in one run: `python -m megatrain.experiments.benchmark MODEL`.
+
+Random weights, random tokens, whole optimizer steps by the clock, clipping and update included. `ours` executes the plan; `ceiling` the same plan's
+compute ops alone, which no order of transfers can beat; `zero3` is DeepSpeed with everything in host memory, `fsdp2` PyTorch's CPU offload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.experiments import options, report
+from megatrain.experiments.commands import check
+from megatrain.simulator import metrics
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import write_json
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import executable
+from megatrain.simulator.units import format_bytes, format_seconds
+from megatrain.simulator.verdict import brief
+
+OWN = ("ours", "ceiling")
+SYSTEMS = (*OWN, "zero3", "fsdp2")
+WARM_UP_STEPS = 2
+"""not counted: memory is touched, layers and optimizers are compiled, and our first step owes no update yet"""
+
+
+def systems(text: str) -> list[str]:
+    """An argparse type: systems by name, in the order in which they run."""
+    names = list(dict.fromkeys(filter(None, text.replace(" ", "").split(","))))
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown or not names:
+        raise UserError("--systems", found=repr(",".join(unknown)), allowed=", ".join(SYSTEMS), fix="write it like --systems ours,ceiling")
+    return names
+
+
+def parser() -> options.OneLineParser:
+    made = options.OneLineParser(prog="python -m megatrain.experiments.benchmark", description=__doc__)
+    made.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b")
+    made.add_argument("--plan", type=Path, metavar="PLAN", help="time this plan, instead of the best for MODEL")
+    made.add_argument("--hardware", metavar="H", help="to plan for: a calibrated TOML file, or a name in the library (default h200, or the plan's)")
+    options.add_limits(made)
+    options.add_policy(made)
+    options.add_workload(made)
+    made.add_argument("--systems", type=systems, default=list(OWN), metavar="NAMES", help=f"of {', '.join(SYSTEMS)} (default {','.join(OWN)})")
+    steps = options.whole("--steps", WARM_UP_STEPS + 1)
+    made.add_argument("--steps", type=steps, default=7, help=f"of each system; the first {WARM_UP_STEPS} do not count (default 7)")
+    made.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON, written anew after each system")
+    made.add_argument("--commit", metavar="HASH", help="what to note as the commit where the code is not in a git repository")
+    options.add_device(made)
+    return made
+
+
+def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
+    """What to time, and the machine that it was planned for. Raises UserError where our runtime is asked for and cannot execute it."""
+    if (args.model is None) == (args.plan is None):
+        found = "neither" if args.model is None else "both"
+        raise UserError("MODEL, --plan", found=found, allowed="one of them", fix="name a model to plan for, or a plan")
+    if args.plan is not None:
+        default = parser().parse_args(["--plan", str(args.plan)])
+        keys = ("batch", "seq", "accumulation", "dtype", "clipping", "loss_chunk", "compile", "policy", "device_memory", "host_memory")
+        said = [f"--{key.replace('_', '-')}" for key in keys if getattr(args, key) != getattr(default, key)]
+        if said:
+            raise UserError("--plan", found=f"{', '.join(said)} beside it", allowed="what the plan says", fix="leave these out, or name a MODEL instead")
+        plan = Plan.load(args.plan)
+        hardware = HardwareSpec.load(args.hardware) if args.hardware else options.hardware_of(args.plan, plan.hardware)
+    else:
+        name = args.hardware or "h200"
+        args.policy = "best" if args.policy == "all" else args.policy
+        hardware = HardwareSpec.load(name)
+        best = check.choices(args, hardware, args.model, name)[0]
+        plan = best.plan
+        if not best.feasible and not set(OWN).isdisjoint(args.systems):
+            raise UserError(args.model, found="no plan that fits", allowed=report.limits(brief(best, hardware)), fix=best.account.advice)
+    if not set(OWN).isdisjoint(args.systems):
+        executable(plan)
+    return plan, hardware
+
+
+def timed(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:
+    """One system in a process of its own: what `benchmarks/child.py` found, as plain values."""
+    words = [sys.executable, "-m", "megatrain.experiments.benchmarks.child", system, str(plan_path), str(steps), device]
+    ended = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
+    try:
+        found: dict[str, Any] = json.loads(ended.stdout)
+    except ValueError:
+        return {"system": system, "failure": f"its process ended with status {ended.returncode}, without a result", "steps": []}
+    return found
+
+
+def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[str, Any]:
+    """`found`, and the speed of its steady steps; without the machine, which is the same for all."""
+    record = {key: value for key, value in found.items() if key != "machine"}
+    seconds = [step["seconds"] for step in found["steps"][WARM_UP_STEPS:]]
+    if found["failure"] or not seconds:
+        return record
+    median, peak = statistics.median(seconds), hardware.peak_tflops.get(plan.workload.dtype)
+    return record | {
+        "step_seconds_median": median, "step_seconds_least": min(seconds), "step_seconds_most": max(seconds), "steady_steps": len(seconds),
+        "tokens_per_second": metrics.tokens_per_second(plan.workload, median), "tflops_6n": metrics.tflops_6n(plan.model, plan.workload, median),
+        "mfu": metrics.mfu(plan.model, plan.workload, median, peak) if peak else None,
+    }  # fmt: skip
+
+
+def compared(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With each step over ours, where ours was timed."""
+    ours = next((record["step_seconds_median"] for record in records if record["system"] == "ours" and "step_seconds_median" in record), None)
+    return [record | {"times_ours": record["step_seconds_median"] / ours} if ours and "step_seconds_median" in record else record for record in records]
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """A line each; for one that did not run, why."""
+    head = ("system", "step", "least .. most", "tokens/s", "TFLOPS 6N", "MFU", "device peak", "host peak", "x ours")
+    rows = [head]
+    for record in records:
+        if "step_seconds_median" not in record:
+            continue
+        least, most = (format_seconds(record[f"step_seconds_{which}"]) for which in ("least", "most"))
+        peaks = ["-" if record[f"{place}_peak_bytes"] is None else format_bytes(record[f"{place}_peak_bytes"]) for place in ("device", "host")]
+        mfu, ratio = ("-" if record.get(key) is None else f"{record[key]:{form}}" for key, form in (("mfu", ".1%"), ("times_ours", ".2f")))
+        speed = (f"{record['tokens_per_second']:,.0f}", f"{record['tflops_6n']:.4g}")
+        rows.append((record["system"], format_seconds(record["step_seconds_median"]), f"{least} .. {most}", *speed, mfu, *peaks, ratio))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+    lines += [f"{record['system'].ljust(widths[0])}  {record['failure']}" for record in records if record["failure"]]
+    return "\n".join(lines + [f"{record['system']}: {record['notes']}" for record in records if record.get("notes")])
+
+
+def commit() -> str | None:
+    """Of the repository that this file lies in, with `+` where something in it was changed; None where there is none."""
+    here = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        head = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*here, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.out:
+        options.check_writable(args.out)
+    plan, hardware = planned(args)
+    work, prediction = plan.workload, plan.prediction
+    arguments = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"), "commit": commit() or args.commit, "machine": {}, "arguments": arguments, "model": plan.model.name,
+        "parameters": plan.model.parameters, "tokens_per_step": work.step_tokens, "warm_up_steps": WARM_UP_STEPS,
+        "plan": {"policy": plan.policy, "digest": plan.digest, "hardware": plan.hardware, "workload": work, "knobs": plan.knobs, "prediction": prediction},
+    }  # fmt: skip
+    print(f"{plan.model.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens, {args.steps} steps each, {WARM_UP_STEPS} of them warm-up", end="")
+    print(f"; predicted for {hardware.name}: {format_seconds(prediction.step_seconds)}" if prediction else "", flush=True)
+    records: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.toml"
+        plan.save(path)
+        for system in args.systems:
+            found = timed(system, path, args.steps, args.device)
+            result["machine"] = found.get("machine") or result["machine"]
+            records = compared([*records, summary(found, plan, hardware)])
+            if args.out:
+                write_json(args.out, result | {"systems": records})
+    print(table(records))
+    if args.out:
+        print(f"wrote {args.out}")
+    failed = {record["system"] for record in records if record["failure"]}
+    return 1 if failed & set(OWN) or len(failed) == len(records) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where ours and its ceiling ran, as far as asked for; 1 where one of them failed, or everything did; 2 for a mistake of the user."""
+    try:
+        return run(parser().parse_args(arguments))
+    except UserError as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("benchmark: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
