@@ -67,7 +67,7 @@ def test_advice_names_the_knob_that_gives_up_least() -> None:
 def test_advice_without_a_knob_names_the_memory_to_add() -> None:
     assert (
         account(SCHEDULE, 9000, 8000, None, 77).advice
-        == "2.29 KiB more of device memory (--device-memory) would be enough; 192 B more of host memory (--host-memory) would be enough"
+        == "2.29 KiB more of device memory (--device-memory) and 192 B more of host memory (--host-memory) would be enough"
     )
 
 
