@@ -1,8 +1,8 @@
 """Calibrate: measures this machine for one model and workload, as a HardwareSpec with a CostTable.
 
 Op durations come from the executor itself: a cut-down model (same layers, fewer of them) runs a few steps. The host's ops are timed under
-`sequential`, each alone; compute under `resident`, without a pause: a GPU that rests between ops runs at higher clocks, and a 7B step on an
-H200 then took 9 to 14 % longer op by op than was measured with pauses. Copies are timed by size on top of that; how lanes slow each other, by running them in pairs.
+`sequential`, each alone, and so is compute without a GPU; on one it is timed under `resident`, without a pause: a GPU that rests between ops
+runs at higher clocks, and a 7B step on an H200 then took 9 to 14 % longer op by op than was measured with pauses. Copies are timed by size on top of that; how lanes slow each other, by running them in pairs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def calibrate(
     _collect(_run(plan, config, device, serialized(lower(plan))), samples, ("update", "norm", "clip"))
     progress("lanes together")
     together = _run(_plan("double_buffer", small, workload, limits), config, device)
-    _collect(resident or together, samples, COMPUTE_KINDS)
+    _collect((resident or together) if device.type == "cuda" else alone, samples, COMPUTE_KINDS)
     progress("copies and rates")
     rates = measure_rates(small, workload, config, device, lane_threads(device))
     table = _table(samples, rates, alone, together, resident.peaks.get("update", 0) if resident else 0, model, workload, device)
