@@ -26,8 +26,6 @@ from megatrain.simulator.specs import DTYPE_BYTES, Workload
 
 _PROPORTIONAL = {f"device.{name}" for name in ("activations", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
 """pools whose bytes are proportional to the tokens of a micro-batch"""
-_COVERED = {"sequential": "k_buffer", "double_buffer": "k_buffer"}
-"""policy -> one that can do with as little: that one with other slots"""
 
 
 class Footprint:
@@ -106,7 +104,7 @@ def frugal(plan: Plan, costs: CostModel, names: Iterable[str]) -> list[Footprint
     chosen = [name for name in names if not policy_library.is_prediction_only(name)]
     found = []
     for name in chosen:
-        if _COVERED.get(name) not in chosen:
+        if policy_library.dominated_by(name) not in chosen:
             found += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
     return found
 

@@ -2,7 +2,7 @@
 
 A policy writes an optimizer step as a sequential program over buffers; the builder derives the dependencies, lanes and slots give
 the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md). One whose module says `PREDICTION_ONLY = True` is another
-system's: it can be simulated and compared, not executed. One that says `DOMINATED = True` is a yardstick: planned only when asked for. `PLACES = True` says that it obeys
+system's: it can be simulated and compared, not executed. One that says `DOMINATED_BY = NAME` is a yardstick: planned only when asked for. `PLACES = True` says that it obeys
 the placement of weights, gradients and optimizer state.
 """
 
@@ -26,7 +26,12 @@ def names() -> list[str]:
 
 def contenders() -> list[str]:
     """Those of `names` among which the fastest is."""
-    return [name for name in names() if not getattr(importlib.import_module(f"{__name__}.{name}"), "DOMINATED", False)]
+    return [name for name in names() if not dominated_by(name)]
+
+
+def dominated_by(name: str) -> str:
+    """The policy that can do all that this one can; empty where there is none."""
+    return str(getattr(importlib.import_module(f"{__name__}.{name}"), "DOMINATED_BY", ""))
 
 
 def peers() -> list[str]:

@@ -12,8 +12,8 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._streamed import lower_streamed
 from megatrain.simulator.schedule import Schedule
 
-DOMINATED = True
-"""`k_buffer` can do all that this can"""
+DOMINATED_BY = "k_buffer"
+"""it can do all that this can"""
 
 
 def lower(plan: Plan) -> Schedule:
