@@ -19,6 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
+from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor, lane_threads
 from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
@@ -118,7 +119,7 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: S
         while number < _WARM_UP + _STEPS or time.monotonic() - steady_since < _SECONDS:
             number += 1
             drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
-            result = executor.step([(ids, labels) for ids, labels in drawn], rate=1e-4, number=number)
+            result = executor.step([Batch(ids, labels) for ids, labels in drawn], rate=1e-4, number=number)
             if number == _WARM_UP:
                 steady_since = time.monotonic()
             elif number > _WARM_UP:
@@ -127,7 +128,7 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: S
         if not cuda:
             return _Measured(executor.schedule, timelines, seconds, {}, 0)
         peaks, growth = _watch_memory(executor)
-        executor.step([(ids, labels) for ids, labels in drawn], rate=1e-4, number=number + 1)
+        executor.step([Batch(ids, labels) for ids, labels in drawn], rate=1e-4, number=number + 1)
         base = before + executor.arenas.total("device")
         return _Measured(executor.schedule, timelines, seconds, {kind: peak - base for kind, peak in peaks.items()}, growth["recompute"])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatrain.runtime.batch import Batch
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
 
@@ -57,11 +58,11 @@ class Corpus:
             ) from None
         return cls(np.concatenate(pieces), workload, seed, f"corpus {path}")
 
-    def step(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def step(self, number: int) -> list[Batch]:
         """The micro-batches of step `number` (from 1): ids and next-token labels, each [batch, sequence] int64. A function of seed and number alone."""
         work = self._work
         per_step = work.batch * work.accumulation
         chosen = [self._order[index % self.windows] for index in range((number - 1) * per_step, number * per_step)]
         rows = np.stack([self._tokens[window * work.sequence : (window + 1) * work.sequence + 1] for window in chosen]).astype(np.int64)
         micro = torch.from_numpy(rows).view(work.accumulation, work.batch, work.sequence + 1)
-        return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in micro]
+        return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in micro]

@@ -17,17 +17,15 @@ from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import IGNORED, Templates
+from megatrain.runtime.templates import Templates
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, executable
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Span, Timeline
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""token ids and labels, each [batch, sequence] int64; label IGNORED has no loss"""
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,11 @@ class Executor:
         work = self.plan.workload
         assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
         begin = time.perf_counter()
-        labelled = sum(int((labels != IGNORED).sum()) for _, labels in batches)
+        labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         self._state.scale = 1 / max(labelled, 1)
         self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
-        for micro, (ids, labels) in enumerate(batches):
-            self._binder.tokens(micro).copy_(torch.stack([ids, labels]))
+        for micro, batch in enumerate(batches):
+            self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.arenas import TORCH_DTYPE
+from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.optimizer import AdamW, clip_coefficient, round_to_bf16, rounded_sqrt, sum_of_squares
-from megatrain.runtime.templates import IGNORED
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
@@ -44,11 +44,11 @@ class Reference:
                 master = self.masters[layer][name]
                 parameter.copy_(round_to_bf16(master) if self.dtype == torch.bfloat16 else master)
 
-    def step(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], *, rate: float, number: int) -> tuple[float, float | None]:
+    def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> tuple[float, float | None]:
         """One optimizer step over the micro-batches (ids and labels [batch, sequence] int64): mean loss and gradient norm (None without clipping)."""
-        scale = 1 / max(sum(int((labels != IGNORED).sum()) for _, labels in batches), 1)
+        scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
         total: dict[str, list[dict[str, torch.Tensor]]] = {layer: [] for layer in self._parameters}
-        losses = [self._micro_batch(ids, labels, scale, total) for ids, labels in batches]
+        losses = [self._micro_batch(ids, labels, scale, total) for ids, labels, _ in batches]
         gradients = {layer: self._sum(self.spec.stack[layer], parts) for layer, parts in total.items()}
         factor, norm = None, None
         if self.work.clipping == "global":

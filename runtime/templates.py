@@ -16,12 +16,10 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.supported import refuse_unsupported
 from megatrain.simulator.families import with_nulls
 from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
-
-IGNORED = -100
-"""label of a position without loss, as in transformers"""
 
 
 def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:

@@ -53,6 +53,7 @@ def test_the_example_lowers_to_a_sound_schedule(make_plan: Callable[..., Plan], 
 def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callable[..., Plan], example: str) -> None:
     import torch
 
+    from megatrain.runtime.batch import Batch
     from megatrain.runtime.executor import Executor
     from megatrain.runtime.model_files import ModelState, random_weights
     from megatrain.runtime.optimizer import AdamW
@@ -65,7 +66,9 @@ def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callabl
         with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), schedule=policies.lower(plan), threads=threads) as executor:
             ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
             batch = torch.arange(64).view(2, 2, 16)
-            results.append([(step.loss, step.gradient_norm) for step in (executor.step([(batch[0], batch[1])] * 2, rate=1e-2, number=n) for n in (1, 2, 3))])
+            results.append(
+                [(step.loss, step.gradient_norm) for step in (executor.step([Batch(batch[0], batch[1])] * 2, rate=1e-2, number=n) for n in (1, 2, 3))]
+            )
     assert results[0] == results[1]
     assert results[0][-1][0] < results[0][0][0], "it learns"
 

@@ -6,6 +6,7 @@ import torch
 
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Reading, host_peak_bytes, random_tokens, repeat
 from megatrain.runtime.arenas import TORCH_DTYPE
+from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.model_files import ModelState, Weights, random_weights
@@ -32,7 +33,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
             ModelState(plan, schedule, executor.arenas).load(weights)
 
         def step(number: int) -> Reading:
-            batches = [(ids, labels) for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)]
+            batches = [Batch(ids, labels) for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)]
             result = executor.step(batches, rate=RATE, number=number)
             return Reading(seconds=result.seconds, loss=result.loss, gradient_norm=result.gradient_norm)
 

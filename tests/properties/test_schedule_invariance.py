@@ -16,11 +16,12 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from megatrain.runtime.executor import Batch, Executor
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.executor import Executor
 from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
-from megatrain.runtime.templates import IGNORED, config_of
+from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan
@@ -76,7 +77,7 @@ def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
                 labels[torch.rand(labels.shape, generator=generator) < 1 / 3] = IGNORED
             if number == 3:
                 labels[0 if micro != 1 else slice(None)] = IGNORED
-            micro_batches.append((ids, labels))
+            micro_batches.append(Batch(ids, labels))
         steps.append(micro_batches)
     return steps
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime.executor import Batch, Executor
+from megatrain.runtime.batch import Batch
+from megatrain.runtime.executor import Executor
 from megatrain.runtime.lanes import Task
 from megatrain.runtime.model_files import ModelState, Weights, random_weights
 from megatrain.runtime.optimizer import AdamW
@@ -53,7 +54,7 @@ class Session:
     def batches(self, number: int) -> list[Batch]:
         work, generator = self.plan.workload, torch.Generator().manual_seed(number)
         pairs = [torch.randint(self.plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
-        return [(ids, labels) for ids, labels in pairs]
+        return [Batch(ids, labels) for ids, labels in pairs]
 
     def step(self, number: int = 1) -> Any:
         return self.executor.step(self.batches(number), rate=1e-2, number=number)

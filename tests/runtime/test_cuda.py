@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain.runtime import calibrate, optimizer, rates
+from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.kernels.choice import Kernels, kernels
 from megatrain.runtime.machine import forget_device_memory
@@ -58,10 +59,12 @@ def test_every_schedule_gives_the_reference_s_bits(make_plan: Callable[..., Plan
     plan = make_plan("resident", **common)
     model, work, weights = plan.model, plan.workload, random_weights(0)
     generator = torch.Generator().manual_seed(1)
-    steps = [[tuple(torch.randint(model.vocabulary, (2, work.batch, work.sequence), generator=generator)) for _ in range(accumulation)] for _ in range(STEPS)]
+    steps = [[Batch(*torch.randint(model.vocabulary, (2, work.batch, work.sequence), generator=generator)) for _ in range(accumulation)] for _ in range(STEPS)]
     masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in model.stack.values()}
     reference = Reference(model, work, config_of(model), settings, masters, device)
-    wanted = [reference.step([(ids.to(device), labels.to(device)) for ids, labels in step], rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
+    wanted = [
+        reference.step([Batch(ids.to(device), labels.to(device)) for ids, labels, _ in step], rate=1e-2, number=number) for number, step in enumerate(steps, 1)
+    ]
     assert all(norm is not None and norm > settings.max_norm for _, norm in wanted), "clipping is active"
     for policy, knobs in EVERY:
         results, trained = execute(make_plan(policy, chunk_bytes=2**18, **common, **knobs), settings, steps)
@@ -86,7 +89,7 @@ def test_compiled_layers_give_one_set_of_bits_whatever_the_schedule(make_plan: C
     sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "loss_chunk": 128}
     common = {**sizes, "family": "qwen2", "compiled": True, "device_limit_bytes": 2**32, "host_limit_bytes": 2**32}
     generator = torch.Generator().manual_seed(1)
-    steps = [[tuple(torch.randint(1000, (2, 4, 128), generator=generator))] for _ in range(2 * STEPS)]
+    steps = [[Batch(*torch.randint(1000, (2, 4, 128), generator=generator))] for _ in range(2 * STEPS)]
     settings = AdamW(max_norm=0.5, weight_decay=0.1)
     first = None
     for policy, knobs in EVERY:
@@ -238,7 +241,7 @@ def test_the_device_s_peak_is_foretold(machine: HardwareSpec, make_plan: Callabl
     with Executor(plan, config_of(MODEL), AdamW(), device) as executor:
         ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
         for number in range(1, 4):
-            batches = [tuple(torch.randint(MODEL.vocabulary, (2, work.batch, work.sequence))) for _ in range(accumulation)]
+            batches = [Batch(*torch.randint(MODEL.vocabulary, (2, work.batch, work.sequence))) for _ in range(accumulation)]
             executor.step(batches, rate=1e-4, number=number)
         peak = int(str(measured_memory(executor, before)["device_peak_bytes"]))
     assert plan.prediction is not None

@@ -24,7 +24,7 @@ def test_labels_are_the_next_tokens() -> None:
     corpus = corpus_of(1000)
     micro_batches = corpus.step(1)
     assert len(micro_batches) == 3
-    for ids, labels in micro_batches:
+    for ids, labels, _ in micro_batches:
         assert ids.shape == labels.shape == (2, 8)
         assert ids.dtype == labels.dtype == torch.int64
         assert torch.equal(labels, ids + 1)
@@ -35,7 +35,7 @@ def test_labels_are_the_next_tokens() -> None:
 def test_an_epoch_shows_every_window_once_and_the_next_begins_again() -> None:
     corpus = corpus_of(8 * 12 + 1)
     assert corpus.windows == 12
-    firsts = [int(row[0]) for number in (1, 2, 3, 4) for ids, _ in corpus.step(number) for row in ids]
+    firsts = [int(row[0]) for number in (1, 2, 3, 4) for ids, *_ in corpus.step(number) for row in ids]
     assert sorted(firsts[:12]) == [8 * window for window in range(12)]
     assert firsts[12:] == firsts[:12]
 
@@ -62,7 +62,7 @@ def test_text_files_of_a_folder_are_packed_in_order(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"\xff" * 100)
     work = Workload(batch=1, sequence=13)
     corpus = Corpus.read(tmp_path, work, vocabulary=VOCABULARY, seed=0)
-    ((ids, labels),) = corpus.step(1)
+    ((ids, labels, _),) = corpus.step(1)
     packed = [*b"x = 1\n", END_OF_DOCUMENT, *"zwölf".encode(), END_OF_DOCUMENT]
     assert ids[0].tolist() == packed[:-1]
     assert labels[0].tolist() == packed[1:]
@@ -73,7 +73,7 @@ def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 100)
     corpus = Corpus.read(tmp_path, Workload(batch=1, sequence=1), vocabulary=VOCABULARY, seed=0, most_bytes=150)
     assert corpus.windows == 150 + 2 - 1
-    drawn = [int(ids) for number in range(1, corpus.windows + 1) for ids, _ in corpus.step(number)]
+    drawn = [int(ids) for number in range(1, corpus.windows + 1) for ids, *_ in corpus.step(number)]
     assert (drawn.count(ord("a")), drawn.count(ord("b")), drawn.count(ord("c"))) == (100, 50, 0)
 
 

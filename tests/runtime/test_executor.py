@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.lanes import Lane, LaneError
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.optimizer import AdamW, WorkerThreads
-from megatrain.runtime.templates import IGNORED, config_of
+from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.memory import account
@@ -264,7 +265,7 @@ def test_the_loss_is_the_mean_over_labelled_tokens(executable: Callable[..., Pla
         result = running.executor.step(batches, rate=0.0, number=1)
         assert result.loss == pytest.approx(float(torch.tensor(256.0).log()), rel=1e-6)
         assert result.gradient_norm is None
-        for _, labels in batches:
+        for _, labels, _ in batches:
             labels.fill_(IGNORED)
         assert running.executor.step(batches, rate=0.0, number=2).loss == 0.0
 

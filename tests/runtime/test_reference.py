@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
-from megatrain.runtime.templates import IGNORED, config_of
+from megatrain.runtime.templates import config_of
 from megatrain.simulator.plan import Plan
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
         shape = (accumulation, 2, plan.workload.batch, plan.workload.sequence)
         drawn = torch.randint(plan.model.vocabulary, shape, generator=generator)
         drawn[:, 1, 0, :5] = IGNORED
-        loss, norm = reference.step([(ids, labels) for ids, labels in drawn], rate=1e-2, number=number)
+        loss, norm = reference.step([Batch(ids, labels) for ids, labels in drawn], rate=1e-2, number=number)
         labels = drawn[:, 1]
         logits = torch.stack([model(ids).logits for ids in drawn[:, 0]])
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 2), labels.flatten(), ignore_index=IGNORED)
