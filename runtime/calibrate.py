@@ -190,7 +190,7 @@ def _table(
     return CostTable(
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
         compute=compute, activations={shape: (workload.tokens, together.saved_bytes)} if together.peaks else {},
-        workspace={shape: _workspace(together, update_bytes)} if together.peaks else {}, contention=rates.contention, host_memory=rates.host_memory,
+        workspace={shape: _workspace(together, update_bytes)} if together.peaks else {}, contention=rates.contention, host_memory=rates.host_memory, turns=rates.turns,
         dispatch_ns=_dispatch(together),
         spread={kind: round(statistics.median(values), 4) for kind, values in spread.items()}, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip

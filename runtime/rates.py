@@ -18,13 +18,14 @@ from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.lanes import DEVICE_LANES
 from megatrain.runtime.templates import Templates, layer_tensors
 from megatrain.simulator.fit import HostRates, fit_host_memory
-from megatrain.simulator.hardware import HostMemory
+from megatrain.simulator.hardware import HostMemory, Turns
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 _PAIR_SECONDS = 0.5
 _UPDATED = 2**25  # parameters in a unit of the update lane's work
+_MOST_UPDATED = 2**28  # of the largest: 3.5 GiB
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
 _DRAM_LANES = ("h2d", "d2h", "cpu")
 Work = Callable[[], object]
@@ -40,6 +41,8 @@ class Rates:
     """lane -> other lane -> share of its speed that the first keeps"""
     host_memory: HostMemory | None
     """what the link and the host's cores share, where there is a link and its copies suffer from them"""
+    turns: Turns | None
+    """how the update lane's kernels and those of compute share the device, where there is one"""
     matmul_flops: float
     device_bytes_per_s: float
     host_bytes_per_s: float
@@ -75,9 +78,10 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         work = _lane_work(templates, arenas, layer, largest, device, workers)
         speeds = _measure_together(work, threads, device)
         memory = _host_memory(speeds, _traffic(layer, width, largest)) if device.type == "cuda" else None
+        turns = _turns(templates, arenas, layer, work["compute"], threads, device) if device.type == "cuda" else None
         matmul, device_rate, host_rate, adam = _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), _adam_rate()
         torch.set_num_threads(1)
-        return Rates(copies, _contention(speeds), memory, matmul, device_rate, host_rate, _memory_rate(torch.device("cpu")), adam)
+        return Rates(copies, _contention(speeds), memory, turns, matmul, device_rate, host_rate, _memory_rate(torch.device("cpu")), adam)
     finally:
         torch.set_num_threads(own_threads)
         workers.close()
@@ -143,20 +147,20 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
         optimizer.accumulate(total, gradient, first=True, workers=workers)
         optimizer.sum_of_squares(total, workers)
 
-    count = min(layer.elements, _UPDATED)
-    state = torch.zeros(2, count, device=device)
-    master, residual = torch.randn(count, device=device).to(torch.bfloat16), torch.zeros(count, dtype=torch.int16, device=device)
-
-    def update() -> None:
-        optimizer.update(master, residual, state, master, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None)
-
     return {
         "compute": layer_both_ways,
-        "update": update,
+        "update": _update(min(layer.elements, _UPDATED), device),
         "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
         "d2h": lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True),
         "cpu": sum_gradients,
     }
+
+
+def _update(count: int, device: torch.device) -> Work:
+    """AdamW on `count` parameters of the device."""
+    state = torch.zeros(2, count, device=device)
+    master, residual = torch.randn(count, device=device).to(torch.bfloat16), torch.zeros(count, dtype=torch.int16, device=device)
+    return lambda: optimizer.update(master, residual, state, master, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None)
 
 
 def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
@@ -176,6 +180,35 @@ def _measure_together(work: dict[str, Work], threads: dict[str, int], device: to
     if device.type == "cuda":
         combinations.append(_DRAM_LANES)
     return {lanes: _together({lane: work[lane] for lane in lanes}, threads, device) for lanes in combinations}
+
+
+def _turns(templates: Templates, arenas: Arenas, layer: LayerSpec, both_ways: Work, threads: dict[str, int], device: torch.device) -> Turns:
+    """From a chunk's and a layer's update beside a layer's forward, and the layer's beside forward and backward."""
+    weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
+    x = torch.randn(templates.workload.batch, templates.workload.sequence, templates.model.hidden, device=device).to(templates.dtype)
+
+    def alone(lane: str, work: Work) -> float:
+        return _together({lane: work}, threads, device)[lane]
+
+    def forward() -> None:
+        templates.forward(weights, x)
+
+    forwards, both, waits = alone("compute", forward), alone("compute", both_ways), []
+    for count in (_UPDATED, min(layer.elements, _MOST_UPDATED)):
+        update = _update(count, device)
+        speed = alone("update", update)
+        beside = _together({"compute": forward, "update": update}, threads, device)
+        waits.append(1 / beside["update"] - 1 / speed)
+    loss = (1 - beside["compute"] / forwards) * speed / beside["update"]
+    beside = _together({"compute": both_ways, "update": update}, threads, device)
+    loss_of_both = (1 - beside["compute"] / both) * speed / beside["update"]
+    share = both / forwards  # of the time both ways that the forward takes
+    wait_ns = max(round(statistics.mean(waits) * 1e9), 0)
+    return Turns(wait_ns=wait_ns, forward_loss=_share(loss), backward_loss=_share((loss_of_both - share * loss) / (1 - share)))
+
+
+def _share(value: float) -> float:
+    return round(min(max(value, 0.0), 1.0), 3)
 
 
 def _contention(speeds: dict[tuple[str, ...], dict[str, float]]) -> dict[str, dict[str, float]]:

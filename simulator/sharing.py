@@ -5,7 +5,8 @@ An op makes a `Demand`, and `Sharing.rates` says at what share of its full speed
 1. pairs. A lane runs at the product, over the other busy lanes, of the factors measured for the two. The two directions of the link have
    a curve where one was measured: small copies disturb each other far more than large ones (16.9 of 38.4 GB/s at 1 MiB, 50.3 of 55.4 at
    256 MiB, H200 over PCIe 5.0).
-2. host DRAM. At full speed the cores ask for the bytes that they read and write a second, a copy for its bytes times `h2d_cost` or
+2. turns. Where the machine has them, compute and update share the device as `hardware.Turns` says: the shorter an update op, the more of its time is waiting.
+3. host DRAM. At full speed the cores ask for the bytes that they read and write a second, a copy for its bytes times `h2d_cost` or
    `d2h_cost`. Where the demands that are left after the pairs add up to more than the machine's `gb_per_s`, they share it by weighted max-min: who
    asks for less than his share gets what he asks for, the others share the rest in proportion to their weights.
 
@@ -19,7 +20,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatrain.simulator.hardware import HostMemory
+from megatrain.simulator.hardware import HostMemory, Turns
 
 PARTS = 1_000_000
 """of full speed; a rate is from 1 to this"""
@@ -35,27 +36,34 @@ class Demand(NamedTuple):
     """bytes/s of host DRAM at full speed, counted as the cores' traffic"""
     duplex: int = 0
     """of a copy: rate in millionths while the other direction is busy too; 0 to take the pair's factor"""
+    turn: int = 0
+    """of an update: its rate in millionths beside compute; of compute: millionths lost for each share that the update lane has; 0 to take the pair's factor"""
 
 
 class Sharing:
     """What lanes of one machine share."""
 
-    def __init__(self, pairs: Mapping[str, Mapping[str, float]], host_memory: HostMemory | None = None, duplex_curve: Sequence[Sequence[float]] = ()) -> None:
+    def __init__(
+        self, pairs: Mapping[str, Mapping[str, float]], host_memory: HostMemory | None = None, duplex_curve: Sequence[Sequence[float]] = (),
+        turns: Turns | None = None,
+    ) -> None:  # fmt: skip
         """`pairs`: lane -> other lane -> rate of the first, (0, 1], while the other is busy. `duplex_curve`: (bytes, GB/s of each direction while
         both run), bytes ascending.
         """
         dram = {("h2d", "cpu"), ("cpu", "h2d"), ("d2h", "cpu"), ("cpu", "d2h")} if host_memory else set()
+        told = dram | ({("compute", "update"), ("update", "compute")} if turns else set())
         self._pairs = {
-            (lane, other): round(rate * PARTS) for lane, others in pairs.items() for other, rate in others.items() if rate != 1 and (lane, other) not in dram
+            (lane, other): round(rate * PARTS) for lane, others in pairs.items() for other, rate in others.items() if rate != 1 and (lane, other) not in told
         }
         self._paired = {lane for pair in self._pairs for lane in pair}
         self._memory = host_memory
         self._capacity = round(host_memory.gb_per_s * 1e9) if host_memory else 0
         self._cost = {"h2d": host_memory.h2d_cost, "d2h": host_memory.d2h_cost} if host_memory else {}
+        self._turns = turns
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
 
-    def demand(self, lane: str, size: int, duration_ns: int) -> Demand | None:
-        """Of an op that copies `size` bytes, or reads and writes so many with the host's cores, in `duration_ns` alone. None where it neither
+    def demand(self, lane: str, size: int, duration_ns: int, kind: str = "") -> Demand | None:
+        """Of an op of `kind` that copies `size` bytes, or reads and writes so many with the host's cores, in `duration_ns` alone. None where it neither
         disturbs another nor is disturbed. It never asks for more DRAM than there is: alone it ran at full speed.
         """
         if duration_ns <= 0:
@@ -65,7 +73,15 @@ class Sharing:
             traffic = min(round(self._cost.get(lane, 1.0) * size * 1e9 / duration_ns), self._capacity)
         if self._duplex and lane in _OTHER and size:
             duplex = min(max(round(PARTS * duration_ns / self._duplex_ns(size)), 1), PARTS)
-        return Demand(lane, traffic, duplex) if traffic or duplex or lane in self._paired else None
+        turn = self._turn(lane, kind, duration_ns)
+        return Demand(lane, traffic, duplex, turn) if traffic or duplex or turn or lane in self._paired else None
+
+    def _turn(self, lane: str, kind: str, duration_ns: int) -> int:
+        if self._turns is None or lane not in ("compute", "update"):
+            return 0
+        if lane == "update":
+            return max(PARTS * duration_ns // (duration_ns + self._turns.wait_ns), 1)
+        return round(PARTS * (self._turns.backward_loss if kind == "backward" else self._turns.forward_loss))
 
     def _duplex_ns(self, size: int) -> float:
         """Time of a copy while the other direction is busy: linear between the measured sizes, proportional below and beyond them."""
@@ -88,8 +104,10 @@ class Sharing:
         """Millionths that the pairs leave: their product, rounded down once."""
         rate, parts = PARTS, 1
         for other in busy:
-            duplex = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
-            factor = duplex or self._pairs.get((demand.lane, other.lane))
+            own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
+            if demand.turn and other.turn and other is not demand:
+                own = demand.turn if demand.lane == "update" else PARTS - demand.turn * other.turn // PARTS
+            factor = own or self._pairs.get((demand.lane, other.lane))
             if factor is not None:
                 rate, parts = rate * factor, parts * PARTS
         return max(rate // parts, 1)

@@ -19,6 +19,6 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
     table = hardware.costs
     if table is None:
         return Datasheet(hardware, model, workload)
-    sharing = Sharing(table.contention, table.host_memory or hardware.host_memory, hardware.duplex_curve)
+    sharing = Sharing(table.contention, table.host_memory or hardware.host_memory, hardware.duplex_curve, table.turns or hardware.turns)
     datasheet = Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
     return Calibrated(table, datasheet, sharing, Elementwise(model, workload))

@@ -59,7 +59,7 @@ class Datasheet(Unmeasured):
         duplex = {"h2d": {"d2h": hardware.duplex_fraction}, "d2h": {"h2d": hardware.duplex_fraction}}
         named = hardware.contention
         pairs = {lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}}
-        self.sharing = Sharing(pairs, hardware.host_memory, hardware.duplex_curve)
+        self.sharing = Sharing(pairs, hardware.host_memory, hardware.duplex_curve, hardware.turns)
         self._elementwise = Elementwise(model, workload)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         flops_per_ns, half = hardware.peak_tflops[workload.dtype] * 1e3, hardware.attention_half_tokens

@@ -64,7 +64,7 @@ class Shared(abc.ABC):
         return 0
 
     def demand(self, op: Op) -> Demand | None:
-        return self.sharing.demand(op.lane, self.touched_bytes(op) if op.lane == "cpu" else op.bytes, self.duration_ns(op))
+        return self.sharing.demand(op.lane, self.touched_bytes(op) if op.lane == "cpu" else op.bytes, self.duration_ns(op), op.kind)
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
         return self.sharing.rates(busy)

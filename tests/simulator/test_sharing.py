@@ -11,7 +11,7 @@ from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import CostTable, HardwareSpec, HostMemory
+from megatrain.simulator.hardware import CostTable, HardwareSpec, HostMemory, Turns
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.sharing import PARTS, Demand, Sharing, link_gb_per_s
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -66,6 +66,25 @@ def test_several_gpus_share_the_host() -> None:
     assert link_gb_per_s(1, 55.4, 50.3, 175.0) == (55.4, 50.3)
     assert link_gb_per_s(4, 55.4, 50.3, 175.0) == (pytest.approx(43, rel=0.05), pytest.approx(21.7, rel=0.05))
     assert link_gb_per_s(2, 55.4, 50.3, 175.0) == (pytest.approx(55, rel=0.05), pytest.approx(38.9, rel=0.15))
+
+
+# ---- compute and update
+
+
+@pytest.mark.parametrize(("alone_ms", "beside_ms", "kept"), [(0.11, 1.673, 0.980), (0.235, 1.996, 0.879), (0.922, 2.644, 0.683), (1.483, 3.211, 0.568)])
+def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: float) -> None:
+    """Measured on an H200, 2026-11-21: AdamW beside a 7B layer's forward."""
+    sharing = Sharing({"update": {"compute": 0.1}, "compute": {"update": 0.9}}, None, (), Turns(wait_ns=1_700_000, backward_loss=0.5))
+    forward, update = sharing.demand("compute", 0, 1000, "forward"), sharing.demand("update", 0, round(alone_ms * 1e6), "update")
+    backward = sharing.demand("compute", 0, 1000, "backward")
+    assert forward is not None
+    assert update is not None
+    assert backward is not None
+    beside, updating = sharing.rates((forward, update))
+    assert alone_ms * PARTS / updating == pytest.approx(beside_ms, rel=0.12)
+    assert beside / PARTS == pytest.approx(kept, abs=0.05)
+    assert sharing.rates((backward, update))[0] == pytest.approx(PARTS - (PARTS - beside) / 2, abs=1)
+    assert sharing.rates((forward,)) == sharing.rates((update,)) == (PARTS,)
 
 
 # ---- the two directions of the link
