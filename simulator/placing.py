@@ -2,8 +2,8 @@
 
 A byte of residency saves so many bytes of copying a step: weights 3 (up for the update and again for backward, down once), gradients,
 low plane and moments 2. A stored layer saves its recompute, for many more bytes. How much of either pays depends on which lane is
-short, so the search enumerates: stored layers in steps, the rest of the memory filled with state in two orders, class by class and
-layer by layer. Layers are taken from the front: their update is due first, while later ones have the forward pass to stream in. Stored
+short, so the search enumerates: stored layers in steps, the rest of the memory filled with state in three orders: class by class, layer by
+layer, and weights and gradients first, which lets the state of all others stream far ahead of the layer that is due. Layers are taken from the front: their update is due first, while later ones have the forward pass to stream in. Stored
 activations from the back: they are needed again first. What cannot hold its checkpoints parks them on the host.
 """
 
@@ -28,9 +28,10 @@ _STEPS = 8  # numbers of stored layers that are tried, evenly spread
 _FINALISTS = 3
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
+_STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
 _MANY_OPS = 3000  # beyond, what many small copies would gain is not tried: it is per cents, and each try would take 0.1 s
 _TIE = 1.001
-_LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
+_LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
 """Ever less memory in slots, where more does not fit"""
 
 
@@ -67,23 +68,21 @@ class PlacementSearch:
         layer = max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
         usual = max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length()))
-        self.plan, self.costs = varied(plan, chunk_bytes=usual), costs
+        self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS), costs
 
     def best(self) -> Choice:
         """The fastest plan that fits, or the one that misses by least."""
         for lean in _LEAN:
-            plan = varied(self.plan, **lean)
-            found = sorted((self._time(quick), index, quick, candidate) for index, (quick, candidate) in enumerate(map(self._quick, self._candidates(plan))))
-            if found:
-                finals = [(time, quick) for time, _, quick, _ in found[:1]]  # as it was ranked
-                finals += [(self._time(candidate), candidate) for _, _, quick, candidate in found[:_FINALISTS] if candidate != quick]
-                return self._refined(*min(finals, key=lambda entry: entry[0]))
+            candidates = list(self._candidates(varied(self.plan, **lean)))
+            ranked = sorted((self._time(self._quick(candidate)), index) for index, candidate in enumerate(candidates))
+            if ranked:
+                finals = [candidates[index] for _, index in ranked[:_FINALISTS]]
+                return self._refined(*min(((self._time(plan), plan) for plan in finals), key=lambda entry: entry[0]))
         return self._nearest_miss()
 
-    def _quick(self, candidate: Plan) -> tuple[Plan, Plan]:
-        """The candidate with few large copies, if it fits so, for a quick and fair ranking; and as it is."""
-        coarse = varied(candidate, chunk_bytes=self.coarse)
-        return coarse if self._account(coarse).fits else candidate, candidate
+    def _quick(self, candidate: Plan) -> Plan:
+        """The candidate with few large copies, whether that fits or not, for a quick and fair ranking."""
+        return varied(candidate, chunk_bytes=self.coarse)
 
     def _account(self, plan: Plan) -> Account:
         return plan_account(plan, policies.outline(plan), self.costs)
@@ -107,10 +106,9 @@ class PlacementSearch:
             most = min(decoders, room // max(one, 1))
             for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
                 kept = msgspec.structs.replace(base, stored=last(decoders, stored))
-                space = self._room(varied(plan, placement=kept))
-                fills = {self._fill(plan, space, by_class=by_class) for by_class in (True, False)}
-                for fill in sorted(fills):
-                    yield from self._fitting(plan, msgspec.structs.replace(kept, **dict(zip(CLASSES, fill, strict=True))))
+                fills = [self._filled(plan, kept, order) for order in self._orders()]
+                for fill in [fill for index, fill in enumerate(fills) if fill not in fills[:index]]:
+                    yield from self._fitting(plan, fill)
             return
 
     def _room(self, plan: Plan) -> int:
@@ -122,18 +120,30 @@ class PlacementSearch:
         candidate = varied(plan, placement=placement)
         return [candidate] if self._account(candidate).fits else []
 
-    def _fill(self, plan: Plan, room: int, *, by_class: bool) -> tuple[str, ...]:
-        """Per class, the layers whose bytes fit into `room` together, from the front."""
-        stack, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
-        pairs = [(name, layer) for name in CLASSES for layer in stack] if by_class else [(name, layer) for layer in stack for name in CLASSES]
+    def _orders(self) -> list[list[tuple[str, str]]]:
+        """(class, layer) pairs in the orders in which memory is given to them."""
+        layers = list(self.plan.model.stack)
+        ahead, state = CLASSES[:2], CLASSES[2:]
+        return [
+            [(name, layer) for name in CLASSES for layer in layers],
+            [(name, layer) for layer in layers for name in CLASSES],
+            [(name, layer) for name in ahead for layer in layers] + [(name, layer) for layer in layers for name in state],
+        ]
+
+    def _filled(self, plan: Plan, placement: Placement, order: list[tuple[str, str]]) -> Placement:
+        """`placement` with as much on the device as fits. Twice: what stays needs no slots, and leaves room for more."""
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
-        for name, layer in pairs:
-            per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
-            size = -(-per_parameter * stack[layer].elements // 256) * 256
-            if size <= room:
-                room -= size
-                chosen[name].add(layer)
-        return tuple(ranges(list(stack), chosen[name]) for name in CLASSES)
+        layers, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
+        for _ in range(2):
+            room = self._room(varied(plan, placement=placement))
+            for name, layer in order:
+                per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
+                size = -(-per_parameter * layers[layer].elements // 256) * 256
+                if layer not in chosen[name] and size <= room:
+                    room -= size
+                    chosen[name].add(layer)
+            placement = msgspec.structs.replace(placement, **{name: ranges(list(layers), held) for name, held in chosen.items()})
+        return placement
 
     def _refined(self, time: int, plan: Plan) -> Choice:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
@@ -155,6 +165,5 @@ class PlacementSearch:
         misses = []
         for base in (Placement(), Placement(parked="all")):
             plan = varied(lean, placement=base)
-            fill = self._fill(plan, max(self._room(plan), 0), by_class=True)
-            misses += [plan, varied(lean, placement=msgspec.structs.replace(base, **dict(zip(CLASSES, fill, strict=True))))]
+            misses += [plan, varied(lean, placement=self._filled(lean, base, self._orders()[0]))]
         return assess(min(misses, key=lambda plan: self._account(plan).excess_bytes), self.costs)
