@@ -28,6 +28,8 @@ _STEPS = 8  # numbers of stored layers that are tried, evenly spread
 _FINALISTS = 3
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
+_STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
+_CLASSES_BYTES = 8  # of all classes, for each byte of weights in a chunk
 _STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
 _MANY_OPS = 3000  # beyond, what many small copies would gain is not tried: it is per cents, and each try would take 0.1 s
 _TIE = 1.001
@@ -67,7 +69,8 @@ class PlacementSearch:
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         layer = max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
-        usual = max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length()))
+        room = 2 ** (int(_STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)).bit_length() - 1)
+        usual = max(min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK)
         self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS), costs
 
     def best(self) -> Choice:
