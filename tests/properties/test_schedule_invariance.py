@@ -149,10 +149,11 @@ def assert_invariant(plan: Plan) -> None:
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked."""
+    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept."""
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
     some = {
-        name: st.lists(st.sampled_from(decoders if name in ("stored", "parked") else list(model.stack)), unique=True) for name in Placement.__struct_fields__
+        name: st.lists(st.sampled_from(decoders if name in ("stored", "parked", "attention") else list(model.stack)), unique=True)
+        for name in Placement.__struct_fields__
     }
     return Placement(**{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()})
 
