@@ -140,7 +140,7 @@ class _Kept(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
         return (None, None, *_backward(ctx.kernel, ctx.scale, gradient, query, key, value, output, log_sum_exp), None, None)
 

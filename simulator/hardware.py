@@ -199,10 +199,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for dtype, peak in self.peak_tflops.items():
             _known(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32"))
             _within(f"{where}: peak_tflops.{dtype}", peak, 1e-6, 1e6)
-        for kernel, rate in self.attention.items():
+        for kernel, reached in self.attention.items():
             _known(f"{where}: attention", kernel, ("flash", "cudnn"))
-            _within(f"{where}: attention.{kernel}.efficiency", rate.efficiency, 0.001, 1)
-            _within(f"{where}: attention.{kernel}.half_tokens", rate.half_tokens, *_LIMITS["attention_half_tokens"])
+            _within(f"{where}: attention.{kernel}.efficiency", reached.efficiency, 0.001, 1)
+            _within(f"{where}: attention.{kernel}.half_tokens", reached.half_tokens, *_LIMITS["attention_half_tokens"])
         if self.unified and self.device_bytes > self.host_bytes:
             raise UserError(
                 f"{where}: device_bytes",
