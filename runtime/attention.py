@@ -10,7 +10,7 @@ transformers' `sdpa_attention_forward`, unchanged. Causal attention without mask
 | flash | CUDA | `_scaled_dot_product_flash_attention`: bf16, heads of a multiple of 8 |
 | cudnn | CUDA | `_scaled_dot_product_cudnn_attention`: bf16, heads of a multiple of 8 |
 
-All three take fewer key and value heads than query heads. `Templates` hands the keywords of `Asked` to its layer, which passes them to `attend`.
+All three take fewer key and value heads than query heads. `Templates` hands `kernel`, `kept` and `taken` to its layer, which passes them to `attend`.
 """
 
 from __future__ import annotations

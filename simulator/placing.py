@@ -75,7 +75,7 @@ class PlacementSearch:
         self.keeping = [layer.name for layer in plan.model.decoders if self._keeping_pays(layer.name)]
 
     def _keeping_pays(self, layer: str) -> bool:
-        """The decoder layer's attention takes much of its recompute. In fp32 CUDA has no kernel for it that leaves a log-sum-exp of known layout."""
+        """The decoder layer's attention takes much of its recompute. CUDA's kernels of which it can be kept take no fp32."""
         if self.plan.workload.dtype != "bf16" or not self.plan.model.keeps_attention(layer):
             return False
         kept, full = (
