@@ -68,7 +68,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         raise UserError("MODEL, --plan", found=found, allowed="one of them", fix="name a model to plan for, or a plan")
     if args.plan is not None:
         default = parser().parse_args(["--plan", str(args.plan)])
-        keys = ("batch", "seq", "accumulation", "dtype", "clipping", "loss_chunk", "compile", "policy", "device_memory", "host_memory")
+        keys = ("batch", "seq", "accumulation", "dtype", "clipping", "loss_chunk", "compile", "attention", "policy", "device_memory", "host_memory")
         said = [f"--{key.replace('_', '-')}" for key in keys if getattr(args, key) != getattr(default, key)]
         if said:
             raise UserError("--plan", found=f"{', '.join(said)} beside it", allowed="what the plan says", fix="leave these out, or name a MODEL instead")

@@ -86,6 +86,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--accumulation", type=whole("--accumulation"), default=1, help="micro-batches per optimizer step (default 1)")
     group.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="what layers compute in; masters are fp32 always (default bf16)")
     group.add_argument("--clipping", choices=("global", "none"), default="global", help="gradient clipping (default global)")
+    group.add_argument("--attention", choices=("flash", "cudnn"), help="the attention kernel; each rounds otherwise (default: the one that PyTorch picks)")
     group.add_argument("--loss-chunk", type=whole("--loss-chunk"), default=1024, help="tokens whose logits exist at one time (default 1024)")
     group.add_argument("--compile", action="store_true", help="layers through torch.compile: faster, less activations, rounds otherwise than eager layers")
 
@@ -95,7 +96,7 @@ def workload(args: argparse.Namespace) -> Workload:
 
     return Workload(
         batch=args.batch, sequence=args.seq, accumulation=args.accumulation, dtype=args.dtype, clipping=args.clipping, loss_chunk=args.loss_chunk,
-        compiled=args.compile,
+        compiled=args.compile, attention=args.attention,
     )  # fmt: skip
 
 

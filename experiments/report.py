@@ -51,7 +51,9 @@ def _knobs(verdict: Verdict) -> str:
     placement = knobs["placement"]
     placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
     parts += [
-        f"{name} of {layers} {'kept' if name == 'stored' else 'on the host' if name == 'parked' else 'on the device'}" for name, layers in placed if layers
+        f"{name} of {layers} {'kept' if name in ('stored', 'attention') else 'on the host' if name == 'parked' else 'on the device'}"
+        for name, layers in placed
+        if layers
     ]
     return ", ".join([*parts, f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}"])
 

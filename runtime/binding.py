@@ -9,10 +9,11 @@ import torch
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.attention import Attention
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._layerwise import contributions
+from megatrain.simulator.policies._layerwise import ATTENTION, contributions
 from megatrain.simulator.schedule import Op, Schedule, whole
 from megatrain.simulator.specs import EMBEDDING
 
@@ -54,6 +55,17 @@ class Binder:
     def _hidden(self, buffer: str) -> torch.Tensor:
         work = self.plan.workload
         return self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, self.plan.model.hidden))
+
+    def _attention(self, layer: str, buffer: str) -> Attention:
+        """The attention that is kept of `layer`, in its buffer."""
+        model, work = self.plan.model, self.plan.workload
+        part = model.kept_attention(layer, work.tokens, work.dtype)
+        heads = part.log_sum_exp // (4 * work.tokens)
+        size = part.output // (heads * work.tokens * self.dtype.itemsize)
+        return Attention(
+            self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, heads, size)),
+            self.arenas.tensor(buffer, torch.float32, (work.batch, heads, work.sequence), part.offset),
+        )
 
     def _weights(self, layer: str, buffer: str) -> dict[str, torch.Tensor]:
         return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
@@ -110,6 +122,16 @@ class Binder:
         target, *kept = op.writes
         weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(target)
         layer = self.plan.model.stack[op.layer]
+        if kept and self.schedule.buffer[kept[0]].pool == ATTENTION:
+            attention = self._attention(op.layer, kept[0])
+
+            def run_and_keep_attention() -> None:
+                made, left = self.templates.forward_and_attention(weights, x)
+                output.copy_(made)
+                for place, tensor in zip(attention, left, strict=True):
+                    place.copy_(tensor)
+
+            return run_and_keep_attention
 
         def run() -> None:
             output.copy_(self.templates.forward(weights, x))
@@ -121,12 +143,13 @@ class Binder:
         return run_and_keep if kept else run
 
     def _recompute(self, op: Op) -> Run:
-        slot, source = op.reads
+        slot, source, *attention = op.reads
         saved, *outputs = op.writes
+        kept = self._attention(op.layer, attention[0]) if attention else None
         layer, output = self.plan.model.stack[op.layer], self._hidden(outputs[0]) if outputs else None
 
         def run() -> None:
-            self.state.saved[saved] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
+            self.state.saved[saved] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source), kept)
             if output is not None:
                 output.copy_(made.output.detach())
 

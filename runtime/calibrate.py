@@ -26,13 +26,14 @@ from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.rates import Rates, measure_rates
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS, COMPUTE_KINDS, COPY_KINDS, CURVE_KINDS, CostTable, HardwareSpec, Workspace
-from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op, Schedule, serialized
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.timeline import Timeline
 
 _LAYERS = 3
+_LEAST_ATTENTION = 0.05  # of a recompute's FLOPs: below, nobody keeps it (a tenth of the time on an H200)
 _WARM_UP, _STEPS = 2, 6
 _SECONDS = 6.0  # of steps at least, under each policy: a shared machine's speed wanders by 10 % within seconds
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
@@ -80,9 +81,16 @@ def calibrate(
     progress("lanes together")
     together = _run(_plan("double_buffer", small, workload, limits), config, device)
     _collect((resident or together) if device.type == "cuda" else alone, samples, COMPUTE_KINDS)
+    kept = None
+    if attended := _worth_keeping(small, workload):
+        progress("kept attention")
+        policy = "sequential" if device.type == "cpu" else "resident" if resident else "double_buffer"
+        with contextlib.suppress(UserError):  # no room besides, or a kernel that leaves nothing to keep
+            kept = _run(_plan(policy, small, workload, limits, Placement(attention=",".join(attended))), config, device)
+            _collect(kept, samples, ("recompute",))
     progress("copies and rates")
     rates = measure_rates(small, workload, config, device, lane_threads(device))
-    table = _table(samples, rates, alone, together, resident.peaks.get("update", 0) if resident else 0, model, workload, device)
+    table = _table(samples, rates, alone, together, kept, resident.peaks.get("update", 0) if resident else 0, model, workload, device)
     described = machine.describe(device)
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
@@ -101,8 +109,15 @@ def _with_accumulation(workload: Workload, accumulation: int) -> Workload:
     return msgspec.structs.replace(workload, accumulation=accumulation)
 
 
-def _plan(policy: str, model: ModelSpec, workload: Workload, limits: tuple[int, int]) -> Plan:
-    knobs = Knobs(weight_slots=1 if policy == "sequential" else 2)
+def _worth_keeping(model: ModelSpec, workload: Workload) -> list[str]:
+    """The decoder layers whose attention can be kept, and is a good part of their work."""
+    layers = [layer.name for layer in model.decoders if model.keeps_attention(layer.name)]
+    works = {layer: model.work("recompute", layer, workload) for layer in layers}
+    return [layer for layer, work in works.items() if work.attention_flops >= _LEAST_ATTENTION * work.flops]
+
+
+def _plan(policy: str, model: ModelSpec, workload: Workload, limits: tuple[int, int], placement: Placement | None = None) -> Plan:
+    knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, placement=placement or Placement())
     return Plan(policy=policy, hardware="", source="", device_limit_bytes=limits[0], host_limit_bytes=limits[1], model=model, workload=workload, knobs=knobs)
 
 
@@ -171,11 +186,12 @@ def _collect(measured: _Measured, samples: Samples, kinds: Iterable[str]) -> Non
 
 
 def _table(
-    samples: Samples, rates: Rates, alone: _Measured, together: _Measured, update_bytes: int, model: ModelSpec, workload: Workload, device: torch.device
-) -> CostTable:
+    samples: Samples, rates: Rates, alone: _Measured, together: _Measured, kept: _Measured | None, update_bytes: int, model: ModelSpec, workload: Workload,
+    device: torch.device,
+) -> CostTable:  # fmt: skip
     curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
     compute: dict[str, dict[str, tuple[int, int]]] = {}
-    amounts = {_key(op): op.amount for op in alone.schedule.ops}
+    amounts = {_key(op): op.amount for measured in (alone, kept) if measured for op in measured.schedule.ops}
     spread: dict[str, list[float]] = {}
     for (kind, size), durations in sorted(samples.items(), key=str):
         typical = round(statistics.median(durations))

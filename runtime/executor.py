@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
@@ -24,6 +25,7 @@ from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import Templates
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, executable
+from megatrain.simulator.policies._layerwise import ATTENTION
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -58,6 +60,7 @@ class Executor:
         """`schedule` replaces the plan's own, unverified: for calibration and tests. Raises UserError where the plan does not fit."""
         self.plan, self.settings, self.device = plan, settings, device
         self.schedule = schedule or executable(plan)
+        refuse_attention(plan, device)
         self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
         self._drain = drain(plan)
         self._state = StepState()
@@ -68,7 +71,8 @@ class Executor:
         self._threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(self._threads["cpu"])
         try:
-            self.templates = Templates(plan.model, plan.workload, config, device)
+            keeps = any(buffer.pool == ATTENTION for buffer in self.schedule.buffers)
+            self.templates = Templates(plan.model, plan.workload, config, device, keeps=keeps)
             self._binder = Binder(plan, self.schedule, self.arenas, self.templates, settings, self._host_workers, self._state)
             self._crew = Crew(self._lanes(self.schedule, self.tasks, self._marks))
         except BaseException:

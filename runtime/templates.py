@@ -15,7 +15,9 @@ import torch
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from megatrain.runtime import attention
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.attention import Attention
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.supported import refuse_unsupported
 from megatrain.simulator.families import with_nulls
@@ -70,18 +72,23 @@ class _InSlot:
 class Templates:
     """The computations of a model's layers on `device`, by op kind."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device) -> None:
+    def __init__(self, model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, *, keeps: bool = False) -> None:
+        """`keeps`: some layer's attention is kept from forward to backward."""
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         whole.train()
+        self._kernel = attention.kernel_of(model, workload, device) if workload.attention or keeps else None
+        if self._kernel:
+            attention.take_over(whole.config)
         self._decoder, self._norm, self._head = whole.model.layers[0], whole.model.norm, whole.lm_head
         self._padding = whole.model.embed_tokens.padding_idx
         rotary = type(whole.model.rotary_emb)(config).to(device)  # on the meta device its frequencies have no values
         positions = torch.arange(workload.sequence, device=device)[None]
         self._positions = positions
         self._layer = torch.compile(self.decoder, dynamic=False) if workload.compiled else self.decoder
+        self._attending = torch.compile(self._decoder_and_attention, dynamic=False) if workload.compiled else self._decoder_and_attention
         self._chunk_loss = torch.compile(self._token_losses, dynamic=False) if workload.compiled else self._token_losses
         self._rotary: tuple[torch.Tensor, torch.Tensor] = rotary(torch.empty(1, 1, model.hidden, dtype=self.dtype, device=device), positions)
 
@@ -97,9 +104,28 @@ class Templates:
         with torch.no_grad():
             return self._layer(weights, x)
 
-    def decoder(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """The same as autograd sees it, never compiled."""
+    def forward_and_attention(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
+        """`forward`, and what `recompute` needs to leave the attention out."""
+        if self.workload.compiled and torch.are_deterministic_algorithms_enabled():
+            with torch.enable_grad():
+                made = self._attending({name: tensor.requires_grad_() for name, tensor in weights.items()}, x.requires_grad_())
+        else:
+            with torch.no_grad():
+                made = self._attending(weights, x)
+        output, *left = (tensor.detach() for tensor in made)
+        return output, Attention(*left)
+
+    def _decoder_and_attention(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        taken: list[torch.Tensor] = []
+        return self.decoder(weights, x, taken=taken), *taken
+
+    def decoder(
+        self, weights: dict[str, torch.Tensor], x: torch.Tensor, kept: Attention | None = None, taken: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """The same as autograd sees it, never compiled. Attention as `attention.attend` says."""
         keywords: dict[str, Any] = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._rotary}
+        if self.workload.attention or kept is not None or taken is not None:
+            keywords |= {"kernel": self._kernel, "kept": kept, "taken": taken}
         output = functional_call(self._decoder, weights, (x,), keywords)
         return output[0] if isinstance(output, tuple) else output
 
@@ -113,13 +139,13 @@ class Templates:
         summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, self.model.vocabulary, padding, False)
         return summed
 
-    def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor) -> Saved:
-        """Runs the layer and keeps its graph."""
+    def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, kept: Attention | None = None) -> Saved:
+        """Runs the layer and keeps its graph; with the attention that was `kept` of its forward, which has to stay until the backward is over."""
         weights = {name: tensor.requires_grad_() for name, tensor in layer_tensors(arenas, layer, slot, self.dtype).items()}
         x.requires_grad_()
         where = [slot]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*_rebind(arenas, where)):
-            output = self._layer(weights, x)
+            output = self._layer(weights, x, kept)
         return Saved(output, (x, *weights.values()), where)
 
     def backward(self, saved: Saved, slot: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.executor import Executor, StepResult
 from megatrain.runtime.machine import describe, forget_device_memory
@@ -84,6 +85,7 @@ def train(
     """
     plan = Plan.load(plan_path)
     refuse_unsupported(plan.model)
+    refuse_attention(plan, device)
     schedule = executable(plan)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")

@@ -24,7 +24,7 @@ from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.specs import DTYPE_BYTES, Workload
 
-_PROPORTIONAL = {f"device.{name}" for name in ("activations", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
+_PROPORTIONAL = {f"device.{name}" for name in ("activations", "attention", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
 """pools whose bytes are proportional to the tokens of a micro-batch"""
 
 

@@ -136,6 +136,17 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
 """Of flash attention on an H200, causal, heads of 128 (2026-11-21): 333 of 989 TFLOP/s x S / (S + 970); 171 measured at S = 1,024, 272 at 4,096, 324 at 32,768."""
+
+
+class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an attention kernel reaches of the peak: efficiency x S / (S + half_tokens), S tokens a sequence."""
+
+    efficiency: float
+    """over long sequences, forward and backward together, a backward counted as 2.5 forwards, (0, 1]"""
+    half_tokens: int
+    """sequence length at which it reaches half of that"""
+
+
 Curve = tuple[tuple[int, float], ...]
 """(bytes of a copy, GB/s) points, bytes ascending; between them the time is a line over the bytes."""
 
@@ -161,6 +172,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """what attention reaches of it over long sequences, forward and backward together, a backward counted as 2.5 forwards"""
     attention_half_tokens: int = ATTENTION_HALF_TOKENS
     """sequence length at which attention reaches half of that"""
+    attention: dict[str, AttentionRate] = {}
+    """by kernel, `flash` or `cudnn`, where it reaches something else"""
     device_gb_per_s: float
     """GPU memory, read and write together, as a copy reaches it"""
     link: str = ""
@@ -211,6 +224,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for dtype, peak in self.peak_tflops.items():
             _known(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32"))
             _within(f"{where}: peak_tflops.{dtype}", peak, 1e-6, 1e6)
+        for kernel, reached in self.attention.items():
+            _known(f"{where}: attention", kernel, ("flash", "cudnn"))
+            _within(f"{where}: attention.{kernel}.efficiency", reached.efficiency, 0.001, 1)
+            _within(f"{where}: attention.{kernel}.half_tokens", reached.half_tokens, *_LIMITS["attention_half_tokens"])
         if self.unified and self.device_bytes > self.host_bytes:
             raise UserError(
                 f"{where}: device_bytes",

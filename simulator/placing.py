@@ -1,10 +1,12 @@
 """Placing: which layers' weights, gradients and optimizer state stay on the device, and whose activations are stored, in the memory that there is.
 
 A byte of residency saves so many bytes of copying a step: weights 3 (up for the update and again for backward, down once), gradients,
-low plane and moments 2. A stored layer saves its recompute, for many more bytes. How much of either pays depends on which lane is
-short, so the search enumerates: stored layers in steps, the rest of the memory filled with state in three orders: class by class, layer by
-layer, and weights and gradients first, which lets the state of all others stream far ahead of the layer that is due. Layers are taken from the front: their update is due first, while later ones have the forward pass to stream in. Stored
-activations from the back: they are needed again first. What cannot hold its checkpoints parks them on the host.
+low plane and moments 2. A stored layer saves its recompute, for many more bytes; a kept attention the part of it that grows with the sequence, for
+few. How much of each pays depends on which lane is short, so the search enumerates: stored layers in steps, the rest of the memory filled with
+state in three orders: class by class, layer by layer, and weights and gradients first, which lets the state of all others stream far ahead of
+the layer that is due. Layers are taken from the front: their update is due first, while later ones have the forward pass to stream in. Stored
+activations from the back: they are needed again first. Attention is kept of none of the others or of as many as fit, where it is a tenth of their
+recompute. What cannot hold its checkpoints, or not besides attention worth keeping, parks them on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.policies._layerwise import gradient_bytes
+from megatrain.simulator.policies._layerwise import cost_keys, gradient_bytes
+from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
@@ -33,6 +36,7 @@ _CLASSES_BYTES = 8  # of all classes, for each byte of weights in a chunk
 _STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
 _MANY_OPS = 3000  # beyond, what many small copies would gain is not tried: it is per cents, and each try would take 0.1 s
 _TIE = 1.001
+_LEAST_ATTENTION = 0.1  # of a recompute's time: below, what keeping it saves is no three per cent of a step
 _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
 """Ever less memory in slots, where more does not fit"""
 
@@ -72,6 +76,16 @@ class PlacementSearch:
         room = 2 ** (int(_STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)).bit_length() - 1)
         usual = max(min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK)
         self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS), costs
+        self.keeping = [layer.name for layer in plan.model.decoders if self._keeping_pays(layer.name)]
+
+    def _keeping_pays(self, layer: str) -> bool:
+        """The decoder layer's attention takes much of its recompute. CUDA's kernels of which it can be kept take no fp32."""
+        if self.plan.workload.dtype != "bf16" or not self.plan.model.keeps_attention(layer):
+            return False
+        kept, full = (
+            self.costs.duration_ns(Op(id=f"R{layer}.m0", lane="compute", **cost_keys(self.plan, "recompute", layer, kept=kept))) for kept in (True, False)
+        )
+        return kept <= (1 - _LEAST_ATTENTION) * full
 
     def best(self) -> Choice:
         """The fastest plan that fits, or the one that misses by least."""
@@ -105,14 +119,30 @@ class PlacementSearch:
             everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
             spare = self._room(varied(plan, placement=everything)) // max(one, 1)
             if spare >= 0:
-                yield from self._fitting(plan, msgspec.structs.replace(everything, stored=last(decoders, min(decoders, spare))))
+                for placement in self._with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, min(decoders, spare)))):
+                    yield from self._fitting(plan, placement)
             most = min(decoders, room // max(one, 1))
             for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
-                kept = msgspec.structs.replace(base, stored=last(decoders, stored))
-                fills = [self._filled(plan, kept, order) for order in self._orders()]
-                for fill in [fill for index, fill in enumerate(fills) if fill not in fills[:index]]:
-                    yield from self._fitting(plan, fill)
-            return
+                for kept in self._with_attention(plan, msgspec.structs.replace(base, stored=last(decoders, stored))):
+                    fills = [self._filled(plan, kept, order) for order in self._orders()]
+                    for fill in [fill for index, fill in enumerate(fills) if fill not in fills[:index]]:
+                        yield from self._fitting(plan, fill)
+            every = ranges([layer.name for layer in plan.model.decoders], set(self.keeping))
+            if self._room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
+                return
+
+    def _with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
+        """The placement, and where that pays, the same with the attention kept of as many of the layers that it recomputes as fit."""
+        yield placement
+        held = varied(plan, placement=placement)
+        stored, work = held.placed("stored"), plan.workload
+        layers = [layer for layer in self.keeping if layer not in stored]
+        if layers:
+            one = max(plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers)
+            count = min(self._room(held) // (one + 256), len(layers))
+            if count > 0:
+                names = [layer.name for layer in plan.model.decoders]
+                yield msgspec.structs.replace(placement, attention=ranges(names, set(layers[len(layers) - count :])))
 
     def _room(self, plan: Plan) -> int:
         """Device bytes that are left."""

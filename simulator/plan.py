@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import KEEP_ATTENTION
 from megatrain.simulator.files import read_toml, write_toml
 from megatrain.simulator.specs import ModelSpec, Workload
 
@@ -25,6 +26,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """decoder layers whose activations are kept from forward to backward, not recomputed"""
     parked: str = ""
     """decoder layers whose input waits in host memory for the backward pass"""
+    attention: str = ""
+    """decoder layers whose attention output and log-sum-exp are kept on the device, so that a recompute does all but the attention; means nothing of a stored one"""
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The layers that the placement names for `name`. Raises UserError for a text that is no set of this model's layers."""
         text, stack = getattr(self.knobs.placement, name), list(self.model.stack)
         decoders = [layer for layer in stack if self.model.stack[layer].kind == "decoder"]
-        allowed = decoders if name in ("stored", "parked") else stack
+        allowed = decoders if name in ("stored", "parked", "attention") else stack
         chosen: set[str] = set()
         for part in filter(None, text.replace(" ", "").split(",")):
             first, dash, last = part.partition("-")
@@ -112,7 +115,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     f"knobs.placement: {name}", found=repr(part), allowed=f"`all`, or layers and ranges of {allowed[0]} to {allowed[-1]}, such as 0-3",
                     fix="name layers that the model has",
                 )  # fmt: skip
+        if name == "attention":
+            self._refuse_kept_attention(chosen)
         return frozenset(chosen)
+
+    def _refuse_kept_attention(self, chosen: set[str]) -> None:
+        unable = next((layer for layer in self.model.stack if layer in chosen and not self.model.keeps_attention(layer)), None)
+        if unable is not None:
+            raise UserError(
+                "knobs.placement: attention", found=f"layer {unable} of a {self.model.family} model, {self.model.stack[unable].attention}",
+                allowed=f"full causal attention of {', '.join(KEEP_ATTENTION)}", fix="leave `attention` empty for this model",
+            )  # fmt: skip
 
     def save(self, path: Path) -> None:
         write_toml(path, self, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")

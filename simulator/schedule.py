@@ -10,8 +10,8 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | embed | embedding weights, tokens | hidden |
 | forward | weights, hidden | hidden |
 | head | head weights, hidden, tokens | gradient of the weights, gradient of hidden, loss |
-| recompute | weights, hidden | saved activations[, hidden] |
-| backward | weights, saved activations, hidden, gradient of the output | gradient of the weights, gradient of the input |
+| recompute | weights, hidden[, attention] | saved activations[, hidden] |
+| backward | weights, saved activations, hidden, gradient of the output[, attention] | gradient of the weights, gradient of the input |
 | embed_backward | tokens, gradient of hidden | gradient of the weights |
 | save_gradients (d2h) | device gradient | host slab or host gradient |
 | accumulate_gradients (cpu) | slab | host gradient |
@@ -31,7 +31,8 @@ and, in schedules of other systems, which are only for prediction, so what they 
 | thread_pass (cpu) | the same by one thread |
 | device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
 
-A forward that also writes saved activations keeps them for its backward. An update does nothing where its coefficient is NaN; one that also reads weights takes the old ones from
+A forward that also writes saved activations keeps them for its backward. One that also writes attention, in `device.attention`, keeps that layer's attention output and
+log-sum-exp: its recompute takes them instead of computing them, and its backward needs them. An update does nothing where its coefficient is NaN; one that also reads weights takes the old ones from
 there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its gradient *and reads it* adds to what
 is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the whole overlaps every part.
 """
@@ -59,7 +60,18 @@ CODES = {
     "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",
 }  # fmt: skip
 _CODE_OF = {kind: code for code, kind in CODES.items()}
+KEPT = "-kept"
+"""what the layer's part of `Op.shape` ends with where a recompute need not compute the attention"""
 _ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
+
+
+def is_kept(shape: str) -> bool:
+    """Of a recompute that need not compute the attention.
+
+    >>> is_kept("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
+    True
+    """
+    return shape.partition("/")[0].endswith(KEPT)
 
 
 class ScheduleError(ValueError):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import Architecture, Part, Tensors, cut, text_config
+from megatrain.simulator.families import KEEP_ATTENTION, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 
 ALIGNMENT = 64
@@ -94,6 +94,24 @@ class Saved(NamedTuple):
     """the layer's input: on the device"""
     park: int
     """the layer's input: on the host"""
+
+
+class KeptAttention(NamedTuple):
+    """Bytes of what attention leaves for its backward, in one buffer."""
+
+    output: int
+    """[batch, sequence, heads, value size] in the compute dtype"""
+    log_sum_exp: int
+    """[batch, heads, sequence] fp32"""
+
+    @property
+    def offset(self) -> int:
+        """Of the log-sum-exp: the output's bytes in whole 256-byte lines."""
+        return -(-self.output // 256) * 256
+
+    @property
+    def bytes(self) -> int:
+        return self.offset + self.log_sum_exp
 
 
 _MOST_MICRO_BATCHES = 1024  # a schedule has every micro-batch's ops: at 48 layers this is half a million, half a minute to lower
@@ -204,8 +222,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary
 
-    def work(self, kind: str, layer: str, workload: Workload) -> Work:
-        """What one op of a compute kind does, on one micro-batch; `layer` matters to a decoder layer's ops alone.
+    def work(self, kind: str, layer: str, workload: Workload, *, kept: bool = False) -> Work:
+        """What one op of a compute kind does, on one micro-batch; `layer` matters to a decoder layer's ops alone. A recompute whose attention was
+        `kept` does everything but that.
 
         With T tokens, b bytes an element, P parameters of the layer, V words, d the hidden size:
 
@@ -228,7 +247,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         part, passes = self._part(layer), _PASSES[kind]
         traffic = part.backward if kind == "backward" else part.forward
         return Work(
-            passes * 2 * tokens * part.active, passes * self._attention_flops(part, tokens, workload.sequence),
+            passes * 2 * tokens * part.active, 0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * traffic.bytes(width) + passes * width * self.stack[layer].parameters,
         )  # fmt: skip
 
@@ -239,6 +258,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         attention keeps q, k, v and its output; a gated MLP keeps gate, up, the activation and their product. The sum over the layer's parts.
         """
         return tokens * self._part(layer).kept.bytes(DTYPE_BYTES[dtype])
+
+    def keeps_attention(self, layer: str) -> bool:
+        """The runtime can keep the decoder layer's attention from its forward for its backward."""
+        return self.family in KEEP_ATTENTION and self.stack[layer].attention == "full_attention"
+
+    def kept_attention(self, layer: str, tokens: int, dtype: Dtype) -> KeptAttention:
+        """What is kept of a decoder layer's attention."""
+        attended = self._part(layer).attended
+        return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
 
     def most_saved_bytes(self, tokens: int, dtype: Dtype) -> int:
         """`saved_bytes` of the decoder layer that keeps most."""
@@ -309,6 +337,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """clip by the norm over all gradients, or not at all"""
     compiled: bool = False
     """layers through torch.compile: faster, a third less activations, and other roundings than eager ones"""
+    attention: Literal["flash", "cudnn"] | None = None
+    """the kernel; each rounds otherwise. None: the one that PyTorch's `scaled_dot_product_attention` takes, cuDNN's or flash on an H200 by its version and mode"""
     loss_chunk: int = 1024
     """tokens whose logits exist at one time; part of the arithmetic, because the head's gradient is summed chunk by chunk"""
 
@@ -329,4 +359,4 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def shape(self) -> str:
-        return f"{self.batch}x{self.sequence}-{self.dtype}" + ("-compiled" if self.compiled else "")
+        return f"{self.batch}x{self.sequence}-{self.dtype}" + ("-compiled" if self.compiled else "") + (f"-{self.attention}" if self.attention else "")

@@ -31,7 +31,7 @@ from megatrain.simulator.units import format_bytes
 
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
 _STAGING = ("_chunks", "slabs", "bucket", "flats", "converted", "shards")
-_ACTIVATIONS = ("activations", "checkpoints", "hidden", "stored", "parked")
+_ACTIVATIONS = ("activations", "attention", "checkpoints", "hidden", "stored", "parked")
 _WEIGHTS = ("weights", "low", "master", "streamed", "gathered", "templates", "vocabulary", "initial")
 
 

@@ -2,7 +2,8 @@
 
     duration(size) = linear between the two measured sizes around it, along the outermost segment beyond them
 
-and, for compute, the duration of the very shape, or of the nearest measured shape scaled by FLOPs. Whatever lies outside the
+and, for compute, the duration of the very shape, or of the nearest measured shape scaled by FLOPs. A recompute without attention that was not
+measured takes of the one with it the share that the datasheet's rates give. Whatever lies outside the
 measured sizes or shapes is flagged as extrapolated.
 """
 
@@ -17,7 +18,7 @@ from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, CostTable, Workspace
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule import Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
 
@@ -51,7 +52,13 @@ class Calibrated(Shared):
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (kind, op.lane, op.adds, size)
         if key not in self._known:
-            self._known[key] = self._compute(kind, size, op.amount) if isinstance(size, str) else interpolate(self._curve(op), size)
+            if not isinstance(size, str):
+                self._known[key] = interpolate(self._curve(op), size)
+            elif is_kept(size) and size not in self.table.compute.get(kind, {}) and self._datasheet is not None:
+                full, share = self._datasheet.whole(op)
+                self._known[key] = math.ceil(share * self._look_up(full)[0]), True
+            else:
+                self._known[key] = self._compute(kind, size, op.amount)
         return self._known[key]
 
     def _curve(self, op: Op) -> tuple[tuple[int, int], ...]:
@@ -70,7 +77,7 @@ class Calibrated(Shared):
             return measured[shape][1], False
         candidates = []
         for known, (known_amount, duration) in sorted(measured.items()):
-            if amount and known_amount and _dtype(known) == _dtype(shape):
+            if amount and known_amount and _dtype(known) == _dtype(shape) and is_kept(known) == is_kept(shape):
                 candidates.append((_layer(known) != _layer(shape), abs(math.log(amount / known_amount)), known, known_amount, duration))
         if not candidates:
             raise UserError(f"costs of {self.table.measured_on}: compute.{kind}", found=f"nothing for {shape}", allowed=_list(measured), fix=FIX)
@@ -97,7 +104,8 @@ def _layer(shape: str) -> str:
 
 
 def _dtype(shape: str) -> str:
-    return shape.rpartition("-")[2]
+    """And what else decides the kernels: compiled or not, a chosen attention."""
+    return shape.rpartition("/")[2].partition("-")[2]
 
 
 def _list(keys: Mapping[str, object]) -> str:

@@ -3,7 +3,7 @@
     copy      the time on the link's curve, linear between its points and along the outermost segment beyond; latency + bytes / rate without a
               curve; nothing at all on a unified machine
     compute   linear FLOPs / (peak x linear efficiency) + attention FLOPs / (peak x attention efficiency x S / (S + half length))
-              + moved bytes / device rate, S tokens a sequence
+              + moved bytes / device rate, S tokens a sequence; of the workload's attention kernel where the machine names it
     the rest  bytes or parameters / rate
 
 The terms add up because kernels run one after the other, and because a product is slower by about the time of reading its weights: 1,024 tokens
@@ -19,12 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import msgspec
+
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Unmeasured
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, PASS_KINDS, HardwareSpec
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, PASS_KINDS, AttentionRate, HardwareSpec
+from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
 
@@ -62,10 +64,12 @@ class Datasheet(Unmeasured):
         self.sharing = Sharing(pairs, hardware.host_memory, hardware.duplex_curve, hardware.turns)
         self._elementwise = Elementwise(model, workload)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
-        flops_per_ns, half = hardware.peak_tflops[workload.dtype] * 1e3, hardware.attention_half_tokens
+        flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
+        usual = AttentionRate(efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens)
+        attention = hardware.attention.get(workload.attention or "", usual)
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
-        self._attention_flops_per_ns = flops_per_ns * hardware.attention_efficiency * workload.sequence / (workload.sequence + half)
-        self._computed: dict[tuple[str, str], int] = {}
+        self._attention_flops_per_ns = flops_per_ns * attention.efficiency * workload.sequence / (workload.sequence + attention.half_tokens)
+        self._computed: dict[tuple[str, str, bool], int] = {}
         self._curves = {
             lane: tuple((size, round(size / rate)) for size, rate in curve) for lane, curve in (("h2d", hardware.h2d_curve), ("d2h", hardware.d2h_curve))
         }
@@ -87,14 +91,21 @@ class Datasheet(Unmeasured):
             return interpolate(curve, op.bytes)
         return math.ceil(self.hardware.link_latency_ns + op.bytes / self._rates[op.lane]), False
 
-    def _compute_ns(self, kind: str, layer: str) -> int:
-        if (kind, layer) not in self._computed:
-            work = self.model.work(kind, layer, self.workload)
+    def whole(self, op: Op) -> tuple[Op, float]:
+        """Of a recompute without attention: the same with it, and the share of its time that the one without takes."""
+        layer, _, workload = op.shape.partition("/")
+        flops = self.model.work(op.kind, op.layer, self.workload).flops
+        full = msgspec.structs.replace(op, flops=flops, shape=f"{layer.removesuffix(KEPT)}/{workload}")
+        return full, self._compute_ns(op.kind, op.layer, kept=True) / self._compute_ns(op.kind, op.layer)
+
+    def _compute_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
+        if (kind, layer, kept) not in self._computed:
+            work = self.model.work(kind, layer, self.workload, kept=kept)
             attention = work.attention_flops * (_ATTENTION_BACKWARD if kind == "backward" else 1)
-            self._computed[kind, layer] = math.ceil(
+            self._computed[kind, layer, kept] = math.ceil(
                 work.linear_flops / self._linear_flops_per_ns + attention / self._attention_flops_per_ns + work.moved_bytes / self.hardware.device_gb_per_s
             )
-        return self._computed[kind, layer]
+        return self._computed[kind, layer, kept]
 
     def extrapolated(self, op: Op) -> bool:
         return op.kind in COPY_KINDS and self._copy(op)[1]
@@ -108,7 +119,7 @@ class Datasheet(Unmeasured):
         if kind in COPY_KINDS:
             return self._copy(op)[0]
         if kind in COMPUTE_KINDS:
-            return self._compute_ns(kind, op.layer)
+            return self._compute_ns(kind, op.layer, kept=is_kept(op.shape))
         if kind == "clip":
             return 0
         if kind == "cpu_update":

@@ -11,8 +11,10 @@ from megatrain.simulator.families.decoders import FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.parts import Part, Tensors, joined
 
-__all__ = ["FAMILIES", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
+__all__ = ["FAMILIES", "KEEP_ATTENTION", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
+KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
+"""families of which `runtime/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
 

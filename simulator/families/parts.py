@@ -70,6 +70,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     forward: Traffic = Traffic()
     backward: Traffic = Traffic()
     kept: Kept = Kept()
+    attended: Kept = Kept()
+    """of these, what attention's kernel leaves: its output and the log-sum-exp of each head"""
     inner: int = 0
     """elements a token between an MLP's projections"""
     attention: str = ""
@@ -80,13 +82,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def joined(parts: tuple[Part, ...]) -> Part:
     """The parts as one: sums; tensors in order."""
-    forward, backward, kept = Traffic(), Traffic(), Kept()
+    forward, backward, kept, attended = Traffic(), Traffic(), Kept(), Kept()
     for part in parts:
-        forward, backward, kept = forward.plus(part.forward), backward.plus(part.backward), kept.plus(part.kept)
+        forward, backward = forward.plus(part.forward), backward.plus(part.backward)
+        kept, attended = kept.plus(part.kept), attended.plus(part.attended)
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors), active=sum(part.active for part in parts), idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts), window=max(part.window for part in parts), state=sum(part.state for part in parts),
-        forward=forward, backward=backward, kept=kept, inner=sum(part.inner for part in parts),
+        forward=forward, backward=backward, kept=kept, attended=attended, inner=sum(part.inner for part in parts),
         attention="".join(part.attention for part in parts), mlp="".join(part.mlp for part in parts),
     )  # fmt: skip
 
@@ -162,7 +165,7 @@ def attend(c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: in
     label = f"{heads}:{kv_heads}x{query}" + (f"v{value}" if value != query else "") + (f"w{window}" if window else "")
     return Part(
         pair=2 * heads * (query + value), window=window, forward=Traffic(2 * output), backward=Traffic(2 * output),
-        kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads), attention=label,
+        kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads), attended=Kept(heads * value, heads), attention=label,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """The compute of one optimizer step, layer by layer; where weights come from and gradients go is a `Storage`'s business.
 
 For each micro-batch: embed; forward, keeping the input of every K-th decoder layer (on the device, or parked on the host), or all
-activations of a stored layer; head with loss, forward and backward; then block by block from the end: run the block's layers again
-keeping their activations, unless they are stored, then backward through them; embedding's backward.
+activations of a stored layer, or its attention's output and log-sum-exp; head with loss, forward and backward; then block by block from the end: run the block's layers again
+keeping their activations, unless they are stored, all but an attention that was kept, then backward through them; embedding's backward.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule import KEPT, OpId
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
+ATTENTION = "device.attention"
+"""pool of what is kept of layers' attention"""
 SCALAR_BYTES = 8  # one fp32 value; 8 keeps pools of them aligned
 
 
@@ -75,11 +77,13 @@ def clip(builder: Builder, norm: dict[str, str], losses: list[str], lane: str) -
     return norm["clip"]
 
 
-def cost_keys(plan: Plan, kind: str, layer: str) -> dict[str, Any]:
-    """What the duration of a compute op depends on, the same for all layers of one signature. `layer` is empty for embedding and head."""
+def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:
+    """What the duration of a compute op depends on, the same for all layers of one signature. `layer` is empty for embedding and head; `kept`
+    says that the attention need not be computed.
+    """
     model, work = plan.model, plan.workload
-    flops = model.work(kind, layer, work).flops
-    signature = model.stack[layer].signature if layer else model.shape
+    flops = model.work(kind, layer, work, kept=kept).flops
+    signature = (model.stack[layer].signature if layer else model.shape) + (KEPT if kept else "")
     return {"flops": flops, "elements": 0 if flops else work.tokens * model.hidden, "shape": f"{signature}/{work.shape}"}
 
 
@@ -106,23 +110,27 @@ class _Compute:
         self.stored = {int(layer) for layer in plan.placed("stored")}
         self.parked = {block[0] for block in self.blocks if str(block[0]) in plan.placed("parked")} - self.stored
         self.first = {block[0] for block in self.blocks}
+        self.attended = {int(layer) for layer in plan.placed("attention")} - self.stored
         longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)
         saved = model.most_saved_bytes(work.tokens, work.dtype)
         builder.slots("device.checkpoints", len(self.blocks) - len(self.parked) + min(len(self.parked), 2), self.hidden_bytes)
         builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes)
         builder.slots("device.activations", longest, saved, dynamic=True)
         builder.slots("device.stored", len(self.stored), saved, dynamic=True)
+        attention = max((model.kept_attention(str(index), work.tokens, work.dtype).bytes for index in self.attended), default=0)
+        builder.slots(ATTENTION, len(self.attended), attention)
         self.homes = {index: builder.persistent("host.parked", str(index), self.hidden_bytes) for index in sorted(self.parked)}
         self.tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
         self.losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
-        self.costs: dict[tuple[str, str], dict[str, Any]] = {}
+        self.costs: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.inputs: dict[int, str] = {}
         self.saved: dict[int, str] = {}
+        self.attention: dict[int, str] = {}
 
-    def emit(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str]) -> None:
-        key = kind, self.plan.model.stack[layer].signature if layer else ""
+    def emit(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str], *, kept: bool = False) -> None:
+        key = kind, self.plan.model.stack[layer].signature if layer else "", kept
         if key not in self.costs:
-            self.costs[key] = cost_keys(self.plan, kind, layer)
+            self.costs[key] = cost_keys(self.plan, kind, layer, kept=kept)
         self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
 
     def park(self, index: int, micro: int) -> None:
@@ -149,6 +157,9 @@ class _Compute:
             if index in self.stored:
                 self.saved[index] = self.builder.acquire("device.stored")
                 outputs.append(self.saved[index])
+            if index in self.attended:
+                self.attention[index] = self.builder.acquire(ATTENTION)
+                outputs.append(self.attention[index])
             self.emit("forward", str(index), micro, [weights, x], outputs)
             if index not in self.first or index in self.parked:
                 self.builder.release(x)
@@ -176,16 +187,20 @@ class _Compute:
             weights = self.storage.weights(str(index), "r", micro)
             self.saved[index] = self.builder.acquire("device.activations")
             outputs = [self.saved[index]] + ([self.builder.acquire("device.hidden")] if index != block[-1] else [])
-            self.emit("recompute", str(index), micro, [weights, x], outputs)
+            self.emit("recompute", str(index), micro, [weights, x, *self._kept(index)], outputs, kept=index in self.attended)
             x = outputs[-1]
+
+    def _kept(self, index: int) -> list[str]:
+        """The buffer of the layer's attention, where it is kept."""
+        return [self.attention[index]] if index in self.attended else []
 
     def backward(self, index: int, micro: int, dx: str) -> str:
         """The gradient of the layer's input."""
         weights, (gradient, adding) = self.storage.weights(str(index), "b", micro), self.storage.gradient(str(index), "b", micro)
         below = self.builder.acquire("device.hidden")
-        reads = [weights, self.saved[index], self.inputs[index], dx] + ([gradient] if adding else [])
+        reads = [weights, self.saved[index], self.inputs[index], dx, *self._kept(index)] + ([gradient] if adding else [])
         self.emit("backward", str(index), micro, reads, [gradient, below])
-        for slot in (self.saved[index], self.inputs[index], dx):
+        for slot in (self.saved[index], self.inputs[index], dx, *self._kept(index)):
             self.builder.release(slot)
         self.storage.gradient_written(str(index), "b", micro, gradient)
         return below

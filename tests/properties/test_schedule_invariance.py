@@ -149,10 +149,11 @@ def assert_invariant(plan: Plan) -> None:
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked."""
+    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept."""
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
     some = {
-        name: st.lists(st.sampled_from(decoders if name in ("stored", "parked") else list(model.stack)), unique=True) for name in Placement.__struct_fields__
+        name: st.lists(st.sampled_from(decoders if name in ("stored", "parked", "attention") else list(model.stack)), unique=True)
+        for name in Placement.__struct_fields__
     }
     return Placement(**{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()})
 
@@ -203,3 +204,14 @@ def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, 
     work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
     knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3)
     assert_invariant(planned(policy, model_of(family="qwen2"), work, knobs))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", policies.names())
+def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: int) -> None:
+    """Of some layers, one of them stored and one parked, in blocks of two."""
+    work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
+    placement = Placement(attention="0-1,3-4", stored="3", parked="0")
+    knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, chunk_bytes=20_000, checkpoint_interval=2, placement=placement)
+    assert_invariant(planned(policy, model_of(family="qwen2", layers=5), work, knobs))

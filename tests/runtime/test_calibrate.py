@@ -19,7 +19,7 @@ from megatrain.simulator.files import write_toml
 from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, HardwareSpec
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower, peers
-from megatrain.simulator.schedule import LANES, Schedule
+from megatrain.simulator.schedule import KEPT, LANES, Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident")
@@ -30,6 +30,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     """One test for everything that needs a calibration, since one takes seconds."""
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
     heard: list[str] = []
     hardware = module.calibrate(
@@ -44,7 +45,10 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     assert table.compute.keys() == set(COMPUTE_KINDS)
-    assert all(durations.keys() == {shape} and min(durations[shape]) > 0 for durations in table.compute.values())
+    kept = shape.replace("/", f"{KEPT}/")
+    assert all(durations.keys() - {kept} == {shape} and min(durations[shape]) > 0 for durations in table.compute.values())
+    assert {kind for kind, durations in table.compute.items() if kept in durations} == {"recompute"}
+    assert 0 < table.compute["recompute"][kept][0] < table.compute["recompute"][shape][0]
     amounts = {op.kind: op.amount for op in lower(plan).ops if op.shape}
     assert {kind: durations[shape][0] for kind, durations in table.compute.items()} == amounts
     assert "accumulate_gradients:add" in table.curves

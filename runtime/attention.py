@@ -1,0 +1,167 @@
+"""Attention by a chosen kernel, and attention that is kept: what its forward leaves is handed out, and taken again where the layer is recomputed.
+
+A recompute that is given a layer's attention output and log-sum-exp runs everything but the attention kernel, and its backward runs that kernel's
+backward on them: the same kernel on the same inputs as without keeping, so the same bits. Where neither a kernel is chosen nor anything kept, this is
+transformers' `sdpa_attention_forward`, unchanged. Causal attention without mask or dropout, for layers that pass their keyword arguments on to it.
+
+| kernel | where | aten op, and what it wants |
+|---|---|---|
+| cpu | CPU | `_scaled_dot_product_flash_attention_for_cpu`: bf16, fp32 |
+| flash | CUDA | `_scaled_dot_product_flash_attention`: bf16, heads of a multiple of 8 |
+| cudnn | CUDA | `_scaled_dot_product_cudnn_attention`: bf16, heads of a multiple of 8 |
+
+All three take fewer key and value heads than query heads. `Templates` hands `kernel`, `kept` and `taken` to its layer, which passes them to `attend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.backends import cuda as sdp
+from torch.nn.attention import SDPBackend
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.specs import ModelSpec, Workload
+
+Kernel = Literal["cpu", "flash", "cudnn"]
+NAME = "megatrain"
+"""in transformers' table of attention functions"""
+_BACKENDS: dict[int, Kernel] = {int(SDPBackend.FLASH_ATTENTION.value): "flash", int(SDPBackend.CUDNN_ATTENTION.value): "cudnn"}
+_SEQUENCE = 128  # of the tensors on which PyTorch is asked which kernel it would take: that does not hang on the length
+
+
+class Attention(NamedTuple):
+    """What an attention kernel leaves for its backward."""
+
+    output: torch.Tensor
+    """[batch, sequence, heads, value size] in the compute dtype, contiguous"""
+    log_sum_exp: torch.Tensor
+    """[batch, heads, sequence] fp32, contiguous"""
+
+
+def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Kernel:
+    """The workload's kernel on `device`; where it names none, the one that `scaled_dot_product_attention` would take.
+
+    Raises UserError where the machine, or this model on it, has no such kernel.
+    """
+    config, dtype = model.config, {"bf16": torch.bfloat16, "fp32": torch.float32}[workload.dtype]
+    heads = int(config["num_attention_heads"])
+    pairs = int(config.get("num_key_value_heads") or heads)
+    size = int(config.get("head_dim") or model.hidden // heads)
+    query, key = (torch.empty(1, _SEQUENCE, count, size, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for count in (heads, pairs))
+    grouped = heads != pairs
+    if workload.attention is None:
+        choice = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=grouped)
+        kernel = _BACKENDS.get(choice)
+        able = kernel is not None and (device.type == "cpu" or size % 8 == 0)
+        found = f"PyTorch takes {SDPBackend(choice).name.lower()} for {workload.dtype} heads of {size} on {device.type}, which leaves nothing to keep"
+    elif device.type != "cuda":
+        kernel, able = workload.attention, workload.attention == "flash"
+        found = f"{kernel} on {device.type}"
+    else:
+        kernel, asked = workload.attention, sdp.SDPAParams(query, key, key, None, 0.0, True, grouped)
+        able = size % 8 == 0 and (sdp.can_use_flash_attention(asked) if kernel == "flash" else sdp.can_use_cudnn_attention(asked))
+        mode = ", deterministic mode" if torch.are_deterministic_algorithms_enabled() else ""
+        found = f"{kernel} for {workload.dtype} heads of {size} on {torch.cuda.get_device_name(device)}{mode}"
+    if kernel is None or not able:
+        raise UserError(
+            "workload: attention", found=found, allowed="a kernel that this machine has for this model",
+            fix="leave `attention` out of the workload" if workload.attention else "leave `attention` out of the plan's placement",
+        )  # fmt: skip
+    return kernel if device.type == "cuda" else "cpu"
+
+
+def refuse_attention(plan: Plan, device: torch.device) -> None:
+    """Raises UserError, before anything is loaded, where `device` cannot do what the plan says of attention."""
+    if plan.workload.attention and not all(plan.model.keeps_attention(layer.name) for layer in plan.model.decoders):
+        raise UserError(
+            "workload: attention", found=f"{plan.workload.attention} for a {plan.model.family} model", allowed="full causal attention in every layer, as in Llama",
+            fix="leave `attention` out of the workload",
+        )  # fmt: skip
+    if plan.workload.attention or plan.placed("attention"):
+        kernel_of(plan.model, plan.workload, device)
+
+
+def take_over(config: PretrainedConfig) -> None:
+    """Has layers that are built from `config` attend by `attend`."""
+    AttentionInterface.register(NAME, attend)
+    config._attn_implementation = NAME
+
+
+def attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, *,
+    scaling: float | None = None, kernel: Kernel | None = None, kept: Attention | None = None, taken: list[torch.Tensor] | None = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Query [batch, heads, sequence, size], key and value likewise with their own heads -> [batch, sequence, heads, size], contiguous.
+
+    `kernel`: None leaves it to PyTorch, and then nothing can be kept. `kept`: not computed but this. `taken`: gets the output and the log-sum-exp.
+    """
+    if kernel is None:
+        made, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return made, None
+    assert attention_mask is None, "kernels are called for causal attention alone"
+    assert not others.get("dropout"), "kernels are called without dropout"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kept is not None:
+        output = _Kept.apply(kernel, scale, query, key, value, kept.output.transpose(1, 2), kept.log_sum_exp)
+    else:
+        output, log_sum_exp = _forward(kernel, scale, query, key, value)
+    made = output.transpose(1, 2).contiguous()
+    if taken is not None:
+        taken += [made, log_sum_exp.reshape(log_sum_exp.shape[:3]).contiguous()]
+    return made, None
+
+
+def _forward(kernel: Kernel, scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [batch, heads, sequence, size] and log-sum-exp [batch, heads, sequence(, 1)], with autograd's own backward."""
+    aten = torch.ops.aten
+    if kernel == "cpu":
+        made = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, 0.0, True, scale=scale)
+    elif kernel == "flash":
+        made = aten._scaled_dot_product_flash_attention.default(query, key, value, 0.0, True, False, scale=scale)
+    else:
+        made = aten._scaled_dot_product_cudnn_attention.default(query, key, value, None, True, 0.0, True, False, scale=scale)
+    return made[0], made[1]
+
+
+class _Kept(torch.autograd.Function):
+    """Attention whose output is there already; backward is the kernel's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Kernel, scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.kernel, ctx.scale = kernel, scale
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        return (None, None, *_backward(ctx.kernel, ctx.scale, gradient, query, key, value, output, log_sum_exp), None, None)
+
+
+def _backward(
+    kernel: Kernel, scale: float, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of query, key and value. Random states are passed for form: without dropout nothing reads them. None stands for an undefined tensor."""
+    aten, lengths = torch.ops.aten, (query.shape[2], key.shape[2])
+    if kernel == "cpu":
+        made = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            gradient, query, key, value, output, log_sum_exp, 0.0, True, scale=scale
+        )  # fmt: skip
+    elif kernel == "flash":
+        seed, offset = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.zeros((), dtype=torch.uint64, device=query.device)
+        made = aten._scaled_dot_product_flash_attention_backward.default(
+            gradient, query, key, value, output, log_sum_exp, None, None, *lengths, 0.0, True, seed, offset, scale=scale
+        )  # fmt: skip
+    else:
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
+        made = aten._scaled_dot_product_cudnn_attention_backward.default(
+            gradient, query, key, value, output, log_sum_exp[..., None], seed, offset, None, None, None, *lengths, 0.0, True, scale=scale
+        )  # fmt: skip
+    return made[0], made[1], made[2]

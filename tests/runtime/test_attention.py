@@ -1,0 +1,141 @@
+"""Attention: keeping a layer's changes no bit and saves its kernel; it can be traced; what a machine cannot do is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from megatrain.runtime import attention
+from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.attention import kernel_of, refuse_attention
+from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.templates import Saved, Templates, config_of, layer_tensors
+from megatrain.runtime.trainer import TrainingOptions, train
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule import Buffer, Schedule
+
+CPU = torch.device("cpu")
+SLOT = "device.weights:0"
+
+
+@pytest.fixture
+def slot() -> Iterator[Arenas]:
+    """One slot of 1 MiB."""
+    arenas = Arenas(Schedule(policy="test", buffers=(Buffer(id=SLOT, bytes=2**20),), ops=()), CPU, device_limit_bytes=2**22, host_limit_bytes=1)
+    yield arenas
+    arenas.close()
+
+
+def made(plan: Plan) -> Templates:
+    return Templates(plan.model, plan.workload, config_of(plan.model), CPU, keeps=True)
+
+
+def drawn(plan: Plan, arenas: Arenas, templates: Templates) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A layer's weights in the slot, its input, and a gradient of its output."""
+    tensors, weights = layer_tensors(arenas, plan.model.stack["0"], SLOT, templates.dtype), random_weights(1)
+    for name, tensor in tensors.items():
+        tensor.copy_(weights("0", name, tuple(tensor.shape)) + 0.01)
+    generator = torch.Generator().manual_seed(0)
+    shape = (plan.workload.batch, plan.workload.sequence, plan.model.hidden)
+    x, gradient = (torch.randn(shape, generator=generator).to(templates.dtype) for _ in range(2))
+    return tensors, x, gradient
+
+
+def both_ways(templates: Templates, saved: Saved, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The layer's output and every gradient."""
+    return [saved.output.detach(), *templates.backward(saved, SLOT, gradient)]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_kept_attention_gives_the_bits_of_one_computed_again(make_plan: Callable[..., Plan], slot: Arenas, family: str, dtype: str, kv_heads: int) -> None:
+    plan = make_plan(family=family, dtype=dtype, kv_heads=kv_heads, sequence=33)
+    templates = made(plan)
+    weights, x, gradient = drawn(plan, slot, templates)
+    layer = plan.model.stack["0"]
+    plain = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone()), gradient)
+    output, kept = templates.forward_and_attention({name: tensor.detach() for name, tensor in weights.items()}, x.clone())
+    assert torch.equal(output, plain[0])
+    assert torch.equal(output, templates.forward({name: tensor.detach() for name, tensor in weights.items()}, x.clone()))
+    again = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone(), kept), gradient)
+    assert all(map(torch.equal, again, plain))
+    assert [tuple(tensor.shape) for tensor in kept] == [(2, 33, 4, plan.model.hidden // 4), (2, 4, 33)]
+    bytes_kept = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype)
+    assert (bytes_kept.output, bytes_kept.log_sum_exp) == tuple(tensor.nbytes for tensor in kept)
+
+
+def test_a_kept_attention_is_taken_and_not_computed(make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another output in its place comes through; the kernel's forward is never called."""
+    plan = make_plan(dtype="fp32")
+    templates = made(plan)
+    weights, x, gradient = drawn(plan, slot, templates)
+    _, kept = templates.forward_and_attention({name: tensor.detach() for name, tensor in weights.items()}, x)
+    monkeypatch.setattr(attention, "_forward", None)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
+    right, wrong = (
+        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept._replace(output=output)), gradient)
+        for output in (kept.output, kept.output + 1)
+    )
+    assert not torch.equal(right[0], wrong[0])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(make_plan: Callable[..., Plan], slot: Arenas, dtype: str) -> None:
+    results = []
+    for chosen in (None, "flash"):
+        plan = make_plan(family="qwen2", dtype=dtype, attention=chosen)
+        templates = Templates(plan.model, plan.workload, config_of(plan.model), CPU)
+        _, x, gradient = drawn(plan, slot, templates)
+        results.append(both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x), gradient))
+    assert all(map(torch.equal, *results))
+
+
+def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: Arenas) -> None:
+    """A layer whose attention was kept is one graph, that is not made again for another layer's tensors."""
+    plan = make_plan(family="qwen2", dtype="bf16")
+    templates = made(plan)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    templates._layer = torch.compile(templates.decoder, fullgraph=True, dynamic=False, backend="eager")
+    graphs = []
+    for _ in range(2):
+        weights, x, gradient = drawn(plan, slot, templates)
+        detached = {name: tensor.detach() for name, tensor in weights.items()}
+        _, kept = templates.forward_and_attention(detached, x.clone())
+        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept), gradient)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1]
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_kernel_that_the_machine_has_not_is_refused_before_anything_is_loaded(executable: Callable[..., Plan], tmp_path: Path) -> None:
+    plan = executable(attention="cudnn")
+    with pytest.raises(UserError, match=r"workload: attention: found cudnn on cpu"):
+        refuse_attention(plan, CPU)
+    plan.save(tmp_path / "plan.toml")
+    with pytest.raises(UserError, match="cudnn on cpu"):
+        train(tmp_path / "plan.toml", tmp_path / "nothing.txt", tmp_path / "out", TrainingOptions(steps=1, random_init=True), CPU)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_pytorch_would_take_on_this_machine(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    assert kernel_of(plan.model, plan.workload, CPU) == "cpu"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 0)
+    with pytest.raises(UserError, match="PyTorch takes math for bf16 heads of 8 on cpu"):
+        kernel_of(plan.model, plan.workload, CPU)
+
+
+def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan(family="gemma2", attention="flash", head_dim=8)
+    with pytest.raises(UserError, match="flash for a gemma2 model"):
+        refuse_attention(plan, CPU)
+    kept = msgspec.structs.replace(plan.knobs, placement=Placement(attention="1"))
+    with pytest.raises(UserError, match=r"knobs.placement: attention: found layer 1 of a gemma2 model"):
+        refuse_attention(msgspec.structs.replace(plan, knobs=kept, workload=msgspec.structs.replace(plan.workload, attention=None)), CPU)

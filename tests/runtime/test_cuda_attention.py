@@ -1,0 +1,118 @@
+"""On a GPU: each attention kernel computes what `scaled_dot_product_attention` does, and keeping what it leaves changes no bit. Skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime.attention import Attention, attend, kernel_of
+from megatrain.runtime.batch import Batch
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.model_files import ModelState, random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.templates import config_of
+from megatrain.simulator import policies
+from megatrain.simulator.plan import Placement, Plan
+
+pytestmark = pytest.mark.cuda
+SIZES = {
+    "family": "qwen2", "hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 2, "sequence": 256, "loss_chunk": 100,
+    "device_limit_bytes": 2**32, "host_limit_bytes": 2**32, "chunk_bytes": 2**18,
+}  # fmt: skip
+PLACEMENTS = [Placement(attention=layers, stored=stored, parked=parked) for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The output and the inputs' gradients."""
+    for tensor in inputs:
+        tensor.requires_grad_()
+    output = function(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (28, 4)])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(kernel: Any, heads: int, kv_heads: int) -> None:
+    """Grouped heads included. bf16 on both sides; the yardstick is the same in fp32."""
+    torch.manual_seed(0)
+    shapes = [(2, 512, count, 128) for count in (heads, kv_heads, kv_heads)]
+    wide = [torch.randn(shape, device="cuda").transpose(1, 2) for shape in shapes]
+    inputs = [tensor.bfloat16() for tensor in wide]
+    gradient = torch.randn(2, 512, heads, 128, device="cuda")
+    grouped = heads != kv_heads
+
+    def yardstick(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+    left: list[torch.Tensor] = []
+    module = torch.nn.Module()
+
+    def computed(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(module, *tensors, None, kernel=kernel, taken=left)[0]
+
+    def taken(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(module, *tensors, None, kernel=kernel, kept=Attention(*(tensor.detach() for tensor in left)))[0]
+
+    exact = both_ways(yardstick, wide, gradient)
+    ours = both_ways(computed, inputs, gradient.bfloat16())
+    for name, right, found in zip(("output", "query", "key", "value"), exact, ours, strict=True):
+        error = (found.float() - right).norm() / right.norm()
+        assert error < 0.01, f"{kernel}, {name}: {error:.4f} of the norm off"
+    again = both_ways(taken, inputs, gradient.bfloat16())
+    assert torch.equal(ours[0], again[0])
+    for name, computed_now, from_kept in zip(("query", "key", "value"), ours[1:], again[1:], strict=True):
+        if kernel == "flash" or name != "query":  # cuDNN may sum the query's gradient in any order
+            torch.testing.assert_close(from_kept, computed_now, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("chosen", [None, "flash"])
+def test_keeping_it_changes_no_bit(make_plan: Callable[..., Plan], chosen: Any, accumulation: int, compiled: bool) -> None:
+    results = [
+        trained(make_plan("overlapped", attention=chosen, accumulation=accumulation, compiled=compiled, placement=place, **SIZES)) for place in PLACEMENTS
+    ]
+    for losses, masters in results[1:]:
+        assert losses == results[0][0]
+        assert all(map(torch.equal, masters, results[0][1]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cudnn_trains_a_step_with_and_without_keeping(make_plan: Callable[..., Plan], compiled: bool) -> None:
+    """Its sums may come in any order: close, not equal."""
+    first, *others = (trained(make_plan("overlapped", attention="cudnn", compiled=compiled, placement=place, **SIZES))[0] for place in PLACEMENTS)
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-3)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_mode_takes_flash(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("overlapped", **SIZES)
+    assert kernel_of(plan.model, plan.workload, torch.device("cuda", 0)) == "flash"
+
+
+def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of three steps, and the masters that they leave."""
+    work, generator = plan.workload, torch.Generator().manual_seed(1)
+    with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+        state = ModelState(plan, executor.schedule, executor.arenas)
+        state.load(random_weights(0))
+        losses = []
+        for number in range(1, 4):
+            drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
+            losses.append(executor.step([Batch(*pair) for pair in drawn], rate=1e-2, number=number).loss)
+        executor.drain()
+        return losses, [tensor.cpu() for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]

@@ -1,0 +1,176 @@
+"""Kept attention: what the schedule says of it, what it costs, what it takes, and where the search chooses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.assessment import assess, varied
+from megatrain.simulator.costs import Calibrated, Datasheet, cost_model
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.hardware import CostTable, HardwareSpec
+from megatrain.simulator.plan import Knobs, Placement, Plan
+from megatrain.simulator.planner import search
+from megatrain.simulator.policies._layerwise import ATTENTION, cost_keys
+from megatrain.simulator.schedule import KEPT, Op
+from megatrain.simulator.specs import ModelSpec, Workload
+
+GIB = 2**30
+MODEL, H200 = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")
+LONG = Workload(batch=1, sequence=131072, compiled=True)
+
+
+def planned(work: Workload, placement: Placement, **knobs: Any) -> Plan:
+    limits = {"device_limit_bytes": H200.device_bytes, "host_limit_bytes": H200.host_bytes}
+    return Plan(policy="overlapped", hardware="h200", source="", model=MODEL, workload=work, knobs=Knobs(placement=placement, **knobs), **limits)
+
+
+def recompute(plan: Plan, *, kept: bool) -> Op:
+    return Op(id="R0.m0", lane="compute", **cost_keys(plan, "recompute", "0", kept=kept))
+
+
+# ---- the schedule
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_forward_leaves_it_recompute_takes_it_backward_frees_it(make_plan: Callable[..., Plan], policy: str) -> None:
+    plan = make_plan(policy, accumulation=2, checkpoint_interval=2, placement=Placement(attention="0-2", stored="2"))
+    schedule = policies.lower(plan)
+    schedule.check()
+    for layer, held in (("0", True), ("1", True), ("2", False), ("3", False)):
+        for micro in range(2):
+            found = {}
+            for kind in "FRB":
+                op = schedule.by_id.get(f"{kind}{layer}.m{micro}")
+                names = op.buffers if op else ()
+                found[kind] = [name for name in names if name.startswith(f"{ATTENTION}:")]
+            if held:
+                (slot,) = found["F"]
+                assert found == {"F": [slot], "R": [slot], "B": [slot]}
+                assert slot in schedule.by_id[f"F{layer}.m{micro}"].acquires
+                assert slot in schedule.by_id[f"B{layer}.m{micro}"].releases
+            else:
+                assert not any(found.values())
+    assert sum(buffer.pool == ATTENTION for buffer in schedule.buffers) == 2
+
+
+def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> None:
+    """Attention's FLOPs less, and a key of its own; the rest of the program costs what it did."""
+    plan = make_plan()
+    kept = varied(plan, placement=Placement(attention="1"))
+    before, after = policies.lower(plan), policies.lower(kept)
+    for op in before.ops:
+        other = after.by_id[op.id]
+        if op.id == "R1.m0":
+            work = plan.model.work("recompute", "1", plan.workload)
+            assert op.flops - other.flops == work.attention_flops > 0
+            assert other.shape == op.shape.replace("/", f"{KEPT}/")
+        else:
+            assert (other.flops, other.shape, other.bytes) == (op.flops, op.shape, op.bytes)
+
+
+def test_it_takes_the_output_and_four_bytes_a_head_and_token() -> None:
+    choice = assess(planned(LONG, Placement(attention="0-9")), cost_model(H200, MODEL, LONG))
+    assert choice.account.pools[ATTENTION] == 10 * 131072 * 28 * (128 * 2 + 4)
+
+
+def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) -> None:
+    for family, layer in (("gemma2", "0"), ("phi3", "1")):
+        with pytest.raises(UserError, match=rf"placement: attention: found layer {layer} of a {family} model"):
+            make_plan(family=family, placement=Placement(attention=layer)).placed("attention")
+    model = make_plan(family="mistral").model
+    model = msgspec.structs.replace(model, config={**model.config, "sliding_window": 8})
+    windowed = make_plan(model=model, placement=Placement(attention="all"))
+    with pytest.raises(UserError, match="sliding_attention"):
+        policies.lower(windowed)
+
+
+# ---- its kernel
+
+
+def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
+    work = Workload(batch=1, sequence=8)
+    assert [msgspec.structs.replace(work, attention=kernel).shape for kernel in (None, "flash", "cudnn")] == ["1x8-bf16", "1x8-bf16-flash", "1x8-bf16-cudnn"]
+
+
+@pytest.mark.parametrize(("kernel", "sequence", "measured"), [
+    ("flash", 32768, 351), ("flash", 131072, 333), ("cudnn", 32768, 620), ("cudnn", 131072, 563), ("cudnn", 524288, 483),
+])  # fmt: skip
+def test_the_datasheet_has_each_kernel_s_rate(kernel: Any, sequence: int, measured: float) -> None:
+    """Forward alone, measured in TFLOP/s on an H200 on 2026-11-21; the model's rate is of forward and backward together."""
+    plan = planned(Workload(batch=1, sequence=sequence, attention=kernel), Placement())
+    costs = Datasheet(H200, MODEL, plan.workload)
+    seconds = (costs.duration_ns(recompute(plan, kept=False)) - costs.duration_ns(recompute(plan, kept=True))) / 1e9
+    assert MODEL.work("recompute", "0", plan.workload).attention_flops / seconds / 1e12 == pytest.approx(measured, rel=0.15)
+
+
+# ---- its costs
+
+
+def table(plan: Plan, **durations: int) -> CostTable:
+    """Of recomputes, with attention (`full`) and without it (`kept`)."""
+    ops = {name: recompute(plan, kept=name == "kept") for name in durations}
+    compute = {"recompute": {op.shape: (op.amount, durations[name]) for name, op in ops.items()}}
+    return CostTable(measured_on="here", date="2026-11-21", curves={}, compute=compute)
+
+
+def test_a_measured_recompute_without_attention_is_looked_up() -> None:
+    plan = planned(LONG, Placement())
+    costs = Calibrated(table(plan, full=1000, kept=300))
+    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in (recompute(plan, kept=False), recompute(plan, kept=True))] == [
+        (1000, False),
+        (300, False),
+    ]
+
+
+def test_an_unmeasured_one_takes_the_datasheet_s_share_of_the_one_with_attention() -> None:
+    plan = planned(LONG, Placement())
+    sheet = Datasheet(H200, MODEL, LONG)
+    share = sheet.duration_ns(recompute(plan, kept=True)) / sheet.duration_ns(recompute(plan, kept=False))
+    costs, op = Calibrated(table(plan, full=10**9), sheet), recompute(plan, kept=True)
+    assert (costs.duration_ns(op), costs.extrapolated(op)) == (pytest.approx(share * 1e9, abs=1), True)
+    assert 0.1 < share < 0.5
+
+
+def test_a_recompute_with_attention_is_never_scaled_from_one_without() -> None:
+    plan, shorter = (planned(msgspec.structs.replace(LONG, sequence=sequence), Placement()) for sequence in (131072, 65536))
+    with pytest.raises(UserError, match="nothing for"):
+        Calibrated(table(shorter, kept=300)).duration_ns(recompute(plan, kept=False))
+
+
+# ---- where it pays
+
+
+def chosen(work: Workload, device_limit: int = H200.device_bytes) -> Plan:
+    choice = search(MODEL, H200, work, policies=["overlapped"], device_limit=device_limit)[0]
+    assert choice.feasible
+    return choice.plan
+
+
+def seconds(plan: Plan) -> float:
+    return assess(plan, cost_model(H200, MODEL, plan.workload)).step_seconds
+
+
+@pytest.mark.parametrize("work", [LONG, msgspec.structs.replace(LONG, accumulation=2), Workload(batch=1, sequence=65536, attention="cudnn")])
+def test_long_sequences_keep_it_and_gain_by_it(work: Workload) -> None:
+    plan = chosen(work)
+    placement = plan.knobs.placement
+    assert len(plan.placed("attention") | plan.placed("stored")) == 28
+    without = varied(plan, placement=msgspec.structs.replace(placement, attention=""))
+    assert seconds(plan) < 0.92 * seconds(without)
+
+
+def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -> None:
+    plan = chosen(LONG, 90 * GIB)
+    assert plan.knobs.placement.parked == "all"
+    assert len(plan.placed("attention")) > 20
+    assert seconds(plan) < 0.9 * seconds(varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, attention="")))
+
+
+@pytest.mark.parametrize("work", [Workload(batch=32, sequence=1024), msgspec.structs.replace(LONG, sequence=32768, dtype="fp32")])
+def test_short_sequences_and_fp32_do_not(work: Workload) -> None:
+    assert not chosen(work).knobs.placement.attention
