@@ -57,8 +57,7 @@ class HostMemory:
         if self._registers:
             self.registrations += 1
             status = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
-            if status:
-                _forget_error()
+            if status:  # CUDA also keeps it for this thread, which ends
                 raise RuntimeError(f"cudaHostRegister failed with status {status}")
             self._registered.append(piece)
         return piece
@@ -79,11 +78,3 @@ def _pieces(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = end
     if end > start:
         yield start, end
-
-
-def _forget_error() -> None:
-    """CUDA keeps a failure until somebody asks for it: the next launch does, and would fail for what another call had told already."""
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:
-        return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,15 @@ def test_no_op_reads_a_value(
         running.executor.drain()
 
 
+def _read(name: str) -> None:
+    getattr(torch.ones(1), name)()
+
+
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("name", READS)
 def test_one_that_does_is_found(executable: Callable[..., Plan], session: Callable[..., Any], name: str) -> None:
     with session(executable()) as running:
-        running.tasks["N0"].run = lambda: getattr(torch.ones(1), name)()
+        running.tasks["N0"].run = functools.partial(_read, name)
         with pytest.raises(LaneError, match=rf"^N0 on lane cpu: AssertionError: Tensor.{name} inside a step"):
             running.step()
 
