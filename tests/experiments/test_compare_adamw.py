@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ WORDS = ["--batch", "2", "--seq", "32", "--loss-chunk", "20", "--steps", "12", "
 
 
 @pytest.fixture
-def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def compare(tmp_path: Path) -> Iterator[Any]:
     """Runs the command on one thread; its status and what it wrote."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "text.txt").write_text("".join(f"{number} sheep and {number * number} goats\n" for number in range(300)))
@@ -44,7 +45,7 @@ def test_ours_is_as_near_to_plain_pytorch_as_bf16_lets_it_be(compare: Any, polic
     assert result["losses"]["ours"][-1] < result["losses"]["ours"][0] - 0.1, "it learns"
     assert 0 < result["loss_differences"]["ours"]["most"] <= compare_adamw.LOSS_LIMIT
     assert set(result["weights"]) == {"embedding", "attention", "biases", "mlp", "norms", "all"}
-    assert all(0 < found["ours"] and 0 < found["noise"] for found in result["weights"].values()), "the three are three runs"
+    assert all(min(found["ours"], found["noise"]) > 0 for found in result["weights"].values()), "the three are three runs"
     assert result["weights"]["all"]["parameters"] == sum(found["parameters"] for kind, found in result["weights"].items() if kind != "all")
     assert "passed: losses within 0.001, weights within 1.5 times the noise" in capsys.readouterr().out
 
@@ -67,7 +68,8 @@ def test_losses_that_differ_are_found() -> None:
     assert [text.split()[0] for text in compare_adamw.failures({"most": float("nan")}, {})] == ["losses"]
 
 
-def test_a_mistake_of_the_user_is_one_line(compare: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("compare")
+def test_a_mistake_of_the_user_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert compare_adamw.main(["--model", "no-such-model", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith("compare_adamw: ")
     assert compare_adamw.main(["--model", str(tmp_path / "config.json"), "--steps", "0"]) == 2
