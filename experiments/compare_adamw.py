@@ -173,8 +173,8 @@ def run(args: argparse.Namespace) -> int:
     device, model = options.device(args), ModelSpec.load(args.model)
     work = Workload(batch=args.batch, sequence=args.seq, loss_chunk=args.loss_chunk)
     knobs = Knobs(weight_slots=1 if args.policy == "sequential" else 2)
-    limits = {"device_limit_bytes": device_bytes(device), "host_limit_bytes": host_bytes()}
-    plan = Plan(policy=args.policy, hardware="", source="", **limits, model=model, workload=work, knobs=knobs)
+    most = device_bytes(device), host_bytes()
+    plan = Plan(policy=args.policy, hardware="", source="", device_limit_bytes=most[0], host_limit_bytes=most[1], model=model, workload=work, knobs=knobs)
     plan = msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
     config = config_of(model)
     corpus = Corpus.read(args.data, work, vocabulary=model.vocabulary, seed=0)
@@ -200,18 +200,18 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'weights'.ljust(12)}{'parameters':>14}{'ours':>10}{'noise':>10}{'ratio':>8}   distances over what the reference moved")
     for kind, found in by_class.items():
         print(f"{kind.ljust(12)}{found.parameters:>14,}{found.ours:>10.4f}{found.noise:>10.4f}{found.ratio:>8.2f}")
-    found = list(failures(losses, by_class))
-    print("\n".join(found) or f"passed: losses within {LOSS_LIMIT:g}, weights within {NOISE_LIMIT:g} times the noise")
+    failed = list(failures(losses, by_class))
+    print("\n".join(failed) or f"passed: losses within {LOSS_LIMIT:g}, weights within {NOISE_LIMIT:g} times the noise")
     if args.out:
         arguments = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         result = {
             "date": time.strftime("%Y-%m-%d"), "machine": describe(device), "arguments": arguments, "limits": {"loss": LOSS_LIMIT, "noise": NOISE_LIMIT},
             "losses": {name: done.losses for name, done in runs.items()}, "seconds": {name: done.seconds for name, done in runs.items()},
-            "loss_differences": {"ours": losses, "noise": noise}, "weights": by_class, "failures": found,
+            "loss_differences": {"ours": losses, "noise": noise}, "weights": by_class, "failures": failed,
         }  # fmt: skip
         write_json(args.out, result)
         print(f"wrote {args.out}")
-    return 1 if found else 0
+    return 1 if failed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
