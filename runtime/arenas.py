@@ -1,27 +1,34 @@
 """Arenas: every pool of a schedule as one allocation of exactly the size the plan says, made once; buffers are named stretches of it.
 
-Host arenas are anonymous, page-aligned and, with CUDA, registered (`cudaHostRegister`): PyTorch's caching host allocator rounds each
-block up to a power of two, which would double a 14B layer. Without CUDA a device arena is ordinary memory: a pool with a cap.
+Host arenas are page-aligned and, with CUDA, registered (`host_memory.py`). Without CUDA a device arena is ordinary memory: a pool with a cap.
 """
 
 from __future__ import annotations
 
-import mmap
+from collections.abc import Callable
 
 import torch
 
+from megatrain.runtime.host_memory import HostMemory
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.units import format_bytes
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OnAllocate = Callable[[int, int], None]
+"""hears of bytes ready so far, and of all there will be"""
 
 
 class Arenas:
     """The memory of one schedule."""
 
-    def __init__(self, schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int) -> None:
-        """Raises UserError where the pools exceed a limit, before anything is allocated, or where the machine has not that much."""
+    def __init__(
+        self, schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int, on_allocate: OnAllocate = lambda *_: None
+    ) -> None:
+        """Every page is touched, and registered, before it returns: 1 TB takes minutes, of which `on_allocate` tells.
+
+        Raises UserError where the pools exceed a limit, before anything is allocated, or where the machine has not that much.
+        """
         self.device = device
         pools: dict[str, list[Buffer]] = {}
         for buffer in schedule.buffers:
@@ -30,21 +37,19 @@ class Arenas:
         self.pool_bytes = {pool: sum(buffer.allocated for buffer in buffers) for pool, buffers in pools.items()}
         for place, limit in (("device", device_limit_bytes), ("host", host_limit_bytes)):
             self._refuse(place, limit)
-        self._registered: list[torch.Tensor] = []
+        self.host_memory = HostMemory(registered=device.type == "cuda")
         self._place: dict[str, tuple[torch.UntypedStorage, int, int]] = {}
-        for pool, buffers in pools.items():
-            try:
-                storage = self._allocate(pool)
-            except (RuntimeError, OSError, ValueError) as error:
-                self.close()
-                fix = "close what else uses the memory, or plan with a lower limit"
-                raise UserError(
-                    f"pool {pool}", found=f"no room for {format_bytes(self.pool_bytes[pool])} ({str(error).splitlines()[0]})", allowed="free memory", fix=fix
-                ) from None
-            offset = 0
-            for buffer in buffers:
-                self._place[buffer.id] = (storage, offset, buffer.bytes)
-                offset += buffer.allocated
+        self._progress = _Progress(sum(self.pool_bytes.values()), on_allocate)
+        try:
+            for pool, buffers in pools.items():
+                storage = self._take(pool, [buffer.allocated for buffer in buffers])
+                offset = 0
+                for buffer in buffers:
+                    self._place[buffer.id] = (storage, offset, buffer.bytes)
+                    offset += buffer.allocated
+        except BaseException:
+            self.close()
+            raise
 
     def total(self, place: str) -> int:
         """Bytes allocated on `device` or `host`."""
@@ -59,21 +64,21 @@ class Arenas:
                 allowed=format_bytes(limit), fix=f"raise the limit by {format_bytes(needed - limit)}, or make a plan for this limit with `megatrain plan`",
             )  # fmt: skip
 
-    def _allocate(self, pool: str) -> torch.UntypedStorage:
-        size = self.pool_bytes[pool]
-        if pool.startswith("device."):
-            return torch.zeros(size, dtype=torch.uint8, device=self.device).untyped_storage()
-        mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # the optimizer walks seven streams at once: with 4 KiB pages it would wait for the page tables
-        pages = torch.frombuffer(mapped, dtype=torch.uint8)
-        if self.device.type == "cuda":
-            pages.fill_(0)  # first touch: outside any timed step
-            status = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
-            if status:
-                raise RuntimeError(f"cudaHostRegister failed with status {status}")
-            self._registered.append(pages)
-        return pages.untyped_storage()
+    def _take(self, pool: str, parts: list[int]) -> torch.UntypedStorage:
+        try:
+            return self._allocate(pool, parts)
+        except (RuntimeError, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+        fix = "close what else uses the memory, or plan with a lower limit"
+        raise UserError(f"pool {pool}", found=f"no room for {format_bytes(self.pool_bytes[pool])} ({reason})", allowed="free memory", fix=fix)
+
+    def _allocate(self, pool: str, parts: list[int]) -> torch.UntypedStorage:
+        """Zeros for buffers of `parts` bytes."""
+        if pool.startswith("device.") and self.device.type == "cuda":
+            storage = torch.zeros(sum(parts), dtype=torch.uint8, device=self.device).untyped_storage()
+            self._progress.add(sum(parts))
+            return storage
+        return self.host_memory.allocate(parts, self._progress.add)
 
     def tensor(self, buffer: str, dtype: torch.dtype, shape: tuple[int, ...], byte_offset: int = 0) -> torch.Tensor:
         """`shape` elements of `dtype` in `buffer`, from `byte_offset` on.
@@ -103,7 +108,16 @@ class Arenas:
 
     def close(self) -> None:
         """Unregisters and frees everything."""
-        for pages in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
-        self._registered.clear()
+        self.host_memory.close()
         self._place = {}
+
+
+class _Progress:
+    """Adds up what is ready."""
+
+    def __init__(self, total: int, tell: OnAllocate) -> None:
+        self._done, self._total, self._tell = 0, total, tell
+
+    def add(self, size: int) -> None:
+        self._done += size
+        self._tell(self._done, self._total)

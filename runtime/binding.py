@@ -244,7 +244,13 @@ class Binder:
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
 
         def run() -> None:
-            factor = optimizer.finite_or_nan(losses).to(result.device)
+            factor = optimizer.finite_or_nan(losses)
+            if factor.device != result.device:  # the host lane reads one number, when its own copy has ended: nothing else waits
+                result[0].copy_(factor, non_blocking=True)
+                arrived = torch.cuda.Event()
+                arrived.record(torch.cuda.current_stream(factor.device))
+                arrived.synchronize()
+                factor = result[0].clone()
             if sums:
                 clip, norm = optimizer.clip_coefficient(sums, self.settings.max_norm)
                 result.copy_(torch.stack([factor * clip, norm]))

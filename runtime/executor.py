@@ -6,6 +6,7 @@ A step then is one walk of the lanes (`lanes.py`) through their tasks.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -16,12 +17,15 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.arenas import Arenas, OnAllocate
 from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
-from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
+from megatrain.runtime.checksum import checksum
+from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, LaneError, Origin, StreamMark, Task
 from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.out_of_memory import out_of_memory
+from megatrain.runtime.steadiness import Steadiness
 from megatrain.runtime.templates import Templates
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, executable
@@ -41,6 +45,9 @@ class StepResult:
     seconds: float
     """wall time, everything included"""
     timeline: Timeline
+    checksum: int | None
+    """in deterministic mode, of the weights that this step's forward pass saw (`checksum.py`): the same number whatever the plan, since a plan that
+    updates at the end of a step and one that leaves it to the next agree on these weights, not on those that lie there when a step returns"""
 
 
 def lane_threads(device: torch.device) -> dict[str, int]:
@@ -55,13 +62,15 @@ class Executor:
 
     def __init__(
         self, plan: Plan, config: PretrainedConfig, settings: AdamW, device: torch.device, *,
-        schedule: Schedule | None = None, threads: dict[str, int] | None = None,
+        schedule: Schedule | None = None, threads: dict[str, int] | None = None, on_allocate: OnAllocate = lambda *_: None,
     ) -> None:  # fmt: skip
-        """`schedule` replaces the plan's own, unverified: for calibration and tests. Raises UserError where the plan does not fit."""
+        """`schedule` replaces the plan's own, unverified: for calibration and tests. `on_allocate` hears of bytes allocated, and of all there will be.
+
+        Raises UserError where the plan does not fit.
+        """
         self.plan, self.settings, self.device = plan, settings, device
         self.schedule = schedule or executable(plan)
         refuse_attention(plan, device)
-        self.arenas = Arenas(self.schedule, device, device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
         self._drain = drain(plan)
         self._state = StepState()
         self._owed: tuple[float, int] | None = None
@@ -70,6 +79,9 @@ class Executor:
         """by op id; to watch them"""
         self._threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(self._threads["cpu"])
+        limits = {"device_limit_bytes": plan.device_limit_bytes, "host_limit_bytes": plan.host_limit_bytes}
+        self.arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate)
+        self._steadiness = Steadiness(device, self.arenas.host_memory)
         try:
             keeps = any(buffer.pool == ATTENTION for buffer in self.schedule.buffers)
             self.templates = Templates(plan.model, plan.workload, config, device, keeps=keeps)
@@ -87,10 +99,11 @@ class Executor:
 
     def close(self) -> None:
         """Ends the lanes' threads and frees all memory: tasks hold tensors, so they go too."""
-        self._crew.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._free()
+        try:
+            self._crew.close()
+            self._synchronize()
+        finally:
+            self._free()
 
     def _free(self) -> None:
         self._host_workers.close()
@@ -114,34 +127,55 @@ class Executor:
     def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> StepResult:
         """One optimizer step over `accumulation` micro-batches at learning rate `rate`; `number` counts steps from 1.
 
-        Raises LaneError with the op's name where one fails, and FloatingPointError where loss or norm is not finite.
+        Raises LaneError with the op's name where one fails, UserError where it was for want of memory, and FloatingPointError where loss or norm is
+        not finite: then no update of this step was applied, and the state is what it was.
         """
-        work = self.plan.workload
+        work, deterministic = self.plan.workload, torch.are_deterministic_algorithms_enabled()
         assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
+        seen = self.checksum() if deterministic and not self._drain else None
         begin = time.perf_counter()
-        labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-        self._state.scale = 1 / max(labelled, 1)
-        self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
-        for micro, batch in enumerate(batches):
-            self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(self.device)
-        origin = Origin.now(cuda)
-        self._crew.play()
-        if cuda:
-            torch.cuda.synchronize(self.device)
-        losses = torch.stack([self._scalar("device.losses", str(micro)) for micro in range(work.accumulation)])
-        loss, norm = float(losses.double().sum()), self._read_norm()
+        with self._steadiness.step(alike=all(batch.documents is None for batch in batches)):
+            labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+            self._state.scale = 1 / max(labelled, 1)
+            self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
+            for micro, batch in enumerate(batches):
+                self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
+            self._synchronize()
+            origin = Origin.now(self.device.type == "cuda")
+            self._play(self._crew)
+            losses = torch.stack([self._scalar("device.losses", str(micro)) for micro in range(work.accumulation)])
+            loss, norm = float(losses.double().sum()), self._read_norm()
         seconds = time.perf_counter() - begin
-        if not all(value is None or (value == value and abs(value) != float("inf")) for value in (loss, norm)):
+        if not all(value is None or math.isfinite(value) for value in (loss, norm)):
             raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}: not finite; lower the learning rate or look at the data")
         self._owed = (rate, number) if self._drain else None
         spans = []
         for op in self.schedule.ops:
             start, end = self._marks[op.id].span_ns(origin)
             spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
-        return StepResult(loss, norm, seconds, Timeline(name="measured", digest=self.schedule.digest, spans=tuple(spans)))
+        timeline = Timeline(name="measured", digest=self.schedule.digest, spans=tuple(spans))
+        return StepResult(loss, norm, seconds, timeline, self.checksum() if deterministic and self._drain else seen)
+
+    def checksum(self) -> int:
+        """Of all weights as they lie now, without the update that the last step may owe."""
+        return checksum(self.plan, self.schedule, self.arenas)
+
+    def _play(self, crew: Crew) -> None:
+        """One walk, to its end on the device."""
+        refusal = None
+        try:
+            crew.play()
+            self._synchronize()
+        except LaneError as failure:
+            refusal = out_of_memory(failure, self.arenas)
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise refusal  # out here: it must not keep the failure, whose traceback holds activations
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def drain(self) -> None:
         """Applies the update that the last step owes, if any: before saving, evaluating and stopping."""
@@ -150,11 +184,9 @@ class Executor:
         self._state.update_at, self._owed = self._owed, None
         crew = Crew(self._lanes(self._drain, {}, {}))
         try:
-            crew.play()
+            self._play(crew)
         finally:
             crew.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _read_norm(self) -> float | None:
         for place in ("host", "device") if self.plan.workload.clipping == "global" else ():

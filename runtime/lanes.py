@@ -22,6 +22,10 @@ DEVICE_LANES = ("compute", "update", "h2d", "d2h")
 class LaneError(RunError):
     """An op failed; the text names it and its lane."""
 
+    def __init__(self, op: str, lane: str, error: BaseException) -> None:
+        super().__init__(f"{op} on lane {lane}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        self.op, self.lane = op, lane
+
 
 class Aborted(Exception):
     """Another lane failed, or the user interrupted: this lane stops at its next op."""
@@ -203,10 +207,11 @@ class Crew:
                 lane.finished()
             raise
         failures = [(lane.name, *lane.failure) for lane in self._lanes if lane.failure and not isinstance(lane.failure[1], Aborted)]
+        for lane in self._lanes:
+            lane.failure = None  # its traceback holds the op's tensors
         if failures:
             name, op, error = failures[0]
-            first_line = (str(error).splitlines() or [""])[0]
-            raise LaneError(f"{op} on lane {name}: {type(error).__name__}: {first_line}") from error
+            raise LaneError(op, name, error) from error
 
     def _wake(self, marks: Sequence[HostMark | StreamMark]) -> None:
         for mark in marks:

@@ -154,17 +154,24 @@ def update(
 
         _on(device, workers)(in_one_pass, count, _FUSED_BLOCK)
         return
-    if clip is not None and bool(clip.isnan()):
-        return
+    stop = None if clip is None else clip.isnan()  # stays on the device: to ask for its value would wait for the GPU
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 
     def in_blocks(share: Share) -> None:
         scratch = torch.empty(3, block, dtype=torch.float32, device=device)  # once a share: fresh memory for each block would cost its page faults
         wide = torch.empty(block, dtype=torch.float64, device=device)
+        state = [tensor for tensor in (weights, low, *moments) if tensor is not None]
+        kept = [torch.empty(block if stop is not None else 0, dtype=tensor.dtype, device=device) for tensor in state]
         for start in range(*share, block):
             part = slice(start, min(start + block, share[1]))
             length = part.stop - part.start
+            if stop is not None:
+                for tensor, before in zip(state, kept, strict=True):
+                    before[:length] = tensor[part]
             _update_block(*tensors(part), scratch[:, :length], wide[:length], scalars, clip)
+            if stop is not None:
+                for tensor, before in zip(state, kept, strict=True):
+                    torch.where(stop, before[:length], tensor[part], out=tensor[part])
             if copy_to is not None:
                 copy_to[part] = weights[part]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
+from megatrain.experiments.allocation_bar import allocation_bar
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Reading, host_peak_bytes, random_tokens, repeat
 from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.batch import Batch
@@ -25,7 +28,10 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
     if ceiling:
         schedule = restricted(schedule, COMPUTE_KINDS)
     forget_device_memory(device)
-    with Executor(plan, config_of(plan.model), AdamW(max_norm=MAX_NORM), device, schedule=schedule) as executor:
+    with ExitStack() as stack:
+        with allocation_bar() as on_allocate:
+            settings = AdamW(max_norm=MAX_NORM)
+            executor = stack.enter_context(Executor(plan, config_of(plan.model), settings, device, schedule=schedule, on_allocate=on_allocate))
         weights = random_weights(0, device)
         if ceiling:
             fill(executor, weights)

@@ -39,7 +39,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Arenas, pool: str) -> torch.UntypedStorage:
+    def refuse(_: Arenas, pool: str, __: list[int]) -> torch.UntypedStorage:
         raise AssertionError(f"{pool} was allocated")
 
     monkeypatch.setattr(Arenas, "_allocate", refuse)
@@ -83,7 +83,7 @@ def test_pools_fit_to_the_byte_or_are_refused(
     largest = next(pool for pool in need.pools if pool.startswith(place))
     with session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak})) as fits:
         assert fits.executor.arenas.total(place) == peak
-    monkeypatch.setattr(Arenas, "_allocate", lambda _, pool: pytest.fail(f"{pool} was allocated"))
+    monkeypatch.setattr(Arenas, "_allocate", lambda _, pool, __: pytest.fail(f"{pool} was allocated"))
     with pytest.raises(UserError, match=f"^{place} memory: found pools of .*, of which {largest} .*; fix: raise the limit by 1 B, or ") as refusal:
         session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak - 1}))
     assert "\n" not in str(refusal.value)

@@ -1,0 +1,91 @@
+"""The checksum: one number for one set of weights, wherever they lie; another one when a bit has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime import checksum as checksums
+from megatrain.simulator import policies
+from megatrain.simulator.plan import Placement, Plan
+
+SLOTS = {"sequential": 1}
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    *((policy, {}) for policy in policies.names()),
+    ("overlapped", {"placement": Placement(weights="all", low="all", moments="all", gradients="all")}),
+    ("overlapped", {"placement": Placement(weights="1-2,e", low="0", stored="0"), "state_slots": 2}),
+]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("changes", [{}, {"clipping": "none"}, {"dtype": "fp32"}, {"tied": True, "gradient_slabs": 1}])
+def test_every_plan_tells_the_same_numbers_step_by_step(executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]) -> None:
+    """Plans that update at once and plans that leave it to the next step; after draining too, in the middle and at the end."""
+    told = []
+    for policy, knobs in PLANS:
+        with session(executable(policy, layers=3, **{**changes, **knobs})) as running:
+            first = running.executor.checksum()
+            numbers = [running.step(number).checksum for number in (1, 2, 3)]
+            running.executor.drain()
+            numbers += [running.executor.checksum(), running.step(4).checksum]
+            running.executor.drain()
+            numbers.append(running.executor.checksum())
+            assert first == numbers[0], "the first step saw what was loaded"
+            assert numbers[3] == numbers[4], "the fourth saw what the third left"
+            assert len({*numbers}) == 5, "every step moved the weights"
+            told.append(numbers)
+    assert told == [told[0]] * len(PLANS)
+
+
+def test_it_costs_nothing_where_bits_are_not_promised(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    with session(executable()) as running:
+        assert running.step().checksum is None
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("k_buffer", "bf16"), ("resident", "bf16"), ("overlapped", "fp32")])
+def test_one_changed_bit_or_two_exchanged_values_change_it(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, dtype: str) -> None:
+    with session(executable(policy, dtype=dtype)) as running:
+        executor, state = running.executor, running.state
+        whole, seen = executor.checksum(), set()
+        homes = [state.home(name, layer) for layer in ("e", "0", "3") for name in ("weights", "low") if dtype == "bf16" or name == "weights"]
+        for buffer in homes:
+            bits = executor.arenas.flat(buffer, torch.int16, 512)
+            for place in (0, 5, 511):
+                for bit in (0, 7, 14):
+                    bits[place] ^= 1 << bit
+                    seen.add(executor.checksum())
+                    bits[place] ^= 1 << bit
+            for one, other in ((0, 1), (0, 4), (3, 511), (16, 272)):
+                values = bits[one].clone(), bits[other].clone()
+                if values[0] != values[1]:
+                    bits[one], bits[other] = values[1], values[0]
+                    seen.add(executor.checksum())
+                    bits[one], bits[other] = values
+        assert whole not in seen
+        assert len(seen) >= 9 * len(homes)
+        assert executor.checksum() == whole
+
+
+def test_it_is_what_its_definition_says_whatever_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
+    words[:4] = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
+    mask, wanted = 2**64 - 1, 0
+    for position, word in enumerate(words.tolist()):
+        mixed = (word + position * checksums._ODD[0]) & mask
+        for shift, factor in ((32, checksums._ODD[1]), (29, checksums._ODD[2])):
+            signed = mixed - 2**64 if mixed >> 63 else mixed
+            mixed = ((mixed ^ (signed >> shift)) * factor) & mask
+        wanted += mixed
+    for chunk in (1, 64, 999, 1000, 2**17):
+        monkeypatch.setattr(checksums, "_CPU_WORDS", chunk)
+        assert int(checksums._words(words)) & mask == wanted & mask

@@ -1,0 +1,255 @@
+"""Memory of a run: allocated, touched and registered once, before the first step; told as it goes; released whatever happens. No GPU: registering is recorded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatrain.runtime import arenas as arenas_module
+from megatrain.runtime import host_memory, steadiness
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.host_memory import HostMemory
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.steadiness import Steadiness
+from megatrain.runtime.templates import config_of
+from megatrain.simulator import policies
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.policies._layerwise import gradient_bytes
+
+CPU = torch.device("cpu")
+CLASSES = ("weights", "low", "moments", "gradients")
+
+
+class Registrar:
+    """In the place of libcudart: what is registered now, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.calls = 0
+        self.fail_at = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls += 1
+        assert address % 4096 == 0
+        assert size % 4096 == 0
+        if self.calls == self.fail_at:
+            return 2
+        assert all(address >= start + length or start >= address + size for start, length in self.now.items()), "registered twice"
+        self.now[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.now[address]
+        return 0
+
+
+@pytest.fixture
+def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
+    """Host arenas register with it, in pieces of at least 8 KiB."""
+    made = Registrar()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(arenas_module, "HostMemory", lambda **_: HostMemory(registered=True))
+    monkeypatch.setattr(arenas_module.Arenas, "_allocate", functools.partialmethod(_as_on_a_gpu))
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
+    return made
+
+
+def _as_on_a_gpu(self: Any, pool: str, parts: list[int]) -> torch.UntypedStorage:
+    if pool.startswith("host."):
+        return self.host_memory.allocate(parts, self._progress.add)
+    self._progress.add(sum(parts))
+    return torch.zeros(sum(parts), dtype=torch.uint8).untyped_storage()
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_all_host_memory_is_registered_once_and_no_step_adds_to_it(
+    executable: Callable[..., Plan], session: Callable[..., Any], registrar: Registrar, policy: str
+) -> None:
+    plan = executable(policy)
+    with session(plan) as running:
+        executor = running.executor
+        assert sum(registrar.now.values()) == executor.arenas.total("host") == executor.arenas.host_memory.registered_bytes
+        calls = registrar.calls
+        assert calls > 1 or not executor.arenas.total("host")
+        for number in range(1, 5):
+            running.step(number)
+        assert registrar.calls == calls == executor.arenas.host_memory.registrations
+        for buffer in executor.schedule.buffers:
+            if buffer.place == "host":  # a copy across two registrations fails
+                start = executor.arenas.flat(buffer.id, torch.uint8, 1).data_ptr()
+                assert any(address <= start and start + buffer.bytes <= address + size for address, size in registrar.now.items())
+    assert not registrar.now
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_progress_goes_up_to_all_of_it(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
+    plan, told = executable(policy), []
+    with Executor(plan, config_of(plan.model), AdamW(), CPU, on_allocate=lambda done, total: told.append((done, total))) as executor:
+        total = executor.arenas.total("host") + executor.arenas.total("device")
+        assert told[-1] == (total, total)
+        assert {one[1] for one in told} == {total}
+        assert [one[0] for one in told] == sorted({one[0] for one in told})
+        assert len(told) > len(executor.arenas.pool_bytes), "pools of several pieces are told of more than once"
+
+
+def test_a_failing_registration_names_the_pool_and_leaves_nothing(executable: Callable[..., Plan], session: Callable[..., Any], registrar: Registrar) -> None:
+    plan = executable()
+    registrar.fail_at = 5
+    with pytest.raises(UserError, match=r"^pool host\.\S+: found no room for .* \(cudaHostRegister failed with status 2\); allowed: free memory; fix: "):
+        session(plan)
+    assert registrar.calls >= 5
+    assert not registrar.now
+    with session(plan) as running:
+        running.step()
+    assert not registrar.now
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_exception_while_memory_is_allocated_releases_it(executable: Callable[..., Plan], registrar: Registrar, error: type[BaseException]) -> None:
+    """Ctrl-C, or a callback that fails."""
+    plan = executable()
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise error
+
+    with pytest.raises(error):
+        Executor(plan, config_of(plan.model), AdamW(), CPU, on_allocate=interrupt)
+    assert registrar.calls
+    assert not registrar.now
+
+
+def test_memory_is_released_although_the_device_has_failed(
+    executable: Callable[..., Plan], session: Callable[..., Any], registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = session(executable())
+    monkeypatch.setattr(Executor, "_synchronize", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        running.executor.close()
+    assert not registrar.now
+
+
+# ---- steady steps ----
+
+
+@pytest.mark.usefixtures("registrar")
+def test_a_steady_step_that_takes_memory_is_an_error(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    """The first two may; after one that was not like the others, or that failed, two more may."""
+    with session(executable()) as running:
+        memory = running.executor.arenas.host_memory
+
+        def takes(number: int) -> None:
+            task, work = running.tasks["H.m0"], running.tasks["H.m0"].run
+            task.run = lambda: (work(), memory.allocate([4096], lambda _: None))
+            try:
+                running.step(number)
+            finally:
+                task.run = work
+
+        takes(1)
+        takes(2)
+        running.step(3)
+        with pytest.raises(AssertionError, match=r"^a steady step allocated: .*registrations=(\d+)\) before it, .*registrations=(?!\1)\d+\) after it$"):
+            takes(4)
+        takes(5)
+
+
+def test_the_device_s_counters_are_what_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's, under their names; memory that was given back between steps may be taken again."""
+    stats = {"num_device_alloc": 7, "num_alloc_retries": 0, "num_device_free": 3}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
+    watch = Steadiness(torch.device("cuda", 0), HostMemory(registered=False))
+
+    def step(*, alike: bool = True, **changes: int) -> None:
+        with watch.step(alike=alike):
+            stats.update({name: stats[name] + change for name, change in changes.items()})
+
+    for _ in range(steadiness.WARM_UP_STEPS):
+        step(num_device_alloc=1)
+    step()
+    for name in ("num_device_alloc", "num_alloc_retries"):
+        with pytest.raises(AssertionError, match=name.removeprefix("num_")[-4:]):
+            step(**{name: 1})
+        step(num_device_alloc=1)
+        step()
+    stats["num_device_free"] += 1
+    step(num_device_alloc=1)
+    step()
+    step(alike=False, num_device_alloc=1)
+    step()
+
+
+def test_watching_costs_nothing_to_speak_of() -> None:
+    """Less than 20 us a step, without a GPU; the best of five, on a machine with other work."""
+    import timeit
+
+    watch = Steadiness(CPU, HostMemory(registered=False))
+
+    def step() -> None:
+        with watch.step(alike=True):
+            pass
+
+    assert min(timeit.repeat(step, number=1000, repeat=5)) / 1000 < 20e-6
+
+
+def test_steady_steps_do_not_grow_the_process(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    """Five of them, with 9 million parameters: 100 MB of state."""
+    plan = executable(
+        "k_buffer",
+        dtype="fp32",
+        hidden=512,
+        intermediate=1536,
+        head_dim=64,
+        heads=8,
+        layers=3,
+        batch=1,
+        chunk_bytes=2**22,
+        device_limit_bytes=2**30,
+        host_limit_bytes=2**30,
+    )
+    assert plan.model.parameters > 8e6
+    with session(plan) as running:
+        for number in (1, 2, 3):
+            running.step(number)
+        process = psutil.Process()
+        before = process.memory_full_info().uss
+        for number in range(4, 9):
+            running.step(number)
+        assert process.memory_full_info().uss - before < 2**21, "2 % of the state"
+
+
+# ---- how much ----
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("policy", "changes"), [
+    *((policy, {}) for policy in policies.names()),
+    ("overlapped", {"placement": Placement(weights="all", low="all", moments="all", gradients="all")}), ("overlapped", {"clipping": "none"}),
+    ("overlapped", {"placement": Placement(weights="1-2,e", gradients="0", parked="all")}), ("overlapped", {"placement": Placement(moments="all")}),
+])  # fmt: skip
+def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradient(
+    executable: Callable[..., Plan], policy: str, changes: dict[str, Any], accumulation: int, dtype: str
+) -> None:
+    """On the host and the device together, so no class of data is in both; what else the host has is staging: slabs, scalars, parked activations."""
+    plan = executable(policy, accumulation=accumulation, dtype=dtype, **({} if policy in ("resident", "overlapped") else {"gradient_slabs": 2}), **changes)
+    schedule = lower(plan)
+    kept = [buffer for buffer in schedule.buffers if buffer.persistent]
+    for layer in plan.model.stack.values():
+        homes = {buffer.pool: buffer.bytes for buffer in kept if buffer.id.partition(":")[2] == layer.name and buffer.pool.partition(".")[2] in CLASSES}
+        gradients = [homes.pop(pool) for pool in ("host.gradients", "device.gradients") if pool in homes]
+        assert sum(homes.values()) == 12 * layer.elements
+        assert len({pool.partition(".")[2] for pool in homes}) == len(homes), "kept twice"
+        assert gradients in ([], [gradient_bytes(plan, layer.name) * layer.elements])
+    host = [buffer for buffer in schedule.buffers if buffer.place == "host"]
+    staging = {buffer.pool for buffer in host} - {f"host.{name}" for name in CLASSES}
+    assert staging <= {"host.slabs", "host.slabs_vocabulary", "host.norm", "host.parked"}
+    assert sum(buffer.allocated for buffer in host) - sum(buffer.bytes for buffer in host) < 4096 * max(len(host), 1), "rounded to pages, no more"

@@ -1,0 +1,89 @@
+"""Inside a step nothing asks a tensor for its value: on a GPU that would wait for everything that was enqueued before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime import optimizer
+from megatrain.runtime.lanes import Crew, LaneError
+from megatrain.runtime.optimizer import AdamW
+from megatrain.simulator import policies
+from megatrain.simulator.plan import Placement, Plan
+
+READS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.fixture
+def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While lanes play, whichever thread it is."""
+    play = Crew.play
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def read(*_: object, **__: object) -> Any:
+            raise AssertionError(f"Tensor.{name} inside a step")
+
+        return read
+
+    def watched(crew: Crew) -> None:
+        with monkeypatch.context() as patch:
+            for name in READS:
+                patch.setattr(torch.Tensor, name, refuse(name), raising=False)
+            play(crew)
+
+    monkeypatch.setattr(Crew, "play", watched)
+
+
+@pytest.mark.usefixtures("no_reads")
+@pytest.mark.parametrize("kernels", ["fused", "eager"])
+@pytest.mark.parametrize(("policy", "changes"), [
+    *((policy, {"accumulation": 2, "tied": True}) for policy in policies.names()),
+    ("overlapped", {"clipping": "none", "placement": Placement(moments="0-1", stored="2", parked="0")}),
+    ("k_buffer", {"clipping": "none", "dtype": "fp32", "family": "qwen2"}),
+])  # fmt: skip
+def test_no_op_reads_a_value(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: str, changes: dict[str, Any], kernels: str
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
+    slots = {} if "placement" in changes or policy in ("resident", "overlapped") else {"gradient_slabs": 2}
+    with session(executable(policy, **slots, **changes)) as running:
+        for number in (1, 2, 3):
+            running.step(number)
+        running.executor.drain()
+
+
+def _read(name: str) -> None:
+    getattr(torch.ones(1), name)()
+
+
+@pytest.mark.usefixtures("no_reads")
+@pytest.mark.parametrize("name", READS)
+def test_one_that_does_is_found(executable: Callable[..., Plan], session: Callable[..., Any], name: str) -> None:
+    with session(executable()) as running:
+        running.tasks["N0"].run = functools.partial(_read, name)
+        with pytest.raises(LaneError, match=rf"^N0 on lane cpu: AssertionError: Tensor.{name} inside a step"):
+            running.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_coefficient_that_is_no_number_changes_no_bit_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Not even of a negative zero, nor with a gradient that is infinite; several blocks, the last one short; the copy gets the old weights."""
+    monkeypatch.setattr(optimizer, "kernels", lambda _: None)
+    monkeypatch.setattr(optimizer.Workers, "cpu_block", 64)
+    torch.manual_seed(0)
+    weights, low = torch.randn(150).to(dtype), torch.randint(-(2**15), 2**15, (150,), dtype=torch.int16) if dtype == torch.bfloat16 else None
+    weights[:20], moments = -0.0, torch.stack([torch.randn(150), torch.rand(150)])
+    moments[0, :30] = -0.0
+    gradient = torch.full((150,), float("inf"))
+    state = [tensor for tensor in (weights, low, moments) if tensor is not None]
+    before, copy = [tensor.clone() for tensor in state], torch.zeros_like(weights)
+    clip = torch.tensor(float("nan"))
+    optimizer.update(weights, low, moments, gradient, settings=AdamW(weight_decay=0.1), rate=1e-2, number=3, clip=clip, copy_to=copy)
+    for tensor, old in zip([*state, copy], [*before, before[0]], strict=True):
+        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+    optimizer.update(weights, low, moments, gradient.clamp(max=1.0), settings=AdamW(), rate=1e-2, number=3, clip=torch.tensor(0.5))
+    assert not any(torch.equal(tensor, old) for tensor, old in zip(state, before, strict=True))
