@@ -9,7 +9,8 @@ import torch
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.groups import stretches
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.templates import Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._layerwise import contributions
@@ -241,13 +242,18 @@ class Binder:
         source = self._elements(sources[0], self.dtype, op) if sources else None
         clip = self.arenas.flat(factor, torch.float32, 1)[0]
         workers = self._workers(op)
+        parts = stretches(self.settings, self.plan.model.stack[op.layer], op.offset, op.parameters)
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers, copy_to=copy_to)
+                for part, (decay, factor) in parts:
+                    optimizer.update(
+                        weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings, rate=rate * factor,
+                        number=number, clip=clip, workers=workers, weight_decay=decay, copy_to=None if copy_to is None else copy_to[part],
+                    )  # fmt: skip
             elif copy_to is not None:
                 copy_to.copy_(weights)
 
