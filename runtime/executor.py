@@ -19,8 +19,8 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
-from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
 from megatrain.runtime.hyperparameters import AdamW
+from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
 from megatrain.runtime.templates import Templates
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, executable

@@ -18,9 +18,9 @@ import torch
 
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.executor import Executor, StepResult
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.machine import describe, forget_device_memory
 from megatrain.runtime.model_files import ModelState, export, folder_weights, random_weights
-from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.supported import refuse_unsupported
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError

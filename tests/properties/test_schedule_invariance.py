@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.hyperparameters import AdamW, Group
+from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.reference import Reference
 from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies

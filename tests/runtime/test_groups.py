@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +39,7 @@ def test_stretches_cover_a_chunk_once_and_none_could_be_joined(settings: AdamW, 
     cut = stretches(settings, LAYER, first, last - first)
     assert [wanted for part, wanted in cut for _ in range(part.start, part.stop)] == by_element(settings)[first:last]
     assert [part.start for part, _ in cut] == [0, *(part.stop for part, _ in cut[:-1])]
-    assert all(before[1] != after[1] for before, after in zip(cut, cut[1:], strict=False))
+    assert all(before[1] != after[1] for before, after in itertools.pairwise(cut))
 
 
 def test_without_decay_a_layer_is_one_stretch() -> None:
