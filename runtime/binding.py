@@ -151,18 +151,33 @@ class Binder:
         target, below, loss = op.writes
         head = self.plan.model.head
         names = [tensor.name for tensor in self.plan.model.stack[head].tensors]
-        projection = "embed_tokens.weight" if head == EMBEDDING else "lm_head.weight"
         labels = self.tokens(int(tokens.partition(":")[2]))[1]
         x, dx, total = self._hidden(source), self._hidden(below), self.arenas.flat(loss, torch.float32, 1)
         put = self._gradient_sink(head, op, target)
 
         def run() -> None:
-            tensors = self._weights(head, slot)
-            value, norm_gradient, projection_gradient = self.templates.head(
-                {"norm": tensors["norm.weight"], "projection": tensors[projection]}, x, labels, self.state.scale, dx
-            )
+            weights = self._head_weights(slot)
+            value, norm_gradient, projection_gradient = self.templates.head(weights, x, labels, self.state.scale, dx)
             total[0] = value
-            put([{"norm.weight": norm_gradient, projection: projection_gradient}[name] for name in names])
+            put([{"norm.weight": norm_gradient, self._projection: projection_gradient}[name] for name in names])
+
+        return run
+
+    @property
+    def _projection(self) -> str:
+        return "embed_tokens.weight" if self.plan.model.head == EMBEDDING else "lm_head.weight"
+
+    def _head_weights(self, slot: str) -> dict[str, torch.Tensor]:
+        tensors = self._weights(self.plan.model.head, slot)
+        return {"norm": tensors["norm.weight"], "projection": tensors[self._projection]}
+
+    def _loss(self, op: Op) -> Run:
+        slot, source, tokens = op.reads
+        labels = self.tokens(int(tokens.partition(":")[2]))[1]
+        x, total = self._hidden(source), self.arenas.flat(op.writes[0], torch.float32, 1)
+
+        def run() -> None:
+            total[0] = self.templates.loss(self._head_weights(slot), x, labels, self.state.scale)
 
         return run
 

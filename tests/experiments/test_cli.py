@@ -75,6 +75,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert simulated["step_seconds"] == plan.prediction.step_seconds
     assert simulated["device_peak_bytes"] == plan.prediction.device_peak_bytes
     assert simulated["lower_bound_seconds"] <= simulated["step_seconds"]
+    assert 0 < simulated["evaluation_seconds"] < simulated["step_seconds"]
     assert list(lanes_by_process(Path("new/simulated.json"))) == ["predicted"]
 
     outcome = command("train", "new/plans/plan.toml", "--data", "corpus", "--steps", 4, "--device", "cpu", "--out", "new/run")
