@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -105,13 +105,24 @@ def checked(value: object, where: str = "config") -> Config:
     return convert(msgspec.to_builtins(value), Config, where)
 
 
-def fields() -> dict[str, tuple[msgspec.structs.FieldInfo, str]]:
-    """Every field, `SECTION.FIELD`, with its meaning."""
+class Field(NamedTuple):
+    """One field, for whoever offers it."""
+
+    meaning: str
+    default: object
+    """msgspec.NODEFAULT where it must be given"""
+    words: tuple[str, ...]
+    """its values, where they are words; without the empty one"""
+
+
+def fields() -> dict[str, Field]:
+    """Every field by `SECTION.FIELD`."""
     found = {}
     for section in msgspec.structs.fields(Config):
         for field in msgspec.structs.fields(section.type):
-            extra = getattr(field.type, "__metadata__", ())
-            found[f"{section.name}.{field.name}"] = (field, next((meta.description for meta in extra if meta.description), ""))
+            plain, *extra = get_args(field.type)
+            words = tuple(word for word in get_args(plain) if word) if get_origin(plain) is Literal else ()
+            found[f"{section.name}.{field.name}"] = Field(next(meta.description for meta in extra if meta.description), field.default, words)
     return found
 
 

@@ -27,7 +27,7 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How the learning rate goes over the steps."""
 
     kind: Annotated[Literal["constant", "linear", "cosine", "wsd"], Meta(description="what follows the warm-up; wsd: stable, then a linear decay")] = "constant"
-    rate: Annotated[float, Meta(ge=0, le=1e6, description="learning rate at the end of the warm-up")] = 1e-3
+    rate: Annotated[float, Meta(ge=0, le=1e38, description="learning rate at the end of the warm-up")] = 1e-3
     warm_up_steps: Annotated[int, Meta(ge=0, le=2**40, description="steps of linear warm-up from 0")] = 10
     decay_steps: Annotated[int, Meta(ge=0, le=2**40, description="last steps, in which wsd decays; 0: a tenth of all")] = 0
     floor: Annotated[float, Meta(ge=0, le=1, description="what linear, cosine and wsd end at, as a share of the rate")] = 0.0

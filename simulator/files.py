@@ -75,7 +75,9 @@ def convert(data: object, into: type[T], where: str) -> T:
         if invalid:
             raise UserError(f"{where}: {key}", found=invalid[1], allowed=_allowed_values(into, key), fix="correct this value") from None
         found, _, allowed = message.partition(", got ")[::-1]
-        raise UserError(f"{where}: {key}", found=found or _value(data, key, message), allowed=(allowed or message).removeprefix("Expected "), fix="correct this value") from None
+        raise UserError(
+            f"{where}: {key}", found=found or _value(data, key, message), allowed=(allowed or message).removeprefix("Expected "), fix="correct this value"
+        ) from None
 
 
 def _value(data: Any, key: str, otherwise: str) -> str:

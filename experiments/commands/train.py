@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatrain.experiments import options
 from megatrain.runtime.config import Config, fields, full_name, parse_value
 from megatrain.simulator.errors import UserError
@@ -36,16 +38,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set any field, e.g. rate=3e-4 or evaluation.every_steps=100")
     options.add_device(parser)
     groups: dict[str, Any] = {}
-    for key, (field, meaning) in fields().items():
+    for key, field in fields().items():
         section = key.partition(".")[0]
         if section not in groups:
             groups[section] = parser.add_argument_group(f"[{section}]")
-        option, given = SHORT.get(key, (f"--{key}", {"type": parse_value, "metavar": "VALUE"}))
-        if "type" in given or not given:
-            words = getattr(getattr(field.type, "__origin__", None), "__args__", ()) if key not in SHORT else ()
-            given = {"metavar": f"{{{','.join(word for word in words if word)}}}" if words else "VALUE", **given}
-        default = "" if field.required or field.default in ("", ()) else f" (default {_shown(field.default)})"
-        text = f"{'do not ' if option == '--no-export' else ''}{meaning}{default if 'action' not in given else ''}"
+        option, given = SHORT.get(key, (f"--{key}", {"type": parse_value}))
+        if "action" not in given and "choices" not in given:
+            given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
+        no_default = "action" in given or field.default in (msgspec.NODEFAULT, "", ())
+        text = f"{'do not ' if option == '--no-export' else ''}{field.meaning}{'' if no_default else f' (default {_shown(field.default)})'}"
         groups[section].add_argument(option, dest=key, default=None, help=text.replace("%", "%%"), **given)
 
 

@@ -97,7 +97,7 @@ def test_what_python_builds_is_checked_too() -> None:
 
 
 def test_every_field_says_what_it_means() -> None:
-    assert all(meaning for _, meaning in fields().values())
+    assert all(field.meaning for field in fields().values())
     assert {name.partition(".")[0] for name in fields()} == {"training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"}
 
 
