@@ -21,8 +21,8 @@ WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 KEYS = {
     "feasible", "binding", "policy", "step_seconds", "tokens_per_second", "tflops_6n", "device_peak_bytes", "host_peak_bytes", "lower_bound_seconds", "advice",
 }  # fmt: skip
-RUN_FILES = {"plan.toml", "hardware.toml", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
-COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png", "loss.png"}
+RUN_FILES = {"plan.toml", "hardware.toml", "config.toml", "loss.png", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
+COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png"}
 
 
 def png_width(path: Path) -> int:
