@@ -31,6 +31,8 @@ class Record(NamedTuple):
     losses: list[float]
     speeds: list[float]
     """tokens/s of each step"""
+    evaluations: list[tuple[int, float]]
+    """(step, loss)"""
 
 
 def read_record(folder: Path) -> Record:
@@ -41,9 +43,11 @@ def read_record(folder: Path) -> Record:
         device, cores = str(machine["device"]), int(machine["cores"])
         name = "metrics.jsonl"
         rows = [json.loads(line) for line in text.splitlines()]
+        evaluations = [(int(row["step"]), float(row["evaluation_loss"])) for row in rows if row.get("evaluation_loss") is not None]
+        rows = [row for row in rows if "evaluation_loss" not in row]
         columns = [[float(row[key]) for row in rows] for key in ("loss", "tokens_per_second")]
-        return Record(device, cores, [int(row["step"]) for row in rows], *columns)
-    except (KeyError, TypeError, ValueError):
+        return Record(device, cores, [int(row["step"]) for row in rows], columns[0], columns[1], evaluations)
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(str(folder / name), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
 
 
@@ -60,7 +64,15 @@ def draw_run(folder: Path, record: Record, plan: Plan, schedule: Schedule, predi
         folder / "memory.png", usage(schedule, measured, costs.activations_bytes(plan.model, work)), plan.device_limit_bytes, plan.host_limit_bytes,
         f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns,
     )  # fmt: skip
-    loss_png(folder / "loss.png", record.steps, record.losses, record.speeds, f"Training loss: {what}", where)
+    draw_loss(folder, record, plan)
+
+
+def draw_loss(folder: Path, record: Record, plan: Plan) -> None:
+    """`loss.png` in the run's folder."""
+    work = plan.workload
+    what = f"{plan.model.name}, {plan.model.parameters / 1e6:,.0f} M parameters, policy {plan.policy}"
+    where = f"{record.device}, {record.cores} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
+    loss_png(folder / "loss.png", record.steps, record.losses, record.speeds, f"Training loss: {what}", where, record.evaluations)
 
 
 def memory_rows(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> list[MemoryRow]:

@@ -10,7 +10,8 @@ import torch
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.attention import Attention
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.groups import stretches
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.templates import Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._layerwise import ATTENTION, contributions
@@ -173,18 +174,33 @@ class Binder:
         target, below, loss = op.writes
         head = self.plan.model.head
         names = [tensor.name for tensor in self.plan.model.stack[head].tensors]
-        projection = "embed_tokens.weight" if head == EMBEDDING else "lm_head.weight"
         labels = self.tokens(int(tokens.partition(":")[2]))[1]
         x, dx, total = self._hidden(source), self._hidden(below), self.arenas.flat(loss, torch.float32, 1)
         put = self._gradient_sink(head, op, target)
 
         def run() -> None:
-            tensors = self._weights(head, slot)
-            value, norm_gradient, projection_gradient = self.templates.head(
-                {"norm": tensors["norm.weight"], "projection": tensors[projection]}, x, labels, self.state.scale, dx
-            )
+            weights = self._head_weights(slot)
+            value, norm_gradient, projection_gradient = self.templates.head(weights, x, labels, self.state.scale, dx)
             total[0] = value
-            put([{"norm.weight": norm_gradient, projection: projection_gradient}[name] for name in names])
+            put([{"norm.weight": norm_gradient, self._projection: projection_gradient}[name] for name in names])
+
+        return run
+
+    @property
+    def _projection(self) -> str:
+        return "embed_tokens.weight" if self.plan.model.head == EMBEDDING else "lm_head.weight"
+
+    def _head_weights(self, slot: str) -> dict[str, torch.Tensor]:
+        tensors = self._weights(self.plan.model.head, slot)
+        return {"norm": tensors["norm.weight"], "projection": tensors[self._projection]}
+
+    def _loss(self, op: Op) -> Run:
+        slot, source, tokens = op.reads
+        labels = self.tokens(int(tokens.partition(":")[2]))[1]
+        x, total = self._hidden(source), self.arenas.flat(op.writes[0], torch.float32, 1)
+
+        def run() -> None:
+            total[0] = self.templates.loss(self._head_weights(slot), x, labels, self.state.scale)
 
         return run
 
@@ -270,13 +286,18 @@ class Binder:
         source = self._elements(sources[0], self.dtype, op) if sources else None
         clip = self.arenas.flat(factor, torch.float32, 1)[0]
         workers = self._workers(op)
+        parts = stretches(self.settings, self.plan.model.stack[op.layer], op.offset, op.parameters)
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers, copy_to=copy_to)
+                for part, (decay, factor) in parts:
+                    optimizer.update(
+                        weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings, rate=rate * factor,
+                        number=number, clip=clip, workers=workers, weight_decay=decay, copy_to=None if copy_to is None else copy_to[part],
+                    )  # fmt: skip
             elif copy_to is not None:
                 copy_to.copy_(weights)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from transformers import PretrainedConfig
@@ -22,13 +22,13 @@ from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.checksum import checksum
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, LaneError, Origin, StreamMark, Task
-from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.out_of_memory import out_of_memory
 from megatrain.runtime.steadiness import Steadiness
 from megatrain.runtime.templates import Templates
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import drain, executable
+from megatrain.simulator.policies import drain, evaluation, executable
 from megatrain.simulator.policies._layerwise import ATTENTION
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Span, Timeline
@@ -48,6 +48,28 @@ class StepResult:
     checksum: int | None
     """in deterministic mode, of the weights that this step's forward pass saw (`checksum.py`): the same number whatever the plan, since a plan that
     updates at the end of a step and one that leaves it to the next agree on these weights, not on those that lie there when a step returns"""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """As many micro-batches as a step has, forward only."""
+
+    loss: float
+    """mean over all labelled tokens of all micro-batches; 0 where there is none"""
+    labelled: int
+    """how many tokens that are"""
+    seconds: float
+    timeline: Timeline
+
+
+class _Program(NamedTuple):
+    """A schedule, bound."""
+
+    schedule: Schedule
+    queues: Mapping[str, Sequence[Task]]
+    """by lane"""
+    marks: Mapping[str, HostMark | StreamMark]
+    """by op"""
 
 
 def lane_threads(device: torch.device) -> dict[str, int]:
@@ -74,7 +96,7 @@ class Executor:
         self._drain = drain(plan)
         self._state = StepState()
         self._owed: tuple[float, int] | None = None
-        self._marks: dict[str, HostMark | StreamMark] = {}
+        self._other: dict[str, _Program] = {}
         self.tasks: dict[str, Task] = {}
         """by op id; to watch them"""
         self._threads = threads or lane_threads(device)
@@ -86,7 +108,10 @@ class Executor:
             keeps = any(buffer.pool == ATTENTION for buffer in self.schedule.buffers)
             self.templates = Templates(plan.model, plan.workload, config, device, keeps=keeps)
             self._binder = Binder(plan, self.schedule, self.arenas, self.templates, settings, self._host_workers, self._state)
-            self._crew = Crew(self._lanes(self.schedule, self.tasks, self._marks))
+            self._streams = {name: torch.cuda.Stream(device) if device.type == "cuda" and name in DEVICE_LANES else None for name in self.schedule.lanes}
+            self._step = self._program(self.schedule)
+            self.tasks.update({task.op: task for queue in self._step.queues.values() for task in queue})
+            self._crew = Crew([Lane(name, queue, self._threads[name], self._streams[name]) for name, queue in self._step.queues.items()])
         except BaseException:
             self._free()
             raise
@@ -108,19 +133,25 @@ class Executor:
     def _free(self) -> None:
         self._host_workers.close()
         self.tasks.clear()
+        self._other.clear()
+        self._step = _Program(self.schedule, {}, {})
         self._state.saved.clear()
         self.arenas.close()
 
-    def _lanes(self, schedule: Schedule, tasks: dict[str, Task], marks: dict[str, HostMark | StreamMark]) -> list[Lane]:
-        """Of `schedule`, with its ops' tasks and marks put into the dictionaries."""
-        streams: dict[str, torch.cuda.Stream | None] = {}
-        for name in schedule.lanes:
-            streams[name] = torch.cuda.Stream(self.device) if self.device.type == "cuda" and name in DEVICE_LANES else None
+    def _program(self, schedule: Schedule) -> _Program:
+        """Binds `schedule`, whose lanes are among the step's."""
+        tasks: dict[str, Task] = {}
         for op in schedule.ops:
-            stream = streams[op.lane]
-            marks[op.id] = mark = HostMark() if stream is None else StreamMark(stream)
-            tasks[op.id] = Task(op.id, self._binder.bind(op), mark, [marks[other] for other in op.after])
-        return [Lane(name, [tasks[op.id] for op in ops], self._threads[name], streams[name]) for name, ops in schedule.lanes.items()]
+            stream = self._streams[op.lane]
+            mark = HostMark() if stream is None else StreamMark(stream)
+            tasks[op.id] = Task(op.id, self._binder.bind(op), mark, [tasks[other].mark for other in op.after])
+        return _Program(schedule, {name: [tasks[op.id] for op in ops] for name, ops in schedule.lanes.items()}, {op: task.mark for op, task in tasks.items()})
+
+    def _beside(self, name: str, make: Callable[[], Schedule]) -> _Program:
+        """A program that is not the step's, bound when it is first played."""
+        if name not in self._other:
+            self._other[name] = self._program(make())
+        return self._other[name]
 
     # ---- one step ----
 
@@ -130,41 +161,62 @@ class Executor:
         Raises LaneError with the op's name where one fails, UserError where it was for want of memory, and FloatingPointError where loss or norm is
         not finite: then no update of this step was applied, and the state is what it was.
         """
-        work, deterministic = self.plan.workload, torch.are_deterministic_algorithms_enabled()
-        assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
+        deterministic = torch.are_deterministic_algorithms_enabled()
         seen = self.checksum() if deterministic and not self._drain else None
         begin = time.perf_counter()
         with self._steadiness.step(alike=all(batch.documents is None for batch in batches)):
-            labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-            self._state.scale = 1 / max(labelled, 1)
+            self._take(batches)
             self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
-            for micro, batch in enumerate(batches):
-                self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
-            self._synchronize()
-            origin = Origin.now(self.device.type == "cuda")
-            self._play(self._crew)
-            losses = torch.stack([self._scalar("device.losses", str(micro)) for micro in range(work.accumulation)])
-            loss, norm = float(losses.double().sum()), self._read_norm()
+            timeline = self._play(self._step)
+            loss, norm = self._read_loss(), self._read_norm()
         seconds = time.perf_counter() - begin
         if not all(value is None or math.isfinite(value) for value in (loss, norm)):
             raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}: not finite; lower the learning rate or look at the data")
         self._owed = (rate, number) if self._drain else None
-        spans = []
-        for op in self.schedule.ops:
-            start, end = self._marks[op.id].span_ns(origin)
-            spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
-        timeline = Timeline(name="measured", digest=self.schedule.digest, spans=tuple(spans))
         return StepResult(loss, norm, seconds, timeline, self.checksum() if deterministic and self._drain else seen)
+
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
+        """The loss of `accumulation` micro-batches, forward only, by the weights that every step so far makes: an owed update is applied first.
+
+        Weights and moments stay as they are. The loss is that of a step on these batches, bit for bit (compiled: in deterministic mode). It may be
+        infinite or NaN. Raises LaneError with the op's name where one fails, UserError where it was for want of memory.
+        """
+        self.drain()
+        program = self._beside("evaluation", lambda: evaluation(self.plan))
+        begin = time.perf_counter()
+        labelled = self._take(batches)
+        timeline = self._play(program)
+        return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
+
+    def drain(self) -> None:
+        """Applies the update that the last step owes, if any: before saving, evaluating and stopping."""
+        owed = self._drain
+        if owed is None or self._owed is None:
+            return
+        self._state.update_at, self._owed = self._owed, None
+        self._play(self._beside("drain", lambda: owed))
 
     def checksum(self) -> int:
         """Of all weights as they lie now, without the update that the last step may owe."""
         return checksum(self.plan, self.schedule, self.arenas)
 
-    def _play(self, crew: Crew) -> None:
-        """One walk, to its end on the device."""
+    def _take(self, batches: Sequence[Batch]) -> int:
+        """Copies the micro-batches to where ops read them; returns how many tokens have a label."""
+        work = self.plan.workload
+        assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
+        labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        self._state.scale = 1 / max(labelled, 1)
+        for micro, batch in enumerate(batches):
+            self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
+        return labelled
+
+    def _play(self, program: _Program) -> Timeline:
+        """One walk, finished on the device too."""
+        self._synchronize()
+        origin = Origin.now(self.device.type == "cuda")
         refusal = None
         try:
-            crew.play()
+            self._crew.play(program.queues)
             self._synchronize()
         except LaneError as failure:
             refusal = out_of_memory(failure, self.arenas)
@@ -172,21 +224,19 @@ class Executor:
                 raise
         if refusal is not None:
             raise refusal  # out here: it must not keep the failure, whose traceback holds activations
+        spans = []
+        for op in program.schedule.ops:
+            start, end = program.marks[op.id].span_ns(origin)
+            spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
+        return Timeline(name="measured", digest=program.schedule.digest, spans=tuple(spans))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def drain(self) -> None:
-        """Applies the update that the last step owes, if any: before saving, evaluating and stopping."""
-        if self._drain is None or self._owed is None:
-            return
-        self._state.update_at, self._owed = self._owed, None
-        crew = Crew(self._lanes(self._drain, {}, {}))
-        try:
-            self._play(crew)
-        finally:
-            crew.close()
+    def _read_loss(self) -> float:
+        losses = torch.stack([self._scalar("device.losses", str(micro)) for micro in range(self.plan.workload.accumulation)])
+        return float(losses.double().sum())
 
     def _read_norm(self) -> float | None:
         for place in ("host", "device") if self.plan.workload.clipping == "global" else ():

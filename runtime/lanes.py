@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -118,6 +118,8 @@ class Lane:
 
     def __init__(self, name: str, tasks: Sequence[Task], threads: int, stream: torch.cuda.Stream | None) -> None:
         self.name, self.tasks, self._threads, self._stream = name, tasks, threads, stream
+        self.queue = tasks
+        """what is walked through: the lane's own tasks, or for once others"""
         self._go, self._done = threading.Semaphore(0), threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._serve, name=f"lane-{name}", daemon=True)
@@ -129,7 +131,7 @@ class Lane:
         self._thread.start()
 
     def play(self) -> None:
-        """Begins one walk through the queue."""
+        """Begins one walk through `queue`."""
         self.failure = None
         self._done.clear()
         self._go.release()
@@ -142,7 +144,7 @@ class Lane:
         self._stop = True
         self._go.release()
         self._thread.join()
-        self.tasks = ()
+        self.tasks = self.queue = ()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
@@ -157,7 +159,7 @@ class Lane:
             self._done.set()
 
     def _walk(self) -> None:
-        for task in self.tasks:
+        for task in self.queue:
             try:
                 for mark in task.waits:
                     if self._stream is None:
@@ -185,15 +187,17 @@ class Crew:
         for lane in lanes:
             lane.start(self._abort)
 
-    def play(self) -> None:
-        """One walk through every queue. Raises LaneError from the exception of an op that failed (of several, the first lane's); lets Ctrl-C through. No lane runs on behind it."""
-        marks = [task.mark for lane in self._lanes for task in lane.tasks]
+    def play(self, queues: Mapping[str, Sequence[Task]] | None = None) -> None:
+        """One walk through every lane's queue, or through `queues`, by lane, on the same threads and streams. Raises LaneError from the exception of an op that failed (of several, the first lane's); lets Ctrl-C through. No lane runs on behind it."""
+        queues = {lane.name: lane.tasks for lane in self._lanes} if queues is None else queues
+        marks = [task.mark for queue in queues.values() for task in queue]
         for mark in marks:
             mark.issued.clear()
         self._abort.clear()
         started: list[Lane] = []
         try:
             for lane in self._lanes:
+                lane.queue = queues.get(lane.name, ())
                 lane.play()
                 started.append(lane)
             for lane in self._lanes:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.kernels.choice import Kernels, kernels
 
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
@@ -25,17 +25,6 @@ _GPU_BLOCK = 2**24  # elements: 64 MiB a temporary, launches negligible
 _FUSED_BLOCK = 2**14  # elements, a multiple of a row: a kernel needs no temporaries, and shares of a thread want to be even
 Share = tuple[int, int]
 """(first element, one past the last) of a run of blocks"""
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """Hyperparameters; decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), applied to every parameter."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 1.0
-    """global gradient norm above which gradients are scaled down; unused where the workload does not clip"""
 
 
 def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:

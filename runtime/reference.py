@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.optimizer import AdamW, clip_coefficient, round_to_bf16, rounded_sqrt, sum_of_squares
+from megatrain.runtime.groups import Treatment, treatment
+from megatrain.runtime.hyperparameters import AdamW
+from megatrain.runtime.optimizer import clip_coefficient, round_to_bf16, rounded_sqrt, sum_of_squares
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
@@ -56,10 +58,10 @@ class Reference:
                 [sum_of_squares(self._flat(layer, gradients[name])) for name, layer in self.spec.stack.items()], self.settings.max_norm
             )
         for layer, tensors in gradients.items():
+            treated = {tensor.name: treatment(self.settings, self.spec.stack[layer], tensor) for tensor in self.spec.stack[layer].tensors}
             for name, gradient in tensors.items():
-                self._adamw(
-                    self.masters[layer][name], *self.moments[layer][name], gradient.float() if factor is None else gradient.float() * factor, rate, number
-                )
+                g = gradient.float() if factor is None else gradient.float() * factor
+                self._adamw(self.masters[layer][name], *self.moments[layer][name], g, treated[name], rate, number)
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
 
@@ -115,10 +117,11 @@ class Reference:
         """The layer's gradient as one vector, tensors padded as in the LayerSpec."""
         return torch.cat([torch.nn.functional.pad(gradients[t.name].flatten(), (0, t.padded - t.elements)) for t in layer.tensors])
 
-    def _adamw(self, master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, g: torch.Tensor, rate: float, number: int) -> None:
+    def _adamw(self, master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, g: torch.Tensor, treated: Treatment, rate: float, number: int) -> None:
         beta1, beta2 = self.settings.betas
-        if self.settings.weight_decay:
-            master *= 1 - rate * self.settings.weight_decay
+        rate *= treated.rate_factor
+        if treated.weight_decay:
+            master *= 1 - rate * treated.weight_decay
         first.copy_(first * beta1 + g * (1 - beta1))
         second.copy_(second * beta2 + g * g * (1 - beta2))
         master -= first * (rate / (1 - beta1**number)) / (rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + self.settings.epsilon)

@@ -184,6 +184,22 @@ class Templates:
         assert sums is not None
         return loss, sums[0], sums[1]
 
+    def loss(self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+        """`head` without its backward, the same bits: `scale` x the sum of the tokens' losses, 0-dimensional fp32.
+
+        Compiled layers round differently without gradients; in deterministic mode, as in `forward`, the program with gradients runs here too.
+        """
+        norm, projection = weights.values()
+        kept = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
+        rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for start in range(0, rows.shape[0], self.workload.loss_chunk):
+            part = slice(start, start + self.workload.loss_chunk)
+            with torch.set_grad_enabled(kept):
+                row = rows[part].detach().requires_grad_(kept)
+                loss += self._chunk_loss(norm.requires_grad_(kept), projection.requires_grad_(kept), row, targets[part]).detach() * scale
+        return loss
+
     def _token_losses(self, norm: torch.Tensor, projection: torch.Tensor, row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the tokens' losses, in fp32: [tokens, hidden], [tokens] int64 -> 0-dimensional."""
         logits = functional_call(self._head, {"weight": projection}, (functional_call(self._norm, {"weight": norm}, (row,)),))

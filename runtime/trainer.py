@@ -1,207 +1,197 @@
-"""Trainer: executes a plan for some steps on a corpus and leaves a run folder.
+"""Trainer: executes a plan for some steps on some data.
 
-The folder holds `plan.toml`, `environment.json`, `metrics.jsonl` (a line a step), `measured.json` (the timeline of the steady step whose
-duration is the median), `memory.json` (bytes allocated), and the trained model in Hugging Face format.
+Trainer("plan.toml", "models/qwen2.5-3b", "corpus/", Config(training=Training(steps=1000)), out="run").fit()
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from megatrain.runtime.attention import refuse_attention
-from megatrain.runtime.data import Corpus
-from megatrain.runtime.executor import Executor, StepResult
-from megatrain.runtime.machine import describe, forget_device_memory
-from megatrain.runtime.model_files import ModelState, export, folder_weights, random_weights
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
+from megatrain.runtime.config import Config, checked
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.groups import refuse_unmatched
+from megatrain.runtime.machine import default_device, forget_device_memory, make_deterministic
+from megatrain.runtime.model_files import ModelState, folder_weights, random_weights
+from megatrain.runtime.opening import Source, find_model, open_data, refuse_what_does_not_fit
+from megatrain.runtime.run_folder import RunFolder
 from megatrain.runtime.supported import refuse_unsupported
 from megatrain.runtime.templates import config_of
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import read_text, write_json, write_text
+from megatrain.runtime.trackers import trackers
+from megatrain.simulator.errors import RunError, UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import executable
-from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Timeline, median_timeline
-from megatrain.simulator.units import format_bytes
 
 WARM_UP_STEPS = 2
 """not counted as steady: memory is touched and libraries are initialised for the first time"""
 _KEPT_TIMELINES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """What the plan does not say: nothing of it changes the schedule."""
+class Fitted(NamedTuple):
+    """What `Trainer.fit` has to say."""
 
     steps: int
-    rate: float = 1e-3
-    """learning rate after warm-up"""
-    warm_up_steps: int = 10
-    """of the learning rate, linear from 0"""
-    seed: int = 0
-    """of the order of the corpus, and of random weights"""
-    random_init: bool = False
-    """random weights instead of the model folder's"""
-    export: bool = True
-    settings: AdamW = field(default_factory=AdamW)
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("rate", 0), ("warm_up_steps", 0)):
-            if not getattr(self, name) >= least:
-                raise UserError(f"training: {name}", found=getattr(self, name), allowed=f">= {least}", fix=f"set {name} to a sensible number")
-
-    def rate_at(self, number: int) -> float:
-        """Learning rate of step `number`, from 1."""
-        return self.rate * min(1.0, number / max(self.warm_up_steps, 1))
+    """the last one's number"""
+    loss: float | None
+    """of the last step; None where no step was left to do"""
+    evaluation: Evaluation | None
+    """the last one"""
+    stopped: str
+    """why it ended before the config's last step; empty where it did not"""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """One step, as told to the caller while training."""
+class Trainer:
+    """One training. While it runs, callbacks find here `plan`, `config`, `device`, `executor`, `state`, `model_config` and `timelines`."""
 
-    number: int
-    steps: int
-    result: StepResult
-    tokens_per_second: float
+    executor: Executor
+    state: ModelState
 
+    def __init__(
+        self, plan: Plan | Path | str, model: Path | str | None, data: Source | Path | str, config: Config, *, out: Path | str | None = None,
+        callbacks: Sequence[Callback] = (), evaluation_data: Source | None = None, device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """`plan`: or its file. `model`: a Hugging Face folder, None for the one that the plan names. `data`: a path, or anything with
+        `step(number) -> list[Batch]`; so too `evaluation_data`, else the config's. `out`: a new folder for the run, None for none. Its callbacks,
+        the config's trackers and then `callbacks` are told of everything, in this order.
 
-def train(
-    plan_path: Path, data: Path, out: Path, options: TrainingOptions, device: torch.device, *,
-    on_step: Callable[[Progress], None] = lambda _: None, on_load: Callable[[int], None] = lambda _: None,
-) -> Timeline:  # fmt: skip
-    """Trains; returns the steady step's measured timeline.
+        Raises UserError for a plan, a config or an `out` that cannot be used. Nothing is allocated or written yet.
+        """
+        self.plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+        self.config = checked(config)
+        self.device = device or default_device()
+        self._origin = Path() if isinstance(plan, Plan) else Path(plan).parent
+        self._folder = self._origin / self.plan.source if model is None else Path(model)
+        self._data, self._evaluation_data = data, evaluation_data
+        refuse_unsupported(self.plan.model)
+        refuse_attention(self.plan, self.device)
+        self.schedule = executable(self.plan)
+        refuse_unmatched(self.config.optimizer, self.plan.model)
+        logging, self._notes = trackers(self.config.logging, None if out is None else Path(out))
+        folder = [] if out is None else [RunFolder(Path(out), self._origin)]
+        self._callbacks: list[Callback] = [*folder, *logging, *callbacks]
+        self.first_step = 1
+        """the next step to do; one that restores a checkpoint sets it"""
+        self.finished = False
+        """no further step comes"""
+        self.timelines: list[Timeline] = []
+        """of the last steady steps"""
+        self.device_bytes_before = 0
+        """allocated on the device before this training"""
+        self._stopped = ""
 
-    `on_load` hears of each layer's parameters as they are read. Raises UserError, before anything is written, for a plan that does not
-    fit or is not its digest's, a missing model or corpus, or an `out` that is taken.
-    """
-    plan = Plan.load(plan_path)
-    refuse_unsupported(plan.model)
-    refuse_attention(plan, device)
-    schedule = executable(plan)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
-    _refuse_what_does_not_fit(plan, schedule)
-    folder = plan_path.parent / plan.source
-    from_folder = _is_model(folder, plan.model)
-    if not from_folder and not options.random_init:
-        raise UserError(
-            f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random"
-        )
-    corpus = Corpus.read(data, plan.workload, vocabulary=plan.model.vocabulary, seed=options.seed)
-    config = config_of(plan.model, str(folder) if from_folder else None)
-    forget_device_memory(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with Executor(plan, config, options.settings, device, schedule=schedule) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
-        if options.random_init:
-            state.load(random_weights(options.seed, device), on_load)
+    @property
+    def measured(self) -> Timeline:
+        """The steady step whose duration is the median."""
+        return median_timeline(self.timelines)
+
+    def stop(self, reason: str) -> None:
+        """Ends the training after this step, as if it were the last: evaluated and saved. From a callback or a signal handler."""
+        self._stopped = reason
+
+    def fit(self) -> Fitted:
+        """Trains. In deterministic mode the whole process stays so.
+
+        Raises UserError, before anything is written, where memory, model or data are not what is needed; LaneError with the op's name where one
+        fails; CallbackError with the callback's; FloatingPointError where loss or gradient norm is not finite. All memory is released either way.
+        """
+        training = self.config.training
+        refuse_what_does_not_fit(self.plan, self.schedule)
+        folder = find_model(self._folder, self.plan, random=training.init == "random")
+        data, held_out = open_data(self._data, self.config, self.plan)
+        held_out = self._evaluation_data or held_out
+        for note in self._notes:
+            self._tell("on_note", note)
+        if training.deterministic:
+            make_deterministic()
+        torch.manual_seed(training.seed)
+        self.model_config = config_of(self.plan.model, None if folder is None else str(folder))
+        forget_device_memory(self.device)
+        self.device_bytes_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        with Executor(self.plan, self.model_config, self.config.optimizer, self.device, schedule=self.schedule) as self.executor:
+            self.state = ModelState(self.plan, self.executor.schedule, self.executor.arenas)
+            self._load(folder)
+            try:
+                self._tell("on_start", self)
+                fitted = self._loop(data, held_out)
+            except BaseException as error:
+                self._end(error)
+                raise
+            self._end(None)
+        return fitted
+
+    def _load(self, folder: Path | None) -> None:
+        if folder is None or self.config.training.init == "random":
+            self.state.load(random_weights(self.config.training.seed, self.device), lambda count: self._tell("on_load", count))
         else:
             with folder_weights(folder) as weights:
-                state.load(weights, on_load)
-        out.mkdir(parents=True, exist_ok=True)
-        _save_plan(plan, plan_path, out)
-        write_json(out / "environment.json", describe(device))
-        timelines = _loop(executor, corpus, out / "metrics.jsonl", options, on_step)
-        executor.drain()
-        write_json(out / "memory.json", measured_memory(executor, before))
-        measured = median_timeline(timelines)
-        measured.save(out / "measured.json")
-        if options.export:
-            export(state, plan, config, out / "model")
-    return measured
+                self.state.load(weights, lambda count: self._tell("on_load", count))
 
+    def _loop(self, data: Source, held_out: Source | None) -> Fitted:
+        """All steps, with what comes between them and after the last."""
+        steps, every = self.config.training.steps, (self.config.evaluation.every_steps, self.config.saving.every_steps)
+        number, loss, evaluation = self.first_step - 1, None, None
+        for number in range(self.first_step, steps + 1):
+            step = self._step(data, number)
+            loss = step.loss
+            self._tell("on_step", self, step)
+            self.finished = number == steps or bool(self._stopped)
+            evaluate, save = (self.finished or (interval > 0 and number % interval == 0) for interval in every)
+            if evaluate and held_out is not None:
+                evaluation = self._evaluate(held_out, number)
+                self._tell("on_evaluation", self, evaluation)
+            if save:
+                self.executor.drain()
+                self._tell("on_save", self, number)
+            if self.finished:
+                break
+        return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
 
-def _refuse_what_does_not_fit(plan: Plan, schedule: Schedule) -> None:
-    """Activations and workspace included, as predicted; the pools themselves are checked where they are allocated."""
-    if plan.prediction is None:
-        return
-    for place, peak, limit in (
-        ("device", plan.prediction.device_peak_bytes, plan.device_limit_bytes),
-        ("host", plan.prediction.host_peak_bytes, plan.host_limit_bytes),
-    ):
-        if peak > limit:
-            pools = Counter({buffer.pool: 0 for buffer in schedule.buffers})
-            for buffer in schedule.buffers:
-                pools[buffer.pool] += buffer.allocated if buffer.place == place else 0
-            (largest, size), *_ = pools.most_common(1)
-            raise UserError(
-                f"{place} memory", found=f"a plan whose peak is {format_bytes(peak)}, of which {largest} {format_bytes(size)}", allowed=format_bytes(limit),
-                fix=f"raise the limit by {format_bytes(peak - limit)}, or make a plan for this limit with `megatrain plan`",
-            )  # fmt: skip
+    def _step(self, data: Source, number: int) -> Step:
+        steps = self.config.training.steps
+        rate = self.config.schedule.at(number, steps)
+        result = self.executor.step(data.step(number), rate=rate, number=number)
+        if number >= self.first_step + WARM_UP_STEPS or steps < self.first_step + WARM_UP_STEPS:
+            self.timelines = [*self.timelines[1 - _KEPT_TIMELINES :], result.timeline]
+        return Step(
+            number=number, loss=result.loss, gradient_norm=result.gradient_norm, rate=rate, seconds=result.seconds,
+            tokens_per_second=self.plan.workload.step_tokens / result.seconds, timeline=result.timeline, checksum=result.checksum,
+        )  # fmt: skip
 
+    def _evaluate(self, held_out: Source, number: int) -> Evaluation:
+        """Mean over all labelled tokens of all evaluation steps."""
+        parts = [self.executor.evaluate(held_out.step(index)) for index in range(1, self.config.evaluation.over_steps + 1)]
+        tokens = sum(part.labelled for part in parts)
+        loss = sum(part.loss * part.labelled for part in parts) / max(tokens, 1)
+        return Evaluation(number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts))
 
-def _is_model(folder: Path, planned: ModelSpec) -> bool:
-    """Whether `folder` has a model. Raises UserError where it is another one than was planned."""
-    config = folder / "config.json"
-    if not config.exists():
-        return False
-    found = ModelSpec.load(str(config))
-    both = found.config.keys() & planned.config.keys()
-    keys = [key for key in found.config if key in both and found.config[key] != planned.config[key]]
-    if keys or found.stack != planned.stack:  # a key that one of them leaves out has its default there
-        shown = keys or sorted(found.config.keys() ^ planned.config.keys())
-        differs, expected = (", ".join(f"{key} {model.config.get(key)}" for key in shown) for model in (found, planned))
-        raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`")
-    return True
+    def _tell(self, event: str, *details: object) -> None:
+        for callback in self._callbacks:
+            self._tell_one(callback, event, *details)
 
+    def _tell_one(self, callback: Callback, event: str, *details: object) -> None:
+        """Raises CallbackError for what `callback` raises, unless that is one line for the user already."""
+        try:
+            getattr(callback, event)(*details)
+        except (UserError, RunError):
+            raise
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            raise CallbackError(f"callback {type(callback).__name__}.{event}: {type(error).__name__}: {first_line}") from error
 
-def _save_plan(plan: Plan, origin: Path, out: Path) -> None:
-    """The plan, and the hardware file that it was made for, so that the run can be compared wherever its folder goes."""
-    hardware = origin.parent / plan.hardware
-    if hardware.suffix == ".toml" and hardware.is_file():
-        write_text(out / "hardware.toml", read_text(hardware))
-        plan = msgspec.structs.replace(plan, hardware="hardware.toml")
-    source = origin.parent / plan.source
-    if source.exists():
-        plan = msgspec.structs.replace(plan, source=os.path.relpath(source.resolve(), out.resolve()))
-    plan.save(out / "plan.toml")
-
-
-def _loop(executor: Executor, corpus: Corpus, metrics: Path, options: TrainingOptions, on_step: Callable[[Progress], None]) -> list[Timeline]:
-    """All steps; the timelines of the last steady ones."""
-    timelines: list[Timeline] = []
-    tokens = executor.plan.workload.step_tokens
-    for number in range(1, options.steps + 1):
-        rate = options.rate_at(number)
-        result = executor.step(corpus.step(number), rate=rate, number=number)
-        if number > WARM_UP_STEPS or options.steps <= WARM_UP_STEPS:
-            timelines = [*timelines[1 - _KEPT_TIMELINES :], result.timeline]
-        speed = tokens / result.seconds
-        row = {
-            "step": number,
-            "loss": result.loss,
-            "gradient_norm": result.gradient_norm,
-            "rate": rate,
-            "seconds": round(result.seconds, 6),
-            "tokens_per_second": round(speed, 1),
-        }
-        _append(metrics, row)
-        on_step(Progress(number, options.steps, result, speed))
-    return timelines
-
-
-def _append(metrics: Path, row: Mapping[str, object]) -> None:
-    """One more line of `metrics`. Raises UserError where it cannot be written."""
-    try:
-        with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise UserError(str(metrics), found=str(error.strerror).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
-
-
-def measured_memory(executor: Executor, before: int) -> dict[str, object]:
-    """Bytes: each pool as allocated, and with CUDA the most that was allocated on the device, less what was there `before`."""
-    sizes: dict[str, object] = {"pools": dict(executor.arenas.pool_bytes)}
-    sizes.update({f"{place}_pool_bytes": executor.arenas.total(place) for place in ("device", "host")})
-    if executor.device.type == "cuda":
-        sizes["device_peak_bytes"] = torch.cuda.max_memory_allocated(executor.device) - before
-    return sizes
+    def _end(self, error: BaseException | None) -> None:
+        """Every callback hears of the end, whatever the others do; the first failure is raised, unless `error` is under way already."""
+        self.finished = True
+        failure = error
+        for callback in self._callbacks:
+            try:
+                self._tell_one(callback, "on_end", self, failure)
+            except BaseException as raised:
+                failure = failure or raised
+        if failure is not None and failure is not error:
+            raise failure

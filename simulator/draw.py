@@ -40,7 +40,7 @@ STYLE: Any = {
 SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
 INK, MUTED, ALARM, ROW, UNKNOWN = "#1f2933", "#66727f", "#b3261e", "#f3f5f7", "#c9b27c"
 KIND_COLOURS = {
-    "embed": "#7fc8c2", "forward": "#6aaee0", "head": "#f2c94c", "recompute": "#bcdcf4", "backward": "#1f5f9e", "embed_backward": "#2b7a78",
+    "embed": "#7fc8c2", "forward": "#6aaee0", "head": "#f2c94c", "loss": "#f7e3a1", "recompute": "#bcdcf4", "backward": "#1f5f9e", "embed_backward": "#2b7a78",
     "load_weights": "#2e9e6b", "load_activations": "#8ed1a8", "load_gradients": "#bfe5c8", "load_state": "#186a46",
     "save_gradients": "#e07b39", "save_activations": "#f3b27f", "save_state": "#a84f16",
     "accumulate_gradients": "#d9b3dd", "update": "#7b3f98", "cpu_update": "#8e5aa8", "norm": "#8a949e", "clip": "#4a5560",
@@ -241,8 +241,11 @@ def _pool_colours(pools: Iterable[str]) -> dict[str, str]:
     return colours
 
 
-def loss_png(path: Path, steps: Sequence[int], losses: Sequence[float], tokens_per_second: Sequence[float], title: str, subtitle: str = "") -> None:
-    """Draws a run: the loss of each step, thin, its running mean where the run is long enough, and tokens/s below.
+def loss_png(
+    path: Path, steps: Sequence[int], losses: Sequence[float], tokens_per_second: Sequence[float], title: str, subtitle: str = "",
+    evaluations: Sequence[tuple[int, float]] = (),
+) -> None:  # fmt: skip
+    """Draws a run: the loss of each step, thin, its running mean where the run is long enough, `evaluations` (step, loss) as points, tokens/s below.
 
     Raises ValueError for sequences of unequal length or none.
     """
@@ -257,6 +260,9 @@ def loss_png(path: Path, steps: Sequence[int], losses: Sequence[float], tokens_p
         if smooth:
             means = np.convolve(losses, np.full(window, 1 / window), "valid")
             upper.plot(steps[window // 2 :][: len(means)], means, color="#1f5f9e", linewidth=1.8)
+        if evaluations:
+            upper.plot(*zip(*evaluations, strict=True), marker="D", markersize=4.5, color="#e07b39", linewidth=1.0)
+            upper.annotate("evaluation", evaluations[-1], xytext=(-6, 7), textcoords="offset points", ha="right", fontsize=8, color="#a84f16")
         _heading(upper, "loss", f"last {losses[-1]:.4f}" + (f", mean of the last {window} steps {statistics.fmean(losses[-window:]):.4f}" if smooth else ""))
         lower.plot(steps, tokens_per_second, marker=marker, markersize=3.5, color="#2e9e6b", linewidth=1.2)
         lower.set_ylim(0, 1.2 * max(tokens_per_second) or 1)

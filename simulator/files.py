@@ -75,7 +75,19 @@ def convert(data: object, into: type[T], where: str) -> T:
         if invalid:
             raise UserError(f"{where}: {key}", found=invalid[1], allowed=_allowed_values(into, key), fix="correct this value") from None
         found, _, allowed = message.partition(", got ")[::-1]
-        raise UserError(f"{where}: {key}", found=found or message, allowed=(allowed or message).removeprefix("Expected "), fix="correct this value") from None
+        raise UserError(
+            f"{where}: {key}", found=found or _value(data, key, message), allowed=(allowed or message).removeprefix("Expected "), fix="correct this value"
+        ) from None
+
+
+def _value(data: Any, key: str, otherwise: str) -> str:
+    """What stands at `key`, a path such as `knobs.batch` or `copies[0].bytes`."""
+    try:
+        for part in re.findall(r"[^.\[\]]+", key):
+            data = data[int(part)] if isinstance(data, list | tuple) else data[part]
+        return repr(data)
+    except (LookupError, TypeError, ValueError):  # a key of a table stands as `...`
+        return otherwise
 
 
 def _allowed_keys(into: Any, key: str) -> str:
@@ -85,7 +97,9 @@ def _allowed_keys(into: Any, key: str) -> str:
 
 def _allowed_values(into: Any, key: str) -> str:
     """The values of the Literal at `key`."""
-    return ", ".join(repr(value) for value in getattr(_annotation(into, key), "__args__", ()))
+    annotation = _annotation(into, key)
+    plain = annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation  # of Annotated[Literal[...], Meta(...)]
+    return ", ".join(repr(value) for value in getattr(plain, "__args__", ()))
 
 
 def _annotation(into: Any, key: str) -> Any:

@@ -21,13 +21,14 @@ from megatrain.simulator.files import read_toml
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
+UNMEASURED_KINDS = ("loss",)  # computed only by an evaluation: a share of what is measured
 """Kinds whose duration hangs on `Op.shape`."""
 COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations")
 """Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
 `save_gradients`. The size of the other curve kinds is parameters."""
 PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
 """Kinds of other systems' schedules, whose size is bytes; a machine's rates give their durations."""
-CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + PASS_KINDS + COPY_KINDS[2:])
+CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + UNMEASURED_KINDS + PASS_KINDS + COPY_KINDS[2:])
 """Kinds with a curve over their size."""
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 

@@ -10,6 +10,7 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | embed | embedding weights, tokens | hidden |
 | forward | weights, hidden | hidden |
 | head | head weights, hidden, tokens | gradient of the weights, gradient of hidden, loss |
+| loss | head weights, hidden, tokens | loss |
 | recompute | weights, hidden[, attention] | saved activations[, hidden] |
 | backward | weights, saved activations, hidden, gradient of the output[, attention] | gradient of the weights, gradient of the input |
 | embed_backward | tokens, gradient of hidden | gradient of the weights |
@@ -54,7 +55,7 @@ LANES = ("compute", "update", "h2d", "d2h", "cpu")
 """FIFO queues: three or four CUDA streams and one host thread."""
 
 CODES = {
-    "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "R": "recompute", "B": "backward", "EB": "embed_backward",
+    "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "HL": "loss", "R": "recompute", "B": "backward", "EB": "embed_backward",
     "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations",
     "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
     "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",

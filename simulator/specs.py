@@ -232,6 +232,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             backward        FLOPs twice;  the backward traffic T, and 2 P b: weights read, gradients written
             head            FLOPs thrice; both traffics of the norm T; T V (2 b + 32): logits cast, softmax in fp32 (8), and backward zeros (4),
                             softmax (12) and a cast; of the matrix two reads, a gradient and its sum, V d (4 b + 8) a loss chunk
+            loss            the head's forward: FLOPs once; the norm's forward traffic T; T V (b + 12): logits cast, softmax; V d b a loss chunk
             embed           rows read and written, 2 T d b; backward, read, summed in fp32 into a zeroed table, T d (b + 8) + 4 V d
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
@@ -244,6 +245,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             norm, chunks = self._architecture.norm, -(-tokens // workload.loss_chunk)
             moved = tokens * (norm.forward.bytes(width) + norm.backward.bytes(width) + self.vocabulary * (2 * width + 32))
             return Work(3 * self.head_flops(tokens), 0, moved + chunks * table * (3 * width + (width + 8 if chunks > 1 else 0)))
+        if kind == "loss":
+            moved = tokens * (self._architecture.norm.forward.bytes(width) + self.vocabulary * (width + 12))
+            return Work(self.head_flops(tokens), 0, moved + -(-tokens // workload.loss_chunk) * table * width)
         part, passes = self._part(layer), _PASSES[kind]
         traffic = part.backward if kind == "backward" else part.forward
         return Work(

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Parts, Reading, Step, alone_in_group, random_tokens
 from megatrain.runtime.arenas import TORCH_DTYPE
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.plan import Plan
 

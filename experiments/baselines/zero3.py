@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Parts, Reading, Step, alone_in_group, random_tokens
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import Workload

@@ -11,9 +11,9 @@ from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Rea
 from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.model_files import ModelState, Weights, random_weights
-from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import config_of, layer_tensors
 from megatrain.simulator.hardware import COMPUTE_KINDS
 from megatrain.simulator.plan import Plan

@@ -18,10 +18,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.commands.check import as_json
     from megatrain.simulator.costs import cost_model
-    from megatrain.simulator.engine import simulate
+    from megatrain.simulator.engine import makespan_ns, simulate
     from megatrain.simulator.plan import Plan
     from megatrain.simulator.planner import assess
-    from megatrain.simulator.policies import verified
+    from megatrain.simulator.policies import evaluation, is_prediction_only, verified
     from megatrain.simulator.trace import save_trace
     from megatrain.simulator.units import format_bytes, format_seconds
     from megatrain.simulator.verdict import brief
@@ -38,14 +38,22 @@ def run(args: argparse.Namespace) -> int:
         count, seconds = kinds.get(span.kind, (0, 0.0))
         kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
     choice = assess(plan, costs)
+    evaluation_seconds = None if is_prediction_only(plan.policy) else makespan_ns(evaluation(plan), costs) / 1e9
     if args.json:
-        report = as_json(brief(choice, hardware)) | {"ops": len(schedule.ops), "digest": schedule.digest, "lane_busy_seconds": lanes}
+        report = as_json(brief(choice, hardware)) | {
+            "ops": len(schedule.ops),
+            "digest": schedule.digest,
+            "lane_busy_seconds": lanes,
+            "evaluation_seconds": evaluation_seconds,
+        }
         print(json.dumps(report | {"kinds": {kind: {"ops": count, "seconds": seconds} for kind, (count, seconds) in kinds.items()}}))
         return 0
     print(f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}: {len(schedule.ops)} ops")
     print(f"step {format_seconds(choice.step_seconds)}, of which {format_seconds(timeline.makespan_ns / 1e9)} in the schedule")
     print("\n".join(f"  lane {lane:<8} busy {format_seconds(busy):>11}  {busy * 1e9 / timeline.makespan_ns:6.1%}" for lane, busy in lanes.items()))
     print("\n".join(f"  {kind:<22}{count:>6} ops {format_seconds(seconds):>11}" for kind, (count, seconds) in kinds.items()))
+    if evaluation_seconds is not None:
+        print(f"evaluation {format_seconds(evaluation_seconds)} for as many tokens as a step has, forward only")
     account = choice.account
     for place, peak, limit in (("device", account.device_peak_bytes, account.device_limit_bytes), ("host", account.host_peak_bytes, account.host_limit_bytes)):
         print(f"  {place:<6} memory {format_bytes(peak):>12} of {format_bytes(limit)}{'' if peak <= limit else ': DOES NOT FIT'}")

@@ -1,77 +1,106 @@
-"""Executes a plan: trains a model on text, and leaves a run folder."""
+"""Executes a plan: trains a model on text, and leaves a run folder.
+
+Every field of the config may stand in a TOML file (--config), as `--set FIELD=VALUE`, or as an option of its own; the later ones win in this order.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from megatrain.experiments import options
+from megatrain.runtime.config import Config, fields, full_name, parse_value
 from megatrain.simulator.errors import UserError
+
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "training.steps": ("--steps", {"type": options.whole("--steps")}),
+    "training.seed": ("--seed", {"type": options.whole("--seed", 0, 2**32 - 1)}),
+    "training.init": ("--init", {"choices": ("model", "random")}),
+    "training.deterministic": ("--deterministic", {"action": "store_true"}),
+    "optimizer.weight_decay": ("--weight-decay", {"type": options.real("--weight-decay")}),
+    "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
+    "schedule.rate": ("--rate", {"type": options.real("--rate")}),
+    "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
+    "data.data": ("--data", {}),
+    "saving.export": ("--no-export", {"action": "store_false"}),
+}
+"""the fields that have a short option"""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan written by `megatrain plan`")
-    parser.add_argument("--data", type=Path, required=True, help="a text file, or a folder of them; byte-level tokens, packed")
-    parser.add_argument("--steps", type=options.whole("--steps"), required=True, help="optimizer steps")
-    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder for plan, metrics, timeline and model")
-    parser.add_argument("--init", choices=("model", "random"), default="model", help="weights of the model's folder (default), or random ones")
-    parser.add_argument("--rate", type=options.real("--rate"), default=1e-3, help="learning rate (default 1e-3)")
-    parser.add_argument("--warm-up", type=options.whole("--warm-up", 0), default=10, help="steps of linear warm-up (default 10)")
-    parser.add_argument("--weight-decay", type=options.real("--weight-decay"), default=0.0, help="decoupled weight decay of every parameter (default 0)")
-    parser.add_argument("--max-norm", type=options.real("--max-norm", 1e-6), default=1.0, help="global gradient norm to clip to (default 1.0)")
-    parser.add_argument("--seed", type=options.whole("--seed", 0, 2**32 - 1), default=0, help="of the order of the data, and of random weights (default 0)")
-    parser.add_argument("--no-export", action="store_true", help="do not write the trained model")
-    parser.add_argument("--deterministic", action="store_true", help="only kernels that give the same bits every time; slower with CUDA")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder for plan, config, metrics, timeline, pictures and model")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML with the sections below; a run folder's config.toml is one")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set any field, e.g. rate=3e-4 or evaluation.every_steps=100")
     options.add_device(parser)
+    groups: dict[str, Any] = {}
+    for key, field in fields().items():
+        section = key.partition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(f"[{section}]")
+        option, given = SHORT.get(key, (f"--{key}", {"type": parse_value}))
+        if "action" not in given and "choices" not in given:
+            given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
+        no_default = "action" in given or field.default in (msgspec.NODEFAULT, "", ())
+        text = f"{'do not ' if option == '--no-export' else ''}{field.meaning}{'' if no_default else f' (default {_shown(field.default)})'}"
+        groups[section].add_argument(option, dest=key, default=None, help=text.replace("%", "%%"), **given)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).strip("()")
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """Of the file, what --set says, and the options. Raises UserError for anything in it that cannot be."""
+    overrides: dict[str, Any] = {}
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError("--set", found=repr(text), allowed="FIELD=VALUE", fix="write it like --set rate=3e-4")
+        overrides[full_name(key.strip())] = parse_value(value.strip())
+    overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
+    if args.config is None and "training.steps" not in overrides:
+        raise UserError("megatrain train", found="no --steps", allowed="--steps VALUE, or steps in [training] of a --config file", fix="say how many")
+    config = Config.load(args.config, overrides)
+    if not config.data.data:
+        raise UserError("megatrain train", found="no --data", allowed="--data PATH, or data in [data] of a --config file", fix="name a text file or folder")
+    return config
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    config = config_of(args)
 
-    from megatrain.runtime.machine import make_deterministic
-    from megatrain.runtime.optimizer import AdamW
-    from megatrain.runtime.trainer import Progress as Step
-    from megatrain.runtime.trainer import TrainingOptions, train
+    from megatrain.experiments.pictures import draw_loss, read_record
+    from megatrain.experiments.progress import ProgressBars
+    from megatrain.runtime.trainer import Trainer
     from megatrain.simulator.plan import Plan
 
-    chosen = TrainingOptions(
-        steps=args.steps, rate=args.rate, warm_up_steps=args.warm_up, seed=args.seed, random_init=args.init == "random",
-        export=not args.no_export, settings=AdamW(weight_decay=args.weight_decay, max_norm=args.max_norm),
-    )  # fmt: skip
     parameters = Plan.load(args.plan).model.parameters
     if not os.path.exists(args.out):
         options.check_writable(args.out)
-    device = options.device(args)
-    if args.deterministic:
-        make_deterministic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn())
-    bars = Progress(*columns)
-    loading = bars.add_task("load ", total=parameters, state="")
-    training = bars.add_task("train", total=args.steps, state="", start=False)
-
-    def on_load(count: int) -> None:
-        bars.start()  # not before the first layer: by then everything that can be refused has been
-        bars.advance(loading, count)
-
-    losses: list[float] = []
-
-    def on_step(step: Step) -> None:
-        losses.append(step.result.loss)
-        if step.number == 1:
-            bars.start_task(training)
-        bars.update(training, completed=step.number, state=f"loss {step.result.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s")
-
+    bars = ProgressBars(parameters, config.training.steps)
+    trainer = Trainer(args.plan, None, config.data.data, config, out=args.out, callbacks=[bars], device=options.device(args))
     try:
-        train(args.plan, args.data, args.out, chosen, device, on_step=on_step, on_load=on_load)
+        fitted = trainer.fit()
     except FloatingPointError as error:
         raise UserError(
-            f"training, {args.out}", found=str(error).partition(";")[0], allowed="finite numbers", fix=f"lower --rate {args.rate:g}, or look at the data"
-        ) from None
+            f"training, {args.out}", found=str(error).partition(";")[0], allowed="finite numbers",
+            fix=f"lower --rate {config.schedule.rate:g}, or look at the data",
+        ) from None  # fmt: skip
     finally:
-        if bars.live.is_started:
-            bars.stop()
-    few = min(20, -(-len(losses) // 2))
-    print(f"loss {sum(losses[:few]) / few:.3f} over the first {few} steps, {sum(losses[-few:]) / few:.3f} over the last {few}")
+        bars.close()
+    if losses := bars.losses:
+        draw_loss(args.out, read_record(args.out), trainer.plan)
+        few = min(20, -(-len(losses) // 2))
+        print(f"loss {sum(losses[:few]) / few:.3f} over the first {few} steps, {sum(losses[-few:]) / few:.3f} over the last {few}")
+    if fitted.evaluation is not None:
+        found = fitted.evaluation
+        print(f"evaluation loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, over {found.tokens:,} tokens after step {found.number}")
+    if fitted.stopped:
+        print(f"stopped after step {fitted.steps}: {fitted.stopped}")
     print(f"wrote {args.out}; see `megatrain compare {args.out}`")
     return 0

@@ -17,7 +17,7 @@ from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, CostTable, Workspace
+from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -72,8 +72,9 @@ class Calibrated(Shared):
         return curves[name]
 
     def _compute(self, kind: str, shape: str, amount: int) -> tuple[int, bool]:
-        measured = self.table.compute.get(kind, {})
-        if shape in measured:
+        share = kind in UNMEASURED_KINDS  # the loss is the head without its backward: of its time, the share of its FLOPs
+        measured = self.table.compute.get("head" if share else kind, {})
+        if shape in measured and not share:
             return measured[shape][1], False
         candidates = []
         for known, (known_amount, duration) in sorted(measured.items()):

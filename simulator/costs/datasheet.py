@@ -25,7 +25,7 @@ from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Unmeasured
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, PASS_KINDS, AttentionRate, HardwareSpec
+from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, AttentionRate, HardwareSpec
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -118,7 +118,7 @@ class Datasheet(Unmeasured):
             return math.ceil(op.bytes / self._pass_gb_per_s[kind])
         if kind in COPY_KINDS:
             return self._copy(op)[0]
-        if kind in COMPUTE_KINDS:
+        if kind in COMPUTE_KINDS + UNMEASURED_KINDS:
             return self._compute_ns(kind, op.layer, kept=is_kept(op.shape))
         if kind == "clip":
             return 0

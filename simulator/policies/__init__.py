@@ -16,6 +16,7 @@ import msgspec
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._evaluation import forward_only
 from megatrain.simulator.schedule import Schedule
 
 
@@ -83,6 +84,14 @@ def drain(plan: Plan) -> Schedule | None:
     """What a step of `plan` leaves to be done before its state is whole, on buffers of the step's; None where it leaves nothing."""
     module = importlib.import_module(f"{__name__}.{plan.policy}")
     return module.drain(plan) if hasattr(module, "drain") else None
+
+
+def evaluation(plan: Plan) -> Schedule:
+    """The micro-batches of one step, forward with loss and nothing else, on buffers of the step's: what measures a model between steps.
+
+    Raises UserError for a policy whose weights stream through slots of unknown names.
+    """
+    return forward_only(plan, outline(plan))
 
 
 def verified(plan: Plan) -> Schedule:

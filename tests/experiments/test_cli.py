@@ -21,8 +21,8 @@ WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 KEYS = {
     "feasible", "binding", "policy", "step_seconds", "tokens_per_second", "tflops_6n", "device_peak_bytes", "host_peak_bytes", "lower_bound_seconds", "advice",
 }  # fmt: skip
-RUN_FILES = {"plan.toml", "hardware.toml", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
-COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png", "loss.png"}
+RUN_FILES = {"plan.toml", "hardware.toml", "config.toml", "loss.png", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
+COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png"}
 
 
 def png_width(path: Path) -> int:
@@ -75,6 +75,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert simulated["step_seconds"] == plan.prediction.step_seconds
     assert simulated["device_peak_bytes"] == plan.prediction.device_peak_bytes
     assert simulated["lower_bound_seconds"] <= simulated["step_seconds"]
+    assert 0 < simulated["evaluation_seconds"] < simulated["step_seconds"]
     assert list(lanes_by_process(Path("new/simulated.json"))) == ["predicted"]
 
     outcome = command("train", "new/plans/plan.toml", "--data", "corpus", "--steps", 4, "--device", "cpu", "--out", "new/run")

@@ -34,7 +34,7 @@ def test_ctrl_c_while_training(steps_before: int, workplace: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert complaint == "megatrain: interrupted\n"
-    assert set(os.listdir(workplace / "run")) == {"plan.toml", "environment.json", "metrics.jsonl"}
+    assert set(os.listdir(workplace / "run")) == {"plan.toml", "config.toml", "environment.json", "metrics.jsonl"}
     assert (workplace / "run" / "metrics.jsonl").read_text().endswith("}\n")
 
 
@@ -50,4 +50,4 @@ def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.Mon
     outcome = command("train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "run")
     assert outcome.status == 130
     assert outcome.err == "megatrain: interrupted\n"
-    assert set(os.listdir("run")) == {"plan.toml", "environment.json", "metrics.jsonl", "memory.json", "measured.json"}
+    assert set(os.listdir("run")) == {"plan.toml", "config.toml", "environment.json", "metrics.jsonl", "memory.json", "measured.json"}

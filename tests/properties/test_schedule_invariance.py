@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.hyperparameters import AdamW, Group
 from megatrain.runtime.model_files import ModelState, random_weights
-from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
 from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
@@ -29,7 +29,9 @@ from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workloa
 
 STEPS = 5
 RATE = 1e-2
-SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1)
+GROUPS = (Group(match="*self_attn.o_proj*", weight_decay=0.3), Group(match="*up_proj*", rate_factor=0.5), Group(match="*norm*", weight_decay=0.05))
+SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
+"""neighbouring tensors decay differently, and copies end inside tensors: a chunk has several stretches"""
 CPU = torch.device("cpu")
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}

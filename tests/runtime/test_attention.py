@@ -12,9 +12,10 @@ import torch
 from megatrain.runtime import attention
 from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.attention import kernel_of, refuse_attention
+from megatrain.runtime.config import Config, Training
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.templates import Saved, Templates, config_of, layer_tensors
-from megatrain.runtime.trainer import TrainingOptions, train
+from megatrain.runtime.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
@@ -120,7 +121,7 @@ def test_a_kernel_that_the_machine_has_not_is_refused_before_anything_is_loaded(
         refuse_attention(plan, CPU)
     plan.save(tmp_path / "plan.toml")
     with pytest.raises(UserError, match="cudnn on cpu"):
-        train(tmp_path / "plan.toml", tmp_path / "nothing.txt", tmp_path / "out", TrainingOptions(steps=1, random_init=True), CPU)
+        Trainer(tmp_path / "plan.toml", None, tmp_path / "nothing.txt", Config(training=Training(steps=1)), out=tmp_path / "out", device=CPU)
     assert not (tmp_path / "out").exists()
 
 

@@ -17,8 +17,8 @@ from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
+from megatrain.runtime.run_folder import measured_memory
 from megatrain.runtime.templates import config_of
-from megatrain.runtime.trainer import measured_memory
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.hardware import HardwareSpec

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.model_files import random_weights
-from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.plan import Plan
@@ -41,7 +41,10 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
     plan = make_plan(family=family, tied=tied, clipping=clipping, accumulation=accumulation, dtype="fp32", loss_chunk=13)
     settings = AdamW(max_norm=0.05, weight_decay=0.1, epsilon=1e-4)
     reference, model = both(plan, settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=settings.betas, eps=settings.epsilon, weight_decay=settings.weight_decay)
+    plain = [p for name, p in model.named_parameters() if p.dim() == 1 or "embed_tokens" in name]  # a tied head is the embedding's parameter
+    decayed = [p for p in model.parameters() if not any(p is other for other in plain)]
+    groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": settings.weight_decay}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, eps=settings.epsilon)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(2)
     for number in range(1, 6):

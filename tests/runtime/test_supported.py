@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.experiments.commands import calibrate as command
+from megatrain.runtime.config import Config, Training
 from megatrain.runtime.supported import FAMILIES, refuse_unsupported
 from megatrain.runtime.templates import config_of
-from megatrain.runtime.trainer import TrainingOptions, train
+from megatrain.runtime.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
@@ -42,7 +43,7 @@ def test_what_cannot_be_executed_is_refused_before_anything_is_read(
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)  # it can be planned
     plan.save(tmp_path / "plan.toml")
     with pytest.raises(UserError, match=message) as caught:
-        train(tmp_path / "plan.toml", tmp_path / "no-corpus", tmp_path / "out", TrainingOptions(steps=1), torch.device("cpu"))
+        Trainer(tmp_path / "plan.toml", None, tmp_path / "no-corpus", Config(training=Training(steps=1)), out=tmp_path / "out", device=torch.device("cpu"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=message):

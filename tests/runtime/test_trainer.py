@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime import trainer
+from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
+from megatrain.runtime.config import Config, Training, full_name
+from megatrain.runtime.learning_rate import LearningRate
 from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.run_folder import append
 from megatrain.runtime.templates import config_of
-from megatrain.runtime.trainer import Progress, TrainingOptions, train
+from megatrain.runtime.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Plan
@@ -39,9 +43,45 @@ def place(executable: Callable[..., Plan], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(place: Path, out: str = "run", **options: Any) -> Timeline:
-    hooks = {key: options.pop(key) for key in ("on_step", "on_load") if key in options}
-    return train(place / "plan.toml", place / "corpus", place / out, TrainingOptions(**{"steps": 5, "warm_up_steps": 2, **options}), CPU, **hooks)
+class Recorder(Callback):
+    """Everything it is told, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.loaded: list[int] = []
+        self.told: list[tuple[str, Any]] = []
+
+    def on_load(self, parameters: int) -> None:
+        self.loaded.append(parameters)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.told.append(("start", trainer.first_step))
+
+    def on_step(self, trainer: Trainer, step: Step) -> None:
+        self.steps.append(step)
+        self.told.append(("step", step.number))
+
+    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        self.told.append(("evaluation", evaluation.number))
+
+    def on_save(self, trainer: Trainer, number: int) -> None:
+        self.told.append(("save", number))
+
+    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+        self.told.append(("end", error))
+
+
+def prepare(place: Path, out: str | None = "run", *, callbacks: Sequence[Callback] = (), **fields: Any) -> Trainer:
+    """`fields`: of the config, as on the command line."""
+    given = {"training.steps": 5, "schedule.warm_up_steps": 2, **{full_name(name): value for name, value in fields.items()}}
+    path = None if out is None else place / out
+    return Trainer(place / "plan.toml", None, place / "corpus", Config.load(None, given), out=path, callbacks=callbacks, device=CPU)
+
+
+def run(place: Path, out: str | None = "run", **fields: Any) -> Trainer:
+    trainer = prepare(place, out, **fields)
+    trainer.fit()
+    return trainer
 
 
 def change_plan(place: Path, **changes: Any) -> None:
@@ -49,25 +89,32 @@ def change_plan(place: Path, **changes: Any) -> None:
 
 
 def test_a_run_leaves_its_folder_whole(place: Path) -> None:
-    steps: list[Progress] = []
-    loaded: list[int] = []
-    measured = run(place, on_step=steps.append, on_load=loaded.append, rate=3e-3)
+    recorder = Recorder()
+    steps, measured = recorder.steps, run(place, callbacks=[recorder], rate=3e-3).measured
     out, plan = place / "run", Plan.load(place / "plan.toml")
-    assert sorted(path.name for path in out.iterdir()) == ["environment.json", "measured.json", "memory.json", "metrics.jsonl", "model", "plan.toml"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.toml",
+        "environment.json",
+        "measured.json",
+        "memory.json",
+        "metrics.jsonl",
+        "model",
+        "plan.toml",
+    ]
 
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [step.number for step in steps] == [1, 2, 3, 4, 5]
-    assert [row["loss"] for row in rows] == [step.result.loss for step in steps]
+    assert [row["loss"] for row in rows] == [step.loss for step in steps]
     assert all(math.isfinite(row["loss"]) and row["gradient_norm"] > 0 for row in rows)
     assert rows[0]["loss"] == pytest.approx(math.log(300), rel=0.05)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     assert [row["rate"] for row in rows] == [1.5e-3, 3e-3, 3e-3, 3e-3, 3e-3]
     assert all(row["tokens_per_second"] == pytest.approx(plan.workload.step_tokens / row["seconds"], abs=0.1) for row in rows)
-    assert sum(loaded) == plan.model.parameters
+    assert sum(recorder.loaded) == plan.model.parameters
 
     assert Timeline.load(out / "measured.json") == measured
     assert measured.digest == plan.digest
-    assert measured in [step.result.timeline for step in steps[2:]], "a step after the warm-up"
+    assert measured in [step.timeline for step in steps[2:]], "a step after the warm-up"
     memory = json.loads((out / "memory.json").read_text())
     predicted = account(lower(plan), 1, 1, 0, 0)
     assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (predicted.device_peak_bytes, predicted.host_peak_bytes)
@@ -88,7 +135,7 @@ def test_a_run_leaves_its_folder_whole(place: Path) -> None:
 def test_the_same_seed_gives_the_same_run(place: Path) -> None:
     losses = []
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run(place, out, seed=seed, random_init=True, export=False, steps=2)
+        run(place, out, seed=seed, init="random", export=False, steps=2)
         losses.append([json.loads(line)["loss"] for line in (place / out / "metrics.jsonl").read_text().splitlines()])
         assert not (place / out / "model").exists()
     assert losses[0] == losses[1] != losses[2]
@@ -102,10 +149,105 @@ def test_a_run_keeps_the_hardware_file_of_its_plan(place: Path) -> None:
     assert Plan.load(place / "run" / "plan.toml").hardware == "hardware.toml"
 
 
-def test_the_rate_warms_up_linearly() -> None:
-    options = TrainingOptions(steps=9, rate=1.0, warm_up_steps=4)
-    assert [options.rate_at(number) for number in (1, 2, 3, 4, 5, 9)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert TrainingOptions(steps=1, rate=1.0, warm_up_steps=0).rate_at(1) == 1.0
+# ---- callbacks, evaluation, saving ----
+
+
+def test_a_library_user_needs_few_lines(place: Path) -> None:
+    config = Config(training=Training(steps=3), schedule=LearningRate(kind="cosine", warm_up_steps=1))
+    recorder = Recorder()
+    fitted = Trainer(place / "plan.toml", place / "small", place / "corpus", config, callbacks=[recorder], device=CPU).fit()
+    assert (fitted.steps, fitted.loss, fitted.evaluation, fitted.stopped) == (3, recorder.steps[-1].loss, None, "")
+    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("save", 3), ("end", None)]
+    assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], "no run folder was asked for"
+
+
+def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_nothing(place: Path) -> None:
+    (place / "held-out.txt").write_text(TEXT[:3000])
+    straight = run(place, "straight")
+    recorder = Recorder()
+    held_out = str(place / "held-out.txt")
+    trainer = prepare(place, "both", callbacks=[recorder], evaluation_data=held_out, **{"evaluation.every_steps": 2, "over_steps": 3, "saving.every_steps": 3})
+    fitted = trainer.fit()
+    between = [("evaluation", 2), ("step", 3), ("save", 3), ("step", 4), ("evaluation", 4), ("step", 5), ("evaluation", 5), ("save", 5), ("end", None)]
+    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), *between]
+    rows = [json.loads(line) for line in (place / "both" / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in rows if "evaluation_loss" in row]
+    assert [row["step"] for row in found] == [2, 4, 5]
+    assert all(row["perplexity"] == pytest.approx(math.exp(row["evaluation_loss"])) for row in found)
+    assert fitted.evaluation is not None
+    assert (fitted.evaluation.loss, fitted.evaluation.tokens) == (found[-1]["evaluation_loss"], 3 * straight.plan.workload.step_tokens)
+    assert found[-1]["evaluation_loss"] < found[0]["evaluation_loss"] < math.log(300)
+    exported = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "both")]
+    assert exported[0] == exported[1]
+    assert sorted(path.name for path in (place / "both" / "models").iterdir()) == ["step-3"]
+    AutoModelForCausalLM.from_pretrained(place / "both" / "models" / "step-3")
+
+
+def test_what_is_saved_in_between_is_what_a_shorter_run_ends_with(place: Path) -> None:
+    run(place, "long", **{"saving.every_steps": 2, "steps": 4})
+    run(place, "short", steps=2)
+    between, end = (place / name / "model.safetensors" for name in ("long/models/step-2", "short/model"))
+    assert between.read_bytes() == end.read_bytes()
+
+
+def test_a_callback_may_stop_the_training(place: Path) -> None:
+    class Stop(Recorder):
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            super().on_step(trainer, step)
+            if step.number == 2:
+                trainer.stop("enough")
+
+    stop = Stop()
+    fitted = prepare(place, callbacks=[stop]).fit()
+    assert (fitted.steps, fitted.stopped) == (2, "enough")
+    assert stop.told[-2:] == [("save", 2), ("end", None)]
+    assert (place / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_callback_may_say_where_to_go_on(place: Path) -> None:
+    """As one does that restores a checkpoint: the steps, their numbers and their data are those that are left."""
+    whole = Recorder()
+    run(place, None, callbacks=[whole], rate=0.0)
+
+    class Resume(Recorder):
+        def on_start(self, trainer: Trainer) -> None:
+            trainer.first_step = 4
+
+    rest = Resume()
+    assert prepare(place, None, callbacks=[rest], rate=0.0).fit().steps == 5
+    assert [(step.number, step.loss) for step in rest.steps] == [(step.number, step.loss) for step in whole.steps[3:]]
+
+
+@pytest.mark.parametrize("event", ["on_load", "on_start", "on_step", "on_evaluation", "on_save", "on_end"])
+def test_a_callback_that_fails_is_named_and_memory_is_released(place: Path, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oh\nno")
+
+    class Broken(Callback):
+        pass
+
+    monkeypatch.setattr(Broken, event, fail)
+    recorder = Recorder()
+    trainer = prepare(place, callbacks=[Broken(), recorder], evaluation_data=str(place / "corpus"), **{"evaluation.every_steps": 1})
+    threads = threading.active_count()
+    with pytest.raises(CallbackError, match=rf"^callback Broken\.{event}: ZeroDivisionError: oh$"):
+        trainer.fit()
+    assert trainer.executor.arenas._place == {}
+    assert threading.active_count() == threads
+    assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), "the others hear of the end"
+
+
+def test_deterministic_mode_comes_from_the_config(place: Path) -> None:
+    try:
+        run(place, steps=1, deterministic=True, export=False)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_config_is_kept_and_read_back(place: Path) -> None:
+    trainer = run(place, steps=1, kind="wsd", warm_up_steps=0, groups=[{"match": "*norm*", "weight_decay": 0.1}], export=False)
+    assert Config.load(place / "run" / "config.toml") == trainer.config
 
 
 # ---- refusals ----
@@ -191,21 +333,17 @@ def test_an_empty_out_is_used(place: Path) -> None:
 def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(place: Path) -> None:
     (place / "file").write_text("")
     before = sorted(place.rglob("*"))
-    with pytest.raises((UserError, OSError)):  # the command prints either as one line
-        run(place, "file/run", steps=1, on_step=lambda _: pytest.fail("a step was run"))
+    recorder = Recorder()
+    with pytest.raises(UserError, match=r"file/run: found not a directory; allowed: a folder that can be made"):
+        run(place, "file/run", steps=1, callbacks=[recorder])
+    assert recorder.steps == []
     assert sorted(place.rglob("*")) == before
-
-
-@pytest.mark.parametrize(("option", "value"), [("steps", 0), ("rate", -1e-3), ("rate", math.nan), ("warm_up_steps", -1)])
-def test_an_option_that_makes_no_sense_is_one_line(option: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"^training: {option}: found {value}; allowed: >= [01]; fix: "):
-        TrainingOptions(**{"steps": 1, option: value})
 
 
 def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(place: Path) -> None:
     """At rate 0 and without decay, training leaves the weights as they were loaded."""
     for out, random_init in (("from-folder", False), ("random", True)):
-        run(place, out, steps=1, rate=0.0, random_init=random_init)
+        run(place, out, steps=1, rate=0.0, init="random" if random_init else "model")
     start = AutoModelForCausalLM.from_pretrained(place / "small").get_parameter("model.layers.1.mlp.up_proj.weight")
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "from-folder" / "model").get_parameter(name), start)
@@ -215,4 +353,4 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(place: Pa
 
 def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(UserError, match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: "):
-        trainer._append(Path("/dev/full"), {"step": 1})
+        append(Path("/dev/full"), {"step": 1})

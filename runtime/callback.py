@@ -1,0 +1,78 @@
+"""Callback: who wants to hear of a training, or take part in it: loggers, progress bars, checkpoints, early stopping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.simulator.errors import RunError
+from megatrain.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from megatrain.runtime.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step, done."""
+
+    number: int
+    """from 1"""
+    loss: float
+    """mean over all labelled tokens, before the update"""
+    gradient_norm: float | None
+    """before clipping; None where the plan does not clip"""
+    rate: float
+    """learning rate"""
+    seconds: float
+    tokens_per_second: float
+    timeline: Timeline
+    checksum: int | None = None
+    """in deterministic mode, of the weights"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The loss on the evaluation data by the weights after step `number`."""
+
+    number: int
+    loss: float
+    """mean over all labelled tokens"""
+    tokens: int
+    """labelled ones"""
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite beyond what a float holds."""
+        return math.exp(self.loss) if not self.loss > 700 else math.inf
+
+
+class Callback:
+    """Does nothing; override what is of interest. `trainer` has the plan, config, executor and state, and may be told to `stop`."""
+
+    def on_note(self, text: str) -> None:
+        """Something the user may want to read, one line."""
+
+    def on_load(self, parameters: int) -> None:
+        """A layer's weights have been read."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Weights are loaded, no step is done. One that restores a checkpoint sets `trainer.first_step`."""
+
+    def on_step(self, trainer: Trainer, step: Step) -> None:
+        """After every optimizer step."""
+
+    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """After every evaluation."""
+
+    def on_save(self, trainer: Trainer, number: int) -> None:
+        """The time to save: after step `number`, with no update owed."""
+
+    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+        """No further step comes, because of `error` where there is one. The weights are still there."""
+
+
+class CallbackError(RunError):
+    """A callback failed; the text names it."""

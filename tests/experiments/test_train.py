@@ -1,0 +1,107 @@
+"""`megatrain train`: the config from a file, --set and options; what the run folder then holds, and what is said at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.runtime.config import Config
+
+CONFIG = """
+[training]
+steps = 6
+seed = 5
+
+[optimizer]
+weight_decay = 0.1
+
+[[optimizer.groups]]
+match = "*o_proj*"
+weight_decay = 0.0
+
+[schedule]
+kind = "cosine"
+rate = 1e-4
+warm_up_steps = 2
+
+[data]
+data = "corpus"
+evaluation_data = "corpus/one.txt"
+
+[evaluation]
+every_steps = 3
+over_steps = 2
+"""
+
+
+@pytest.mark.usefixtures("workplace")
+def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
+    Path("train.toml").write_text(CONFIG)
+    words = ("train", "plan.toml", "--config", "train.toml", "--out", "run", "--device", "cpu")
+    outcome = command(*words, "--set", "rate=2e-3", "--set", "seed=6", "--seed", "7", "--schedule.floor", "0.5", "--set", "tensorboard=true")
+    assert (outcome.status, outcome.err) == (0, "")
+    run = Path("run")
+    config = Config.load(run / "config.toml")
+    assert (config.training.seed, config.schedule.rate, config.schedule.floor, config.schedule.kind) == (7, 2e-3, 0.5, "cosine")
+    assert config.optimizer.groups[0].match == "*o_proj*"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = ([row for row in rows if ("evaluation_loss" in row) == wanted] for wanted in (False, True))
+    assert [row["rate"] for row in steps] == pytest.approx([config.schedule.at(number, 6) for number in range(1, 7)])
+    assert [row["step"] for row in evaluations] == [3, 6]
+    last = evaluations[-1]
+    said = f"evaluation loss {last['evaluation_loss']:.4f}, perplexity {last['perplexity']:,.2f}, over {last['tokens']:,} tokens after step 6"
+    assert said in outcome.out
+    names = {path.name for path in run.iterdir()}
+    assert {"plan.toml", "config.toml", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "loss.png", "model", "tensorboard"} == names
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert command("compare", "run").status == 0, "rows of evaluations are no steps"
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
+    words = ("--device", "cpu", "--no-export", "--out")
+    assert command("train", "plan.toml", "--data", "corpus", "--steps", 3, "--set", "kind=linear", "--warm-up", 1, *words, "first").status == 0
+    assert command("train", "first/plan.toml", "--config", "first/config.toml", *words, "again").status == 0
+    losses = [[json.loads(line)["loss"] for line in (Path(name) / "metrics.jsonl").read_text().splitlines()] for name in ("first", "again")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--set", "learning_rate=1"), r"--set learning_rate: found no field of this name; allowed: training.steps, .*; fix: correct its spelling"),
+        (("--set", "every_steps=1"), r"--set every_steps: found a field of several sections; allowed: evaluation.every_steps, saving.every_steps"),
+        (("--set", "rate"), r"--set: found 'rate'; allowed: FIELD=VALUE; fix: write it like --set rate=3e-4"),
+        (("--set", "rate=fast"), r"config: schedule.rate: found `str`; allowed: `float`"),
+        (("--schedule.kind", "cosin"), r"config: schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'"),
+        (("--set", "kind=cosine"), r"config: schedule: warm_up_steps: found 10, and 1 of decay, in a training of 2; allowed: at most 1 with kind cosine"),
+        (("--config", "gone.toml"), r"gone.toml: found no such file"),
+        (("--config", "plan.toml"), r"plan.toml: top level: found unknown key `.*`; allowed: data, evaluation, "),
+        (("--data", ""), r"megatrain train: found no --data; allowed: --data PATH, or data in \[data\] of a --config file"),
+        (("--set", 'groups=[{match = "*nrom*"}]'), r"optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors"),
+        (("--logging.tracker", "trackio"), r"logging: tracker: trackio: found no such package; allowed: an installed one; fix: pip install trackio"),
+        (("--data.evaluation_data", "gone"), r"corpus gone: found no such file or folder"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
+    words: tuple[str, ...], message: str, workplace: Path, command: Any, files_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.runtime import trackers
+
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: None)
+    before = files_in(workplace)
+    outcome = command("train", "plan.toml", "--data", "corpus", "--steps", "2", "--device", "cpu", "--out", "new", *words)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert re.match(rf"megatrain: {message}", outcome.err), outcome.err
+    assert outcome.err.count("\n") == 1
+    assert files_in(workplace) == before
+
+
+@pytest.mark.usefixtures("workplace")
+def test_steps_must_be_said(command: Any) -> None:
+    outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
+    assert outcome.err == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in [training] of a --config file; fix: say how many\n"

@@ -1,0 +1,87 @@
+"""Evaluation: the loss that a step on the same batches would have, bit for bit, whatever the plan; it leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from megatrain.runtime.batch import IGNORED
+from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.reference import Reference
+from megatrain.runtime.templates import config_of
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import evaluation, lower, names
+
+PLACEMENTS = {"": {}, "all resident": {"weights": "all"}, "some": {"weights": "0,2,h"}}
+
+
+def placed(plan: Plan, placement: dict[str, str]) -> Plan:
+    knobs = msgspec.structs.replace(plan.knobs, placement=msgspec.structs.replace(plan.knobs.placement, **placement))
+    plan = msgspec.structs.replace(plan, knobs=knobs)
+    return msgspec.structs.replace(plan, digest=lower(plan).digest)
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("policy", names())
+def test_the_loss_is_the_next_step_s_and_nothing_changes(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
+    plan = executable(policy, accumulation=2, clipping=clipping, tied=policy == "k_buffer")
+    with session(plan) as straight:
+        wanted = straight.bits(steps=3)
+    with session(plan) as running:
+        results = []
+        for number in (1, 2, 3):
+            batches = running.batches(number)
+            found = running.executor.evaluate(batches)
+            again = running.executor.evaluate(batches)
+            assert (again.loss, again.labelled) == (found.loss, found.labelled)
+            result = running.step(number)
+            assert found.loss == result.loss
+            results.append((result.loss, result.gradient_norm))
+        before = running.masters()
+        running.executor.drain()
+        running.executor.evaluate(running.batches(9))
+        assert results == wanted.results
+        assert running.masters() == wanted.masters, "weights went another way"
+        assert clipping == "none" or policy != "overlapped" or before != wanted.masters, "an update was owed"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=list(PLACEMENTS))
+def test_streamed_and_resident_weights_give_the_same_bits(executable: Callable[..., Plan], session: Callable[..., Any], placement: dict[str, str]) -> None:
+    losses = []
+    for plan in (executable("resident", accumulation=2), placed(executable("overlapped", accumulation=2), placement)):
+        with session(plan) as running:
+            running.step(1)
+            losses.append(running.executor.evaluate(running.batches(5)).loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_loss_is_the_reference_s(executable: Callable[..., Plan], session: Callable[..., Any], dtype: str) -> None:
+    plan, weights = executable("overlapped", accumulation=2, dtype=dtype, loss_chunk=13), random_weights(0)
+    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in plan.model.stack.values()}
+    reference = Reference(plan.model, plan.workload, config_of(plan.model), AdamW(), masters, torch.device("cpu"))
+    with session(plan) as running:
+        batches = running.batches(1)
+        batches[0].labels[:, 3:] = IGNORED
+        found = running.executor.evaluate(batches)
+    assert found.loss == reference.step(batches, rate=0.0, number=1)[0]
+    assert found.labelled == sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+
+
+@pytest.mark.parametrize("policy", names())
+def test_it_needs_no_memory_that_the_step_has_not(executable: Callable[..., Plan], session: Callable[..., Any], policy: str) -> None:
+    plan = executable(policy, accumulation=2)
+    with session(plan) as running:
+        found = running.executor.evaluate(running.batches(1))
+        schedule, step = evaluation(plan), running.executor.schedule
+        schedule.check()
+        assert all(step.buffer[buffer.id] == buffer for buffer in schedule.buffers)
+        assert schedule.lanes.keys() <= step.lanes.keys()
+        assert (found.timeline.digest, [span.op for span in found.timeline.spans]) == (schedule.digest, [op.id for op in schedule.ops])
+        assert {op.kind for op in schedule.ops} - {"load_weights"} == {"embed", "forward", "loss"}
+        assert all(span.duration_ns > 0 for span in found.timeline.spans if span.lane == "compute")

@@ -1,0 +1,94 @@
+"""Trackers: each hears of steps and evaluations with their numbers, and is closed; one that is not installed is said before anything starts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.runtime import trackers as module
+from megatrain.runtime.callback import Evaluation, Step
+from megatrain.runtime.config import Config, Logging, Training
+from megatrain.runtime.trackers import TensorBoard, Tracker, trackers
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.timeline import Timeline
+
+STEP = Step(number=7, loss=2.5, gradient_norm=0.5, rate=1e-3, seconds=2.0, tokens_per_second=16.0, timeline=Timeline(name="measured", digest="", spans=()))
+EVALUATION = Evaluation(number=7, loss=1000.0, tokens=3, seconds=1.0)
+
+
+class Fake:
+    """A module and its run."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def init(self, **keywords: Any) -> Fake:
+        self.calls.append(("init", keywords["project"], keywords["name"], keywords["config"]["config"]["training"]["steps"]))
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(("log", values, step))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+@pytest.fixture
+def trainer(make_plan: Any) -> Any:
+    plan: Plan = make_plan()
+    return types.SimpleNamespace(config=Config(training=Training(steps=20)), plan=plan)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_number(name: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, installed = Fake(), types.ModuleType(name)
+    installed.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    installed.init = fake.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, installed)
+    (tracker,), notes = trackers(Logging(tracker=name, name="first"), None)  # type: ignore[arg-type]
+    assert notes == []
+    tracker.on_start(trainer)
+    tracker.on_step(trainer, STEP)
+    tracker.on_evaluation(trainer, EVALUATION)
+    tracker.on_end(trainer, None)
+    train = {"train/loss": 2.5, "train/learning_rate": 1e-3, "train/tokens_per_second": 16.0, "train/gradient_norm": 0.5}
+    assert fake.calls == [("init", "megatrain", "first", 20), ("log", train, 7), ("log", {"evaluation/loss": 1000.0}, 7), "finish"]
+
+
+def test_a_tracker_that_is_not_installed_is_said_at_once() -> None:
+    with pytest.raises(
+        UserError, match=r"^logging: tracker: no_such_tracker: found no such package; allowed: an installed one; fix: pip install no_such_tracker"
+    ):
+        Tracker("no_such_tracker", "project")
+
+
+def test_no_tensorboard_is_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    assert trackers(Logging(tensorboard=True), tmp_path) == ([], [f"no TensorBoard files: the package tensorboard is not installed ({INSTALL})"])
+    assert trackers(Logging(tensorboard=True), None) == ([], ["no TensorBoard files: there is no run folder"])
+
+
+INSTALL = "pip install 'megatrain[tensorboard]'"
+
+
+def test_tensorboard_files_hold_every_number(tmp_path: Path, trainer: Any) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (board,), notes = trackers(Logging(tensorboard=True), tmp_path)
+    assert isinstance(board, TensorBoard)
+    assert notes == []
+    board.on_start(trainer)
+    board.on_step(trainer, STEP)
+    board.on_evaluation(trainer, Evaluation(number=7, loss=2.0, tokens=3, seconds=1.0))
+    board.on_end(trainer, None)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found["train/loss"] == [(7, 2.5)]
+    assert found["evaluation/loss"] == [(7, 2.0)]
+    assert len(found) == 6
