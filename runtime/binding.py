@@ -12,6 +12,7 @@ from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._clipping import RATIO_ROW
 from megatrain.simulator.policies._layerwise import contributions
 from megatrain.simulator.schedule import Op, Schedule, whole
 from megatrain.simulator.specs import EMBEDDING
@@ -77,6 +78,10 @@ class Binder:
         return run
 
     _load_state = _save_state = _move_state
+
+    def _load_second(self, op: Op) -> Run:
+        read, write = (self._moments(whole(buffer), op)[1] for buffer in (*op.reads, *op.writes))
+        return lambda: write.copy_(read, non_blocking=True)
 
     def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
         """The stretches of `buffer` that hold the parameters of `op`, a chunk of its layer: one, or for moments two."""
@@ -214,9 +219,23 @@ class Binder:
         workers = self._workers(op)
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
+    def _ratios(self, op: Op) -> Run:
+        gradient, moments = op.reads
+        g, second = self._elements(gradient, self._gradient_dtype(gradient, op.layer), op), self._moments(moments, op)[1]
+        sums = self.arenas.flat(op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW)
+        workers = self._workers(op)
+
+        def run() -> None:
+            if self.state.update_at is not None:
+                optimizer.ratio_sums(g, second, sums, settings=self.settings, number=self.state.update_at[1], workers=workers)
+
+        return run
+
     def _clip(self, op: Op) -> Run:
         scalars = {buffer: self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads}
         losses = [scalar for buffer, scalar in scalars.items() if ".losses:" in buffer]
+        if op.layer and self.plan.workload.clipping == "update":
+            return self._scales(op, losses)
         sums = [scalar for buffer, scalar in scalars.items() if ".losses:" not in buffer]
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
 
@@ -230,6 +249,27 @@ class Binder:
 
         return run
 
+    def _scales(self, op: Op, losses: list[torch.Tensor]) -> Run:
+        """Of a layer: each tensor's factor on the learning rate."""
+        tensors = self.plan.model.stack[op.layer].tensors
+        rows = self.arenas.flat(op.reads[0], torch.float32, op.parameters // RATIO_ROW).split([tensor.padded // RATIO_ROW for tensor in tensors])
+        result = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
+        elements = torch.tensor([tensor.elements for tensor in tensors], dtype=torch.float32, device=result.device)
+        workers = self._workers(op)
+        return lambda: result.copy_(optimizer.update_scales(rows, elements, workers) * optimizer.finite_or_nan(losses).to(result.device))
+
+    def _runs(self, op: Op, factor: str) -> list[tuple[slice, torch.Tensor | None, torch.Tensor | None]]:
+        """Elements of `op` that are multiplied alike, and with what: the factor on their gradient, and on their learning rate."""
+        if self.plan.workload.clipping != "update":
+            return [(slice(None), self.arenas.flat(factor, torch.float32, 1)[0], None)]
+        tensors, start, made = self.plan.model.stack[op.layer].tensors, -op.offset, []
+        for tensor, scale in zip(tensors, self.arenas.flat(factor, torch.float32, len(tensors)), strict=True):
+            part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
+            if part.start < part.stop:
+                made.append((part, None, scale))
+            start += tensor.padded
+        return made
+
     def _update(self, op: Op) -> Run:
         """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
         gradient, factor, *sources = op.reads
@@ -239,15 +279,21 @@ class Binder:
         copy_to = self._elements(rest[0], self.dtype, op) if rest else None
         weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
         source = self._elements(sources[0], self.dtype, op) if sources else None
-        clip = self.arenas.flat(factor, torch.float32, 1)[0]
         workers = self._workers(op)
+        runs = [
+            (weights[part], None if low is None else low[part], moments[:, part], g[part], clip, scale, None if copy_to is None else copy_to[part])
+            for part, clip, scale in self._runs(op, factor)
+        ]
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                optimizer.update(weights, low, moments, g, settings=self.settings, rate=rate, number=number, clip=clip, workers=workers, copy_to=copy_to)
+                for *tensors, clip, scale, copy in runs:
+                    optimizer.update(
+                        *tensors, settings=self.settings, rate=rate, number=number, clip=clip, scale=scale, workers=workers, copy_to=copy
+                    )  # fmt: skip
             elif copy_to is not None:
                 copy_to.copy_(weights)
 

@@ -6,13 +6,17 @@ computes with. State that lives on the host streams through chunks: up on `h2d`,
 and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `drain` applies what the last step owes.
 
 Without a global norm a layer is updated inside the backward pass, as soon as its gradient is complete, and the gradient never leaves the device.
+Clipping by `update` asks for the second moments of a whole layer before any of it is updated: where they stream in several chunks, they are loaded
+for that (4 bytes a parameter), then the whole state for the update. The copies of a layer's state wait for each other; with `weights_ahead` those of
+the next layer's weights, which compute waits for, go first.
 """
 
 from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import clip, compute, contributions, declare, gradient_bytes, norm_scalars
+from megatrain.simulator.policies._clipping import Clipping
+from megatrain.simulator.policies._layerwise import compute, contributions, declare, gradient_bytes
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
 
@@ -28,7 +32,7 @@ class Overlapped:
         self.owes = owes(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
-        self.norm = norm_scalars(builder, plan, "device")
+        self.clipping = Clipping(builder, plan, "device", "update", "update")
         for name in ("weights", "low", "moments", "gradients"):
             resident = plan.placed(name)
             for layer, spec in self.stack.items():
@@ -40,7 +44,7 @@ class Overlapped:
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
         self.updated: set[str] = set()
-        self.losses: list[str] = []
+        self.pending: tuple[str, str] | None = None  # the layer whose update waits for the next one's weights to be on their way, and its gradient
 
     def _bytes(self, name: str, layer: str) -> int:
         """Bytes a parameter of a class of data."""
@@ -84,19 +88,24 @@ class Overlapped:
         if not self._streams("weights", layer):
             if owed:
                 self.apply(layer, self.home["gradients", layer])
+            self.settle()
             return self.home["weights", layer]
         if layer in self.loaded:
+            self.settle()
             self.loaded[layer] = slot = self.loaded.pop(layer)
             return slot
         pool = self._weight_pool(layer)
         users = [name for name in self.loaded if self._weight_pool(name) == pool]
         if len(users) == (self.plan.knobs.weight_slots if self.stack[layer].kind == "decoder" else 1):
+            if self.pending and self.pending[0] == users[0]:  # its update reads the old weights there
+                self.settle()
             self.builder.release(self.loaded.pop(users[0]))
         slot = self.builder.acquire(pool)
         if owed:
             self.apply(layer, self.home["gradients", layer], slot)
         else:
             self._copies("load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width)
+            self.settle()
         self.loaded[layer] = slot
         return slot
 
@@ -112,7 +121,10 @@ class Overlapped:
         adding = self.arrived[layer] > 0
         if home.startswith("device."):
             return home, adding
-        slot = self.builder.acquire(self._gradient_pool(layer))
+        pool = self._gradient_pool(layer)
+        if self.pending and self.plan.knobs.gradient_slots == 1:
+            self.settle()
+        slot = self.builder.acquire(pool)
         if adding:
             self._copies("load_gradients", layer, phase, micro, home, slot, gradient_bytes(self.plan, layer))
         return slot, adding
@@ -120,19 +132,48 @@ class Overlapped:
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
         complete = self.arrived[layer] == contributions(self.plan, layer)
-        if complete and layer in self.norm:
-            self.builder.op(OpId("norm", layer), "update", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
-        if complete and not self.owes:
-            self.apply(layer, buffer, source=self.loaded.get(layer))
+        if complete and self.owes:
+            self.clipping.measure(layer, buffer, "")
+        elif complete:
+            self.settle()
+            self.pending = (layer, buffer)
+            if not self.plan.knobs.weights_ahead:
+                self.settle()
+            return
         home = self.home.get(("gradients", layer), "")
         if buffer != home:
-            if self.owes or not complete:
-                self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
+            self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
             self.builder.release(buffer)
 
-    def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None) -> None:
+    def settle(self) -> None:
+        """Emits the update that is pending, and gives its gradient's slot back."""
+        if self.pending is None:
+            return
+        (layer, gradient), self.pending = self.pending, None
+        if self.clipping.kind == "update" and self._streams("moments", layer) and len(self._chunks(layer)) > 1:
+            self._measure_in_chunks(layer, gradient)
+            self.apply(layer, gradient, source=self.loaded.get(layer))
+        else:
+            self.apply(layer, gradient, source=self.loaded.get(layer), measured=False)
+        if gradient != self.home.get(("gradients", layer)):
+            self.builder.release(gradient)
+
+    def _measure_in_chunks(self, layer: str, gradient: str) -> None:
+        """Sums of g^2 / v with the second moments coming up by themselves: all of them are needed before the update of any."""
+        rows = self.clipping.rows()
+        for chunk in self._chunks(layer):
+            number, first, count = chunk
+            slot = self.builder.acquire("device.moments_chunks")
+            moved = {"offset": first, "parameters": count, "bytes": 4 * count}
+            self.builder.op(OpId("load_second", layer, chunk=number), "h2d", [f"{self.home['moments', layer]}#{number}"], [slot], **moved)
+            self.clipping.ratios(layer, gradient, slot, rows, chunk)
+            self.builder.release(slot)
+        self.clipping.clip_by(layer, rows)
+
+    def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None, measured: bool = True) -> None:
         """AdamW on `layer`, chunk by chunk where some of its state streams. The new weights also go into the slot `copy_to`; the old ones come
-        from the slot `source` where they are on the device already.
+        from the slot `source` where they are on the device already. What its gradient is clipped by is to be found first unless it is `measured`:
+        then its moments are in one buffer, which is at hand.
         """
         classes = [name for name in ("weights", "low", "moments") if (name, layer) in self.home]
         streamed = [name for name in (*classes, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
@@ -146,7 +187,9 @@ class Overlapped:
                 reads, writes = [f"{self.home[name, layer]}#{number}" for name in up], [slots[name] for name in up]
                 size = count * sum(self._bytes(name, layer) for name in up)
                 self.builder.op(OpId("load_state", layer, chunk=number), "h2d", reads, writes, bytes=size, **moved)
-            reads = [slots.get("gradients", gradient), self.norm["clip"], *([source] if source and "weights" in streamed else [])]
+            if not measured and not number:  # with the first chunk; it is the only one where moments stream
+                self.clipping.measure(layer, gradient, slots.get("moments", self.home["moments", layer]))
+            reads = [slots.get("gradients", gradient), self.clipping.factor(layer), *([source] if source and "weights" in streamed else [])]
             writes = [slots.get(name, self.home[name, layer]) for name in classes] + ([copy_to] if copy_to else [])
             self.builder.op(OpId("update", layer, chunk=number), "update", reads, writes, **moved)
             if down:
@@ -157,15 +200,16 @@ class Overlapped:
                 self.builder.release(slot)
 
     def losses_written(self, losses: list[str]) -> None:
-        self.losses = losses
+        self.clipping.losses = losses
         if not self.owes:
-            clip(self.builder, self.norm, losses, "update")
+            self.clipping.finish()
 
     def update(self) -> None:
+        self.settle()
         for slot in self.loaded.values():
             self.builder.release(slot)
         if self.owes:
-            clip(self.builder, self.norm, self.losses, "update")
+            self.clipping.finish()
 
 
 def owes(plan: Plan) -> bool:

@@ -116,6 +116,8 @@ VARIATIONS: list[dict[str, Any]] = [
     {"accumulation": 3, "checkpoint_interval": 3, "gradient_slots": 1, "gradient_slabs": 1},
     {"clipping": "none", "gradient_slabs": 0},
     {"clipping": "none", "tied": True, "layers": 1},
+    {"clipping": "update", "weights_ahead": 1, "accumulation": 2},
+    {"clipping": "layer", "weights_ahead": 1, "tied": True},
 ]
 
 
