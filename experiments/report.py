@@ -47,7 +47,7 @@ def _knobs(verdict: Verdict) -> str:
     knobs = verdict.knobs
     if not {"h2d", "d2h"} & verdict.lane_seconds.keys():
         return f"checkpoint_interval {knobs['checkpoint_interval']}, nothing is copied"
-    parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement")]
+    parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")]
     placement = knobs["placement"]
     placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
     parts += [

@@ -262,7 +262,8 @@ class Binder:
         """Elements of `op` that are multiplied alike, and with what: the factor on their gradient, and on their learning rate."""
         if self.plan.workload.clipping != "update":
             return [(slice(None), self.arenas.flat(factor, torch.float32, 1)[0], None)]
-        tensors, start, made = self.plan.model.stack[op.layer].tensors, -op.offset, []
+        tensors, start = self.plan.model.stack[op.layer].tensors, -op.offset
+        made: list[tuple[slice, torch.Tensor | None, torch.Tensor | None]] = []
         for tensor, scale in zip(tensors, self.arenas.flat(factor, torch.float32, len(tensors)), strict=True):
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
@@ -280,19 +281,17 @@ class Binder:
         weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
         source = self._elements(sources[0], self.dtype, op) if sources else None
         workers = self._workers(op)
-        runs = [
-            (weights[part], None if low is None else low[part], moments[:, part], g[part], clip, scale, None if copy_to is None else copy_to[part])
-            for part, clip, scale in self._runs(op, factor)
-        ]
+        runs = self._runs(op, factor)
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for *tensors, clip, scale, copy in runs:
+                for part, clip, scale in runs:
                     optimizer.update(
-                        *tensors, settings=self.settings, rate=rate, number=number, clip=clip, scale=scale, workers=workers, copy_to=copy
+                        weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings, rate=rate, number=number,
+                        clip=clip, scale=scale, workers=workers, copy_to=None if copy_to is None else copy_to[part],
                     )  # fmt: skip
             elif copy_to is not None:
                 copy_to.copy_(weights)

@@ -259,7 +259,8 @@ def ratio_sums(gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor,
     second moment after step `number`, debiased, of which `second` [n] fp32 is what stands before. Nothing else is written. n is a multiple of 64.
     """
     count, device, scalars = gradient.numel(), gradient.device, Scalars.of(settings, 0.0, number)
-    assert second.shape == (count,) and sums.shape == (count // RATIO_ROW,) and count % RATIO_ROW == 0, "a kernel would go beyond the shorter ones"
+    assert count % RATIO_ROW == 0
+    assert (second.numel(), sums.numel()) == (count, count // RATIO_ROW), "a kernel would go beyond the shorter ones"
     fused = _fused((gradient, None), (second, torch.float32), (sums, torch.float32))
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 

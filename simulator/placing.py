@@ -20,7 +20,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.policies._layerwise import gradient_bytes
+from megatrain.simulator.policies._layerwise import contributions, gradient_bytes
 from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
@@ -67,7 +67,8 @@ class PlacementSearch:
         layer = max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
         usual = max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length()))
-        self.plan, self.costs = varied(plan, chunk_bytes=usual), costs
+        self.owes = policies.drain(plan) is not None
+        self.plan, self.costs = varied(plan, chunk_bytes=usual, weights_ahead=int(not self.owes)), costs
 
     def best(self) -> Choice:
         """The fastest plan that fits, or the one that misses by least."""
@@ -128,6 +129,8 @@ class PlacementSearch:
         pairs = [(name, layer) for name in CLASSES for layer in stack] if by_class else [(name, layer) for layer in stack for name in CLASSES]
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
         for name, layer in pairs:
+            if name == "gradients" and not self.owes and contributions(plan, layer) == 1:
+                continue  # it stays on the device anyway
             per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
             size = -(-per_parameter * stack[layer].elements // 256) * 256
             if size <= room:

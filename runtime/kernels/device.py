@@ -69,7 +69,7 @@ def _adamw_block(weights, low, first, second, gradient, factor, copy_to, scale, 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["clip", "scale"])
 def _adamw(weights, low, first, second, gradient, clip, scale, copy_to, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, shrink,
-           unbias, floor, BLOCK: tl.constexpr):  # fmt: skip
+           BLOCK: tl.constexpr):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = count - start
     factor, part = 1.0, 1.0  # changes no bit
@@ -140,8 +140,8 @@ def _halved_rows(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _ratio_sums(gradient, second, sums, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, shrink, unbias, floor, ROWS: tl.constexpr):
-    """Of ROWS rows of 64; a whole number of rows is left. It has all of the scalars, as they come."""
+def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS: tl.constexpr):
+    """Of ROWS rows of 64; a whole number of rows is left."""
     start = tl.program_id(0).to(tl.int64) * (ROWS * 64)
     offsets, left = tl.arange(0, ROWS * 64), count - start
     g = _fp32(_load(gradient + start, offsets, left, False))
@@ -168,7 +168,7 @@ class DeviceKernels:
         count = weights.numel()
         copy = None if copy_to is None else _bits(copy_to)
         _adamw[(triton.cdiv(count, _BLOCK),)](
-            _bits(weights), low, first, second, _bits(gradient), clip, scale, copy, count, *scalars, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+            _bits(weights), low, first, second, _bits(gradient), clip, scale, copy, count, *scalars[:9], BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
@@ -180,7 +180,7 @@ class DeviceKernels:
         """`gradient` bf16 or fp32, `second` fp32 [n], n a multiple of 64; the first n / 64 of `sums`: as in `optimizer.ratio_sums`."""
         count = gradient.numel()
         _ratio_sums[(triton.cdiv(count, 64 * _RATIO_ROWS),)](
-            _bits(gradient), second, sums, count, *scalars, ROWS=_RATIO_ROWS, num_warps=_WARPS, enable_fp_fusion=False
+            _bits(gradient), second, sums, count, *scalars[3:5], *scalars[9:], ROWS=_RATIO_ROWS, num_warps=_WARPS, enable_fp_fusion=False
         )
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:

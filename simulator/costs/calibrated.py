@@ -24,7 +24,8 @@ from megatrain.simulator.specs import ModelSpec, Workload
 
 class Calibrated(Shared):
     """A CostTable, looked up. Passes of other systems, which nobody measures op by op, cost what its `datasheet` rates say, and are flagged; so do
-    `ratios` in a table that was measured before there were any."""
+    `ratios` in a table that was measured before there were any.
+    """
 
     def __init__(self, table: CostTable, datasheet: Datasheet | None = None, sharing: Sharing | None = None, elementwise: Elementwise | None = None) -> None:
         """`sharing`: the table's pairs by default. `elementwise`: what the cpu lane's ops ask of host DRAM, needed where that is shared."""

@@ -49,7 +49,7 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
     for op in schedule.ops:
         clipped[op.layer] += op.kind == "clip"
         if op.kind == "ratios":
-            assert op.offset == summed[op.layer] and not clipped[op.layer], f"{op.id} leaves a gap, or comes too late"
+            assert (op.offset, clipped[op.layer]) == (summed[op.layer], 0), f"{op.id} leaves a gap, or comes too late"
             summed[op.layer] += op.parameters
         if op.kind in ("update", "cpu_update"):
             assert clipping in ("global", "none") or clipped[op.layer], f"{op.id} comes before what it is clipped by"
