@@ -220,7 +220,7 @@ class Binder:
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
     def _ratios(self, op: Op) -> Run:
-        gradient, moments = op.reads
+        gradient, moments = map(whole, op.reads)
         g, second = self._elements(gradient, self._gradient_dtype(gradient, op.layer), op), self._moments(moments, op)[1]
         sums = self.arenas.flat(op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW)
         workers = self._workers(op)
@@ -273,8 +273,8 @@ class Binder:
 
     def _update(self, op: Op) -> Run:
         """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
-        gradient, factor, *sources = op.reads
-        target, *rest = op.writes
+        gradient, factor, *sources = map(whole, op.reads)
+        target, *rest = map(whole, op.writes)
         low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
         moments = self._moments(rest.pop(0), op)
         copy_to = self._elements(rest[0], self.dtype, op) if rest else None
@@ -288,7 +288,8 @@ class Binder:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for part, clip, scale in runs:
+                for part, *factors in runs:
+                    clip, scale = (None if factor is None else factor.to(weights.device) for factor in factors)  # 4 bytes, to the host where that updates
                     optimizer.update(
                         weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings, rate=rate, number=number,
                         clip=clip, scale=scale, workers=workers, copy_to=None if copy_to is None else copy_to[part],

@@ -140,6 +140,7 @@ class PlacementSearch:
 
     def _refined(self, time: int, plan: Plan) -> Choice:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
+        time, plan = self._split(time, plan)
         knobs = plan.knobs
         changes = [{"state_slots": knobs.state_slots + 2}, {"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
         if len(policies.lower(plan).ops) <= _MANY_OPS:
@@ -151,6 +152,19 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return assess(plan, self.costs)
+
+    def _split(self, time: int, plan: Plan) -> tuple[int, Plan]:
+        """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest."""
+        stack, resident = plan.model.stack, plan.placed("weights")
+        streamed = [layer for layer in stack if layer not in resident]
+        for chosen in (streamed, streamed[::2]):
+            placement = msgspec.structs.replace(plan.knobs.placement, host_updated=ranges(list(stack), set(chosen)))
+            changed = varied(plan, placement=placement)
+            if chosen and self._account(changed).fits:
+                found = self._time(changed)
+                if found * _TIE < time:
+                    plan, time = changed, found
+        return time, plan
 
     def _nearest_miss(self) -> Choice:
         """The plan above its limits by the fewest bytes: everything on the host, or as much on the device as it holds."""

@@ -25,6 +25,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """decoder layers whose activations are kept from forward to backward, not recomputed"""
     parked: str = ""
     """decoder layers whose input waits in host memory for the backward pass"""
+    host_updated: str = ""
+    """layers that the host's cores update: all of their state stays in host memory, whatever stands above, and only weights come to the device"""
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,10 @@ Without a global norm a layer is updated inside the backward pass, as soon as it
 Clipping by `update` asks for the second moments of a whole layer before any of it is updated: where they stream in several chunks, they are loaded
 for that (4 bytes a parameter), then the whole state for the update. The copies of a layer's state wait for each other; with `weights_ahead` those of
 the next layer's weights, which compute waits for, go first.
+
+Layers that are `host_updated` go another way: their gradient goes to the host, where the cores do AdamW in one pass (`cpu_update`, at the same point of
+the program), and their weights come up as any that stream, each chunk as soon as it is updated. That spares the link their state, at the cost of the
+host's memory bandwidth: for hosts with much of it.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ class Overlapped:
         self.owes = owes(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
-        self.clipping = Clipping(builder, plan, "device", "update", "update")
+        self.on_host = plan.placed("host_updated")
+        self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in ("weights", "low", "moments", "gradients"):
-            resident = plan.placed(name)
+            resident = plan.placed(name) - self.on_host
             for layer, spec in self.stack.items():
                 size = self._bytes(name, layer)
-                if size and (layer in resident or name != "gradients" or self.owes or contributions(plan, layer) > 1):
+                if size and (layer in resident | self.on_host or name != "gradients" or self.owes or contributions(plan, layer) > 1):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements)
         self._make_slots()
@@ -55,7 +60,8 @@ class Overlapped:
 
     def _make_slots(self) -> None:
         for name in ("weights", "low", "moments") + (("gradients",) if self.owes else ()):
-            sizes = [self._bytes(name, layer) * min(self.chunk, spec.elements) for layer, spec in self.stack.items() if self._streams(name, layer)]
+            streaming = {layer: spec for layer, spec in self.stack.items() if self._streams(name, layer) and layer not in self.on_host}
+            sizes = [self._bytes(name, layer) * min(self.chunk, spec.elements) for layer, spec in streaming.items()]
             if sizes:
                 self.builder.slots(f"device.{name}_chunks", self.plan.knobs.state_slots, max(sizes))
         pools: dict[str, list[tuple[int, int]]] = {}
@@ -101,9 +107,11 @@ class Overlapped:
                 self.settle()
             self.builder.release(self.loaded.pop(users[0]))
         slot = self.builder.acquire(pool)
-        if owed:
+        if owed and layer not in self.on_host:
             self.apply(layer, self.home["gradients", layer], slot)
         else:
+            if owed:
+                self.apply_on_host(layer)
             self._copies("load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width)
             self.settle()
         self.loaded[layer] = slot
@@ -132,9 +140,10 @@ class Overlapped:
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
         complete = self.arrived[layer] == contributions(self.plan, layer)
-        if complete and self.owes:
+        here = layer not in self.on_host
+        if complete and (self.owes or not (here or self.clipping.kind == "update")):
             self.clipping.measure(layer, buffer, "")
-        elif complete:
+        if complete and here and not self.owes:
             self.settle()
             self.pending = (layer, buffer)
             if not self.plan.knobs.weights_ahead:
@@ -144,6 +153,22 @@ class Overlapped:
         if buffer != home:
             self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
             self.builder.release(buffer)
+        if complete and not self.owes:
+            self.apply_on_host(layer)
+
+    def apply_on_host(self, layer: str) -> None:
+        """AdamW on `layer` by the host, whose gradient is there; chunk by chunk, so that its weights need not wait for all of it."""
+        chunks = self._chunks(layer)
+        if self.clipping.kind == "update":
+            rows = self.clipping.rows(layer)
+            for chunk in chunks:
+                gradient, moments = (f"{self.home[name, layer]}#{chunk[0]}" for name in ("gradients", "moments"))
+                self.clipping.ratios(layer, gradient, moments, rows, chunk)
+            self.clipping.clip_by(layer, rows)
+        for number, first, count in chunks:
+            homes = {name: f"{self.home[name, layer]}#{number}" for name in ("weights", "low", "moments", "gradients") if (name, layer) in self.home}
+            reads = [homes.pop("gradients"), self.clipping.factor(layer)]
+            self.builder.op(OpId("cpu_update", layer, chunk=number), "cpu", reads, homes.values(), offset=first, parameters=count)
 
     def settle(self) -> None:
         """Emits the update that is pending, and gives its gradient's slot back."""
@@ -160,7 +185,7 @@ class Overlapped:
 
     def _measure_in_chunks(self, layer: str, gradient: str) -> None:
         """Sums of g^2 / v with the second moments coming up by themselves: all of them are needed before the update of any."""
-        rows = self.clipping.rows()
+        rows = self.clipping.rows(layer)
         for chunk in self._chunks(layer):
             number, first, count = chunk
             slot = self.builder.acquire("device.moments_chunks")
@@ -237,5 +262,8 @@ def drain(plan: Plan) -> Schedule | None:
     builder = Builder(plan.policy)
     storage = Overlapped(builder, plan)
     for layer in plan.model.stack:
-        storage.apply(layer, storage.home["gradients", layer])
+        if layer in storage.on_host:
+            storage.apply_on_host(layer)
+        else:
+            storage.apply(layer, storage.home["gradients", layer])
     return builder.build()

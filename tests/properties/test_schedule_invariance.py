@@ -199,12 +199,24 @@ def test_a_thousand_plans_give_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("clipping", ["global", "layer", "update"])
+CASES = [("global", dtype, accumulation) for dtype in ("fp32", "bf16") for accumulation in (1, 4)]
+CASES += [(clipping, dtype, accumulation) for clipping in ("layer", "update") for dtype, accumulation in (("bf16", 1), ("fp32", 4))]
+
+
+@pytest.mark.parametrize(("clipping", "dtype", "accumulation"), CASES)
 @pytest.mark.parametrize("policy", policies.names())
 def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, clipping: Any, dtype: Any, accumulation: int) -> None:
     """The same workload for all of them, with each clipping: the cases that must never be left to chance."""
     work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, clipping=clipping, loss_chunk=13)
     knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3)
-    assert_invariant(planned(policy, model_of(family="qwen2", tied=clipping == "update"), work, knobs))
+    assert_invariant(planned(policy, model_of(family="qwen2"), work, knobs))
+
+
+@pytest.mark.parametrize("host_updated", ["", "all", "e,1-2"])
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> None:
+    """Beside layers that the device updates, of which one streams whole, one in part and one not at all; the next weights always ahead."""
+    work = Workload(batch=2, sequence=16, accumulation=4 if host_updated == "e,1-2" else 1, clipping=clipping)
+    placement = Placement(host_updated=host_updated, weights="2-3", low="3", moments="0,3")
+    knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=1, weights_ahead=1, placement=placement)
+    assert_invariant(planned("overlapped", model_of(tied=clipping == "update"), work, knobs))
