@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import Clipping, ModelSpec, Workload
 from megatrain.simulator.timeline import Span, Timeline
 
 SHAPE = "qwen2-2048x11008-16:2x128-v151936/{}x1024-bf16"
