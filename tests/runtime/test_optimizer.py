@@ -253,6 +253,15 @@ def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float)
 
 
 @pytest.mark.usefixtures("both_ways")
+def test_a_second_moment_that_is_no_number_is_seen() -> None:
+    """It is not taken for less than epsilon^2."""
+    second, sums = torch.ones(64), torch.empty(1)
+    second[5] = math.nan
+    optimizer.ratio_sums(torch.ones(64), second, sums, settings=AdamW(), number=1)
+    assert bool(sums.isnan())
+
+
+@pytest.mark.usefixtures("both_ways")
 def test_a_gradient_of_zeros_is_not_scaled() -> None:
     """Whatever epsilon: its square may be less than the least fp32."""
     sums = torch.empty(1)
