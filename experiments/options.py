@@ -85,7 +85,12 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seq", type=whole("--seq"), default=1024, help="tokens per sequence (default 1024)")
     group.add_argument("--accumulation", type=whole("--accumulation"), default=1, help="micro-batches per optimizer step (default 1)")
     group.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="what layers compute in; masters are fp32 always (default bf16)")
-    group.add_argument("--clipping", choices=("global", "none"), default="global", help="gradient clipping (default global)")
+    group.add_argument(
+        "--clipping",
+        choices=("global", "layer", "update", "none"),
+        default="global",
+        help="clip gradients by the norm over all (default), or each layer's by its own, or tensors' updates as StableAdamW does",
+    )
     group.add_argument("--attention", choices=("flash", "cudnn"), help="the attention kernel; each rounds otherwise (default: the one that PyTorch picks)")
     group.add_argument("--loss-chunk", type=whole("--loss-chunk"), default=1024, help="tokens whose logits exist at one time (default 1024)")
     group.add_argument("--compile", action="store_true", help="layers through torch.compile: faster, less activations, rounds otherwise than eager layers")

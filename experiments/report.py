@@ -47,14 +47,11 @@ def _knobs(verdict: Verdict) -> str:
     knobs = verdict.knobs
     if not {"h2d", "d2h"} & verdict.lane_seconds.keys():
         return f"checkpoint_interval {knobs['checkpoint_interval']}, nothing is copied"
-    parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement")]
+    parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")]
     placement = knobs["placement"]
     placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
-    parts += [
-        f"{name} of {layers} {'kept' if name in ('stored', 'attention') else 'on the host' if name == 'parked' else 'on the device'}"
-        for name, layers in placed
-        if layers
-    ]
+    where = {"stored": "kept", "attention": "kept", "parked": "on the host", "host_updated": "on the host"}
+    parts += [f"{name} of {layers} {where.get(name, 'on the device')}" for name, layers in placed if layers]
     return ", ".join([*parts, f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}"])
 
 

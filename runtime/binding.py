@@ -10,10 +10,11 @@ import torch
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.attention import Attention
-from megatrain.runtime.groups import stretches
+from megatrain.runtime.groups import Treatment, stretches, treatment
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.templates import Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies._clipping import RATIO_ROW
 from megatrain.simulator.policies._layerwise import ATTENTION, contributions
 from megatrain.simulator.schedule import Op, Schedule, whole
 from megatrain.simulator.specs import EMBEDDING
@@ -90,6 +91,10 @@ class Binder:
         return run
 
     _load_state = _save_state = _move_state
+
+    def _load_second(self, op: Op) -> Run:
+        read, write = (self._moments(whole(buffer), op)[1] for buffer in (*op.reads, *op.writes))
+        return lambda: write.copy_(read, non_blocking=True)
 
     def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
         """The stretches of `buffer` that hold the parameters of `op`, a chunk of its layer: one, or for moments two."""
@@ -253,20 +258,29 @@ class Binder:
         workers = self._workers(op)
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
+    def _ratios(self, op: Op) -> Run:
+        gradient, moments = map(whole, op.reads)
+        g, second = self._elements(gradient, self._gradient_dtype(gradient, op.layer), op), self._moments(moments, op)[1]
+        sums = self.arenas.flat(op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW)
+        workers = self._workers(op)
+
+        def run() -> None:
+            if self.state.update_at is not None:
+                optimizer.ratio_sums(g, second, sums, settings=self.settings, number=self.state.update_at[1], workers=workers)
+
+        return run
+
     def _clip(self, op: Op) -> Run:
         scalars = {buffer: self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads}
         losses = [scalar for buffer, scalar in scalars.items() if ".losses:" in buffer]
+        if op.layer and self.plan.workload.clipping == "update":
+            return self._scales(op, losses)
         sums = [scalar for buffer, scalar in scalars.items() if ".losses:" not in buffer]
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
+        here = self._reader(op)
 
         def run() -> None:
-            factor = optimizer.finite_or_nan(losses)
-            if factor.device != result.device:  # the host lane reads one number, when its own copy has ended: nothing else waits
-                result[0].copy_(factor, non_blocking=True)
-                arrived = torch.cuda.Event()
-                arrived.record(torch.cuda.current_stream(factor.device))
-                arrived.synchronize()
-                factor = result[0].clone()
+            factor = here(optimizer.finite_or_nan(losses))
             if sums:
                 clip, norm = optimizer.clip_coefficient(sums, self.settings.max_norm)
                 result.copy_(torch.stack([factor * clip, norm]))
@@ -275,28 +289,70 @@ class Binder:
 
         return run
 
+    def _reader(self, op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Brings one fp32 value to where `op` computes. A host lane waits for the copy of these 4 bytes alone."""
+        if op.lane != "cpu" or self.arenas.device.type != "cuda":
+            return lambda value: value
+        landing = torch.empty(1, dtype=torch.float32, pin_memory=True)
+
+        def read(value: torch.Tensor) -> torch.Tensor:
+            if value.device.type != "cuda":
+                return value
+            landing[0].copy_(value, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(value.device))
+            arrived.synchronize()
+            return landing[0].clone()
+
+        return read
+
+    def _scales(self, op: Op, losses: list[torch.Tensor]) -> Run:
+        """Of a layer: each tensor's factor on the learning rate."""
+        tensors = self.plan.model.stack[op.layer].tensors
+        rows = self.arenas.flat(op.reads[0], torch.float32, op.parameters // RATIO_ROW).split([tensor.padded // RATIO_ROW for tensor in tensors])
+        result = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
+        elements = torch.tensor([tensor.elements for tensor in tensors], dtype=torch.float32, device=result.device)
+        workers, here = self._workers(op), self._reader(op)
+        return lambda: result.copy_(optimizer.update_scales(rows, elements, workers) * here(optimizer.finite_or_nan(losses)))
+
+    def _runs(self, op: Op, factor: str) -> list[tuple[slice, Treatment, torch.Tensor | None, torch.Tensor | None]]:
+        """Elements of `op` that are treated alike, and how: decay and rate, the factor on their gradient, and on their learning rate."""
+        layer = self.plan.model.stack[op.layer]
+        if self.plan.workload.clipping != "update":
+            clip = self.arenas.flat(factor, torch.float32, 1)[0]
+            return [(part, treated, clip, None) for part, treated in stretches(self.settings, layer, op.offset, op.parameters)]
+        start = -op.offset
+        made: list[tuple[slice, Treatment, torch.Tensor | None, torch.Tensor | None]] = []
+        for tensor, scale in zip(layer.tensors, self.arenas.flat(factor, torch.float32, len(layer.tensors)), strict=True):
+            part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
+            if part.start < part.stop:
+                made.append((part, treatment(self.settings, layer, tensor), None, scale))
+            start += tensor.padded
+        return made
+
     def _update(self, op: Op) -> Run:
         """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
-        gradient, factor, *sources = op.reads
-        target, *rest = op.writes
+        gradient, factor, *sources = map(whole, op.reads)
+        target, *rest = map(whole, op.writes)
         low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
         moments = self._moments(rest.pop(0), op)
         copy_to = self._elements(rest[0], self.dtype, op) if rest else None
         weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
         source = self._elements(sources[0], self.dtype, op) if sources else None
-        clip = self.arenas.flat(factor, torch.float32, 1)[0]
         workers = self._workers(op)
-        parts = stretches(self.settings, self.plan.model.stack[op.layer], op.offset, op.parameters)
+        runs, here = self._runs(op, factor), self._reader(op)
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for part, (decay, factor) in parts:
+                for part, treated, *factors in runs:
+                    clip, scale = (None if factor is None else here(factor) for factor in factors)
                     optimizer.update(
-                        weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings, rate=rate * factor,
-                        number=number, clip=clip, workers=workers, weight_decay=decay, copy_to=None if copy_to is None else copy_to[part],
+                        weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings,
+                        rate=rate * treated.rate_factor, number=number, clip=clip, scale=scale, workers=workers, weight_decay=treated.weight_decay,
+                        copy_to=None if copy_to is None else copy_to[part],
                     )  # fmt: skip
             elif copy_to is not None:
                 copy_to.copy_(weights)

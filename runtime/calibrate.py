@@ -56,7 +56,7 @@ def calibrate(
     name: str, model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, *,
     host_bytes: int | None = None, device_bytes: int | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> HardwareSpec:  # fmt: skip
-    """Measures `model`'s layers under `workload` on `device` and the machine around it; some 30 s.
+    """Measures `model`'s layers under `workload` on `device` and the machine around it; some 45 s.
 
     `host_bytes` and `device_bytes` replace what the machine reports of itself. `progress` hears what is measured next. Raises UserError
     where even the cut-down model does not fit.
@@ -78,6 +78,12 @@ def calibrate(
     progress("optimizer on the device, in chunks")
     plan = _plan("overlapped", small, workload, limits)
     _collect(_run(plan, config, device, serialized(lower(plan))), samples, ("update", "norm", "clip"))
+    progress("clipping by the update")
+    by_update = msgspec.structs.replace(workload, clipping="update")
+    _collect(_run(_plan("sequential", small, by_update, limits), config, device), samples, ("ratios",))
+    for policy in ("overlapped", "resident") if resident else ("overlapped",):  # chunks, and whole layers
+        plan = _plan(policy, small, by_update, limits)
+        _collect(_run(plan, config, device, serialized(lower(plan))), samples, ("ratios",))
     progress("lanes together")
     together = _run(_plan("double_buffer", small, workload, limits), config, device)
     _collect((resident or together) if device.type == "cuda" else alone, samples, COMPUTE_KINDS)
@@ -175,7 +181,7 @@ def _key(op: Op) -> tuple[str, str | int]:
     if op.kind in COMPUTE_KINDS:
         return op.kind, op.shape
     adds = ":add" if set(op.reads) & set(op.writes) else ""
-    other_lane = f"@{op.lane}" if op.kind in ("norm", "clip") and op.lane != "cpu" else ""
+    other_lane = f"@{op.lane}" if op.kind in ("norm", "clip", "ratios") and op.lane != "cpu" else ""
     return f"{op.kind}{adds}{other_lane}", op.parameters
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -41,7 +41,7 @@ class StepResult:
     loss: float
     """mean over all labelled tokens of all micro-batches"""
     gradient_norm: float | None
-    """before clipping; None where the workload does not clip"""
+    """before clipping, the norm over all gradients; with clipping by `layer` too, of whose sums it is the root; None with `update` and `none`"""
     seconds: float
     """wall time, everything included"""
     timeline: Timeline
@@ -158,8 +158,10 @@ class Executor:
     def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> StepResult:
         """One optimizer step over `accumulation` micro-batches at learning rate `rate`; `number` counts steps from 1.
 
-        Raises LaneError with the op's name where one fails, UserError where it was for want of memory, and FloatingPointError where loss or norm is
-        not finite: then no update of this step was applied, and the state is what it was.
+        Raises LaneError with the op's name where one fails, UserError where it was for want of memory, and FloatingPointError where a loss, or what
+        the workload clips by, is not finite: a norm, or with clipping by `update` the RMS of a tensor. A loss that is not finite has stopped every
+        update of the step, and the state is what it was. So has a norm with `global`; with `layer` and `update` it has stopped its layer's only, and
+        others may be updated. Without clipping only losses are looked at.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         seen = self.checksum() if deterministic and not self._drain else None
@@ -170,8 +172,10 @@ class Executor:
             timeline = self._play(self._step)
             loss, norm = self._read_loss(), self._read_norm()
         seconds = time.perf_counter() - begin
-        if not all(value is None or math.isfinite(value) for value in (loss, norm)):
-            raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}: not finite; lower the learning rate or look at the data")
+        left = self._left_as_they_were()
+        if left or not all(value is None or math.isfinite(value) for value in (loss, norm)):
+            where = f", layers not updated: {', '.join(left)}" if left else ""
+            raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower the learning rate or look at the data")
         self._owed = (rate, number) if self._drain else None
         return StepResult(loss, norm, seconds, timeline, self.checksum() if deterministic and self._drain else seen)
 
@@ -239,10 +243,27 @@ class Executor:
         return float(losses.double().sum())
 
     def _read_norm(self) -> float | None:
-        for place in ("host", "device") if self.plan.workload.clipping == "global" else ():
-            if f"{place}.norm:clip" in self.schedule.buffer:
-                return float(self.arenas.flat(f"{place}.norm:clip", torch.float32, 2)[1])
+        kind = self.plan.workload.clipping
+        if kind == "global":
+            return float(self._each("norm", ["clip"], 2)[0][1])
+        if kind == "layer":
+            sums = self._each("norm", self.plan.model.stack)
+            return float(optimizer.clip_coefficient([value[0] for value in sums], self.settings.max_norm)[1])
         return None
+
+    def _left_as_they_were(self) -> list[str]:
+        """Layers that what they are clipped by, each for itself, kept from being updated."""
+        stack, kind = self.plan.model.stack, self.plan.workload.clipping
+        if kind not in ("layer", "update"):
+            return []
+        counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
+        factors = torch.stack([self._each("clips", [layer], count)[0].sum() for layer, count in zip(stack, counts, strict=True)])
+        return [layer for layer, bad in zip(stack, factors.isnan().tolist(), strict=True) if bad]
+
+    def _each(self, pool: str, keys: Iterable[str], count: int = 1) -> list[torch.Tensor]:
+        """[count] fp32 of each of the pool's buffers, on whichever side it is."""
+        places = {key: next(place for place in ("host", "device") if f"{place}.{pool}:{key}" in self.schedule.buffer) for key in keys}
+        return [self.arenas.flat(f"{place}.{pool}:{key}", torch.float32, count) for key, place in places.items()]
 
     def _scalar(self, pool: str, key: str) -> torch.Tensor:
         return self.arenas.flat(f"{pool}:{key}", torch.float32, 1)[0]

@@ -1,4 +1,4 @@
-"""AdamW on fp32 master weights that are kept as two 16-bit planes, and the global gradient norm: the same bits on any device.
+"""AdamW on fp32 master weights that are kept as two 16-bit planes, and what clips it: the same bits on any device.
 
 The high plane is the bf16 weight that layers compute with: the master rounded to nearest, ties away from zero. The low plane is the
 signed 16-bit residual: `master bits = (high << 16) + low`. (Ties to even would not be invertible: a residual of +0x8000 does not
@@ -11,7 +11,7 @@ stay in cache; `runtime/kernels/` does the same in one pass over memory, where t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,8 +19,10 @@ import torch
 
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.kernels.choice import Kernels, kernels
+from megatrain.simulator.policies._clipping import RATIO_ROW
 
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
+_TINY = 2.0**-126  # the least normal fp32: what divides is never 0
 _GPU_BLOCK = 2**24  # elements: 64 MiB a temporary, launches negligible
 _FUSED_BLOCK = 2**14  # elements, a multiple of a row: a kernel needs no temporaries, and shares of a thread want to be even
 Share = tuple[int, int]
@@ -104,33 +106,37 @@ class Scalars(NamedTuple):
     root_scale: float
     epsilon: float
     rate: float
+    shrink: float
+    unbias: float
+    floor: float
 
     @classmethod
     def of(cls, settings: AdamW, rate: float, number: int, weight_decay: float | None = None) -> Scalars:
         """Scalars multiply, never divide: a GPU divides by a scalar as a product with its reciprocal, a CPU does not."""
         beta1, beta2 = settings.betas
-        decay = 1 - rate * (settings.weight_decay if weight_decay is None else weight_decay)
-        root_scale = (1 - beta2**number) ** -0.5
-        return cls(decay, beta1, 1 - beta1, beta2, 1 - beta2, root_scale, settings.epsilon, rate / (1 - beta1**number))
+        shrink, unbias = rate * (settings.weight_decay if weight_decay is None else weight_decay), 1 / (1 - beta2**number)
+        floor = max(settings.epsilon**2, _TINY)
+        return cls(1 - shrink, beta1, 1 - beta1, beta2, 1 - beta2, unbias**0.5, settings.epsilon, rate / (1 - beta1**number), shrink, unbias, floor)
 
 
 def update(
     weights: torch.Tensor, low: torch.Tensor | None, moments: torch.Tensor, gradient: torch.Tensor, *,
     settings: AdamW, rate: float, number: int, clip: torch.Tensor | None, workers: Workers = ALONE,
-    weight_decay: float | None = None, copy_to: torch.Tensor | None = None,
+    weight_decay: float | None = None, copy_to: torch.Tensor | None = None, scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """One AdamW update in place, of whole tensors or of any run of their elements.
 
     `weights` [n] bf16 with `low` [n] int16, or fp32 with None; `moments` [2, n] fp32; `gradient` [n] bf16 or fp32; `rate` the learning
     rate; `number` of this step, from 1; `clip` a 0-dimensional fp32 factor on the gradient, on the same device, or None; a NaN leaves
-    everything as it is; `weight_decay` instead of the settings' own; `copy_to` [n] as `weights` gets the new weights too.
+    everything as it is; `weight_decay` instead of the settings' own; `copy_to` [n] as `weights` gets the new weights too; `scale` is like `clip`
+    a factor, on the learning rate: of the step and of the decay.
     """
     count, device = weights.numel(), weights.device
     scalars = Scalars.of(settings, rate, number, weight_decay)
     dtype = torch.float32 if low is None else torch.bfloat16
     runs = [(weights, dtype), (low, torch.int16), (moments[0], torch.float32), (moments[1], torch.float32), (gradient, None), (copy_to, dtype)]
     assert all(tensor is None or tensor.shape == (count,) for tensor, _ in runs), "a kernel would write beyond the shorter ones"
-    fused = _fused(*runs, (clip, torch.float32))
+    fused = _fused(*runs, (clip, torch.float32), (scale, torch.float32))
 
     def tensors(part: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
         return weights[part], None if low is None else low[part], moments[0, part], moments[1, part], gradient[part]
@@ -139,11 +145,12 @@ def update(
 
         def in_one_pass(share: Share) -> None:
             part = slice(*share)
-            fused.adamw(*tensors(part), clip, None if copy_to is None else copy_to[part], scalars)
+            fused.adamw(*tensors(part), clip, scale, None if copy_to is None else copy_to[part], scalars)
 
         _on(device, workers)(in_one_pass, count, _FUSED_BLOCK)
         return
-    stop = None if clip is None else clip.isnan()  # stays on the device: to ask for its value would wait for the GPU
+    stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
+    stop = stops[0] | stops[-1] if stops else None  # stays on the device: to ask for its value would wait for the GPU
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 
     def in_blocks(share: Share) -> None:
@@ -157,7 +164,7 @@ def update(
             if stop is not None:
                 for tensor, before in zip(state, kept, strict=True):
                     before[:length] = tensor[part]
-            _update_block(*tensors(part), scratch[:, :length], wide[:length], scalars, clip)
+            _update_block(*tensors(part), scratch[:, :length], wide[:length], scalars, clip, scale)
             if stop is not None:
                 for tensor, before in zip(state, kept, strict=True):
                     torch.where(stop, before[:length], tensor[part], out=tensor[part])
@@ -169,7 +176,7 @@ def update(
 
 def _update_block(
     weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-    temporaries: torch.Tensor, wide: torch.Tensor, scalars: Scalars, clip: torch.Tensor | None,
+    temporaries: torch.Tensor, wide: torch.Tensor, scalars: Scalars, clip: torch.Tensor | None, scale: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """The arithmetic, an operation at a time."""
     g, scratch, joined = temporaries
@@ -177,12 +184,17 @@ def _update_block(
     g.copy_(gradient)
     if clip is not None:
         g.mul_(clip)
-    if scalars.decay != 1:
+    if scale is not None:
+        master.mul_(1 - scale * scalars.shrink)
+    elif scalars.decay != 1:
         master.mul_(scalars.decay)
     first.mul_(scalars.beta1).add_(torch.mul(g, scalars.rest1, out=scratch))
     second.mul_(scalars.beta2).add_(torch.mul(g, g, out=scratch).mul_(scalars.rest2))
     denominator = scratch.copy_(wide.copy_(second).sqrt_()).mul_(scalars.root_scale).add_(scalars.epsilon)
-    master.sub_(torch.mul(first, scalars.rate, out=g).div_(denominator))
+    step = torch.mul(first, scalars.rate, out=g)
+    if scale is not None:
+        step.mul_(scale)
+    master.sub_(step.div_(denominator))
     if low is not None:
         split(master, weights, low)
 
@@ -212,12 +224,16 @@ def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Te
 
     Adding halves elementwise fixes the order of additions whatever the device, the threads or the block; its rounding error grows with log n.
     """
+    return _sum(gradient, workers, square=True)
+
+
+def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
     fused = _fused((gradient, None))
     if fused is not None:
-        _on(device, workers)(lambda share: fused.row_sums(gradient[slice(*share)], sums[share[0] // _ROW :]), count, _FUSED_BLOCK)
+        _on(device, workers)(lambda share: fused.row_sums(gradient[slice(*share)], sums[share[0] // _ROW :], square=square), count, _FUSED_BLOCK)
         return fused.fold(sums)
     block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)  # folding takes 24 small ops a block
 
@@ -228,11 +244,57 @@ def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Te
             squares = scratch[: -(-part.numel() // _ROW) * _ROW]
             squares[part.numel() :].zero_()
             squares[: part.numel()] = part
-            folded = _fold(squares.mul_(squares).view(-1, _ROW))
+            folded = _fold((squares.mul_(squares) if square else squares).view(-1, _ROW))
             sums[start // _ROW : start // _ROW + folded.numel()] = folded
 
     _on(device, workers)(work, count, block)
     return _fold(sums.view(1, -1))[0]
+
+
+def ratio_sums(gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, *, settings: AdamW, number: int, workers: Workers = ALONE) -> None:
+    """Writes into `sums` [n / 64] fp32, for every 64 elements, the sum by halving of g^2 / max(v, epsilon^2): g of `gradient` [n] bf16 or fp32, v the
+    second moment after step `number`, debiased, of which `second` [n] fp32 is what stands before. Nothing else is written. n is a multiple of 64.
+    """
+    count, device, scalars = gradient.numel(), gradient.device, Scalars.of(settings, 0.0, number)
+    assert count % RATIO_ROW == 0
+    assert (second.numel(), sums.numel()) == (count, count // RATIO_ROW), "a kernel would go beyond the shorter ones"
+    fused = _fused((gradient, None), (second, torch.float32), (sums, torch.float32))
+    block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
+
+    def in_one_pass(share: Share) -> None:
+        assert fused is not None
+        fused.ratio_sums(gradient[slice(*share)], second[slice(*share)], sums[share[0] // RATIO_ROW :], scalars)
+
+    def in_blocks(share: Share) -> None:
+        for start in range(*share, block):
+            part = slice(start, min(start + block, share[1]))
+            g = gradient[part].float()
+            squares = g * g
+            v = second[part] * scalars.beta2 + squares * scalars.rest2
+            ratios = squares.div_(v.mul_(scalars.unbias).clamp_(min=scalars.floor))
+            sums[start // RATIO_ROW : part.stop // RATIO_ROW] = _fold(ratios.view(-1, RATIO_ROW))
+
+    if fused is not None:
+        _on(device, workers)(in_one_pass, count, _FUSED_BLOCK)
+    else:
+        _on(device, workers)(in_blocks, count, block)
+
+
+def sum_by_rows(values: torch.Tensor) -> torch.Tensor:
+    """Of fp32 `values`, 0-dimensional, in the order of additions of `ratio_sums` and `update_scales`."""
+    padded = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % RATIO_ROW))
+    return _sum(_fold(padded.view(-1, RATIO_ROW)).contiguous(), ALONE, square=False)
+
+
+def update_scales(sums: Sequence[torch.Tensor], elements: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
+    """[tensors] fp32: what the learning rate of each of a layer's tensors is multiplied with, 1 / max(1, RMS), RMS the root of the mean of
+    g^2 / max(v, epsilon^2) over its elements: StableAdamW (Wortsman et al., arXiv 2304.13013, algorithm 2).
+
+    `sums`: of each tensor, by 64 elements, as `ratio_sums` writes them; what pads it adds 0. They are added as `sum_of_squares` adds. `elements`
+    [tensors] fp32: how many it has without its padding. All are NaN where any RMS is not finite: a layer is updated whole or not at all.
+    """
+    rms = rounded_sqrt(torch.stack([_sum(part, workers, square=False) for part in sums]) / elements)
+    return torch.ones_like(rms) / rms.clamp(min=1.0) + (rms * 0).sum()
 
 
 def _fused(*tensors: tuple[torch.Tensor | None, torch.dtype | None]) -> Kernels | None:

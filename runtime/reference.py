@@ -15,7 +15,7 @@ from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.groups import Treatment, treatment
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.optimizer import clip_coefficient, round_to_bf16, rounded_sqrt, sum_of_squares
+from megatrain.runtime.optimizer import clip_coefficient, round_to_bf16, rounded_sqrt, sum_by_rows, sum_of_squares
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
@@ -32,6 +32,8 @@ class Reference:
         self.masters = {layer: {name: tensor.to(device, copy=True) for name, tensor in tensors.items()} for layer, tensors in masters.items()}
         self.moments = {layer: {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in tensors.items()} for layer, tensors in self.masters.items()}
         self._parameters = {layer.name: {t.name: self._find(layer.name, t.name) for t in layer.tensors} for layer in model.stack.values()}
+        self.scales: list[float] = []
+        """with clipping by `update`, what the learning rates were multiplied with, one a tensor and step"""
         self._write_back()
 
     def _find(self, layer: str, tensor: str) -> torch.nn.Parameter:
@@ -47,20 +49,24 @@ class Reference:
                 parameter.copy_(round_to_bf16(master) if self.dtype == torch.bfloat16 else master)
 
     def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> tuple[float, float | None]:
-        """One optimizer step over the micro-batches (ids and labels [batch, sequence] int64): mean loss and gradient norm (None without clipping)."""
+        """One optimizer step over the micro-batches (ids and labels [batch, sequence] int64): mean loss, and gradient norm with clipping by it or by
+        layers' norms, else None.
+        """
         scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
         total: dict[str, list[dict[str, torch.Tensor]]] = {layer: [] for layer in self._parameters}
         losses = [self._micro_batch(ids, labels, scale, total) for ids, labels, _ in batches]
         gradients = {layer: self._sum(self.spec.stack[layer], parts) for layer, parts in total.items()}
-        factor, norm = None, None
-        if self.work.clipping == "global":
-            factor, norm = clip_coefficient(
-                [sum_of_squares(self._flat(layer, gradients[name])) for name, layer in self.spec.stack.items()], self.settings.max_norm
-            )
+        factors: dict[str, torch.Tensor] = {}
+        norm = None
+        if self.work.clipping in ("global", "layer"):
+            sums = {name: sum_of_squares(self._flat(layer, gradients[name])) for name, layer in self.spec.stack.items()}
+            factor, norm = clip_coefficient(list(sums.values()), self.settings.max_norm)
+            by_layer = self.work.clipping == "layer"
+            factors = {name: clip_coefficient([part], self.settings.max_norm)[0] if by_layer else factor for name, part in sums.items()}
         for layer, tensors in gradients.items():
             treated = {tensor.name: treatment(self.settings, self.spec.stack[layer], tensor) for tensor in self.spec.stack[layer].tensors}
             for name, gradient in tensors.items():
-                g = gradient.float() if factor is None else gradient.float() * factor
+                g = gradient.float() * factors[layer] if layer in factors else gradient.float()
                 self._adamw(self.masters[layer][name], *self.moments[layer][name], g, treated[name], rate, number)
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
@@ -120,8 +126,15 @@ class Reference:
     def _adamw(self, master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, g: torch.Tensor, treated: Treatment, rate: float, number: int) -> None:
         beta1, beta2 = self.settings.betas
         rate *= treated.rate_factor
-        if treated.weight_decay:
-            master *= 1 - rate * treated.weight_decay
         first.copy_(first * beta1 + g * (1 - beta1))
         second.copy_(second * beta2 + g * g * (1 - beta2))
-        master -= first * (rate / (1 - beta1**number)) / (rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + self.settings.epsilon)
+        step = first * (rate / (1 - beta1**number))
+        if self.work.clipping == "update":
+            ratios = g * g / (second * (1 / (1 - beta2**number))).clamp(min=self.settings.epsilon**2)
+            scale = 1 / rounded_sqrt(sum_by_rows(ratios) / torch.tensor(float(g.numel()))).clamp(min=1)
+            master *= 1 - scale * (rate * treated.weight_decay)
+            step *= scale
+            self.scales.append(float(scale))
+        elif treated.weight_decay:
+            master *= 1 - rate * treated.weight_decay
+        master -= step / (rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + self.settings.epsilon)

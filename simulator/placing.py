@@ -22,7 +22,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.policies._layerwise import cost_keys, gradient_bytes
+from megatrain.simulator.policies._layerwise import contributions, cost_keys, gradient_bytes
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import DTYPE_BYTES
 
@@ -75,7 +75,8 @@ class PlacementSearch:
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
         room = 2 ** (int(_STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)).bit_length() - 1)
         usual = max(min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK)
-        self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS), costs
+        self.owes = policies.drain(plan) is not None
+        self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS, weights_ahead=int(not self.owes)), costs
         self.keeping = [layer.name for layer in plan.model.decoders if self._keeping_pays(layer.name)]
 
     def _keeping_pays(self, layer: str) -> bool:
@@ -170,6 +171,8 @@ class PlacementSearch:
         for _ in range(2):
             room = self._room(varied(plan, placement=placement))
             for name, layer in order:
+                if name == "gradients" and not self.owes and contributions(plan, layer) == 1:
+                    continue  # it stays on the device anyway
                 per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
                 size = -(-per_parameter * layers[layer].elements // 256) * 256
                 if layer not in chosen[name] and size <= room:
@@ -180,6 +183,7 @@ class PlacementSearch:
 
     def _refined(self, time: int, plan: Plan) -> Choice:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
+        time, plan = self._split(time, plan)
         knobs = plan.knobs
         changes = [{"state_slots": knobs.state_slots + 2}, {"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
         if len(policies.lower(plan).ops) <= _MANY_OPS:
@@ -191,6 +195,19 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return assess(plan, self.costs)
+
+    def _split(self, time: int, plan: Plan) -> tuple[int, Plan]:
+        """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest."""
+        stack, resident = plan.model.stack, plan.placed("weights")
+        streamed = [layer for layer in stack if layer not in resident]
+        for chosen in (streamed, streamed[::2]):
+            placement = msgspec.structs.replace(plan.knobs.placement, host_updated=ranges(list(stack), set(chosen)))
+            changed = varied(plan, placement=placement)
+            if chosen and self._account(changed).fits:
+                found = self._time(changed)
+                if found * _TIE < time:
+                    plan, time = changed, found
+        return time, plan
 
     def _nearest_miss(self) -> Choice:
         """The plan above its limits by the fewest bytes: everything on the host, or as much on the device as it holds."""

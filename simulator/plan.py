@@ -28,6 +28,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """decoder layers whose input waits in host memory for the backward pass"""
     attention: str = ""
     """decoder layers whose attention output and log-sum-exp are kept on the device, so that a recompute does all but the attention; means nothing of a stored one"""
+    host_updated: str = ""
+    """layers that the host's cores update: all of their state stays in host memory, whatever stands above, and only weights come to the device"""
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +47,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """decoder layers per activation checkpoint (K)"""
     state_slots: int = 2
     """device buffers, for a chunk of each class, that optimizer state streams through"""
+    weights_ahead: int = 0
+    """1: where a layer is updated inside the backward pass, the next layer's weights are loaded ahead of its optimizer state, which else delays them"""
     placement: Placement = Placement()
 
     def __post_init__(self) -> None:
@@ -58,6 +62,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ):
             if not least <= getattr(self, field) <= 2**40:
                 raise UserError(f"knobs: {field}", found=getattr(self, field), allowed=f"{least} to {2**40}", fix=f"set {field} = {max(least, 1)}")
+        if self.weights_ahead not in (0, 1):
+            raise UserError("knobs: weights_ahead", found=self.weights_ahead, allowed="0 or 1", fix="set weights_ahead = 1")
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

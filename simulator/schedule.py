@@ -16,9 +16,12 @@ reaches it and all of its dependencies have ended. It names the buffers that it 
 | embed_backward | tokens, gradient of hidden | gradient of the weights |
 | save_gradients (d2h) | device gradient | host slab or host gradient |
 | accumulate_gradients (cpu) | slab | host gradient |
+| load_second (h2d) | host moments | a chunk of moments, of which only the second is loaded |
 | norm | gradient | the layer's sum of squares |
+| ratios | gradient, moments | sums of g^2 / v by 64 elements, v the second moment after this step |
 | clip | every sum of squares, every loss | the clip coefficient, NaN where one of them is not finite |
-| update, cpu_update | gradient[, clip coefficient][, weights] | weights[, low plane], moments[, weight slot] |
+| clip of a layer | its sum of squares or its sums of g^2 / v, every loss | its coefficient, or its tensors' learning rate factors, likewise |
+| update, cpu_update | gradient, clip coefficient or factors[, weights] | weights[, low plane], moments[, weight slot] |
 | load_state (h2d), save_state (d2h) | one buffer per class | the same classes elsewhere |
 | load_gradients (h2d) | host gradient | device gradient |
 | save_activations (d2h), load_activations (h2d) | hidden | hidden |
@@ -57,7 +60,7 @@ LANES = ("compute", "update", "h2d", "d2h", "cpu")
 CODES = {
     "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "HL": "loss", "R": "recompute", "B": "backward", "EB": "embed_backward",
     "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations",
-    "A": "accumulate_gradients", "N": "norm", "C": "clip", "U": "update", "UC": "cpu_update",
+    "A": "accumulate_gradients", "N": "norm", "Q": "ratios", "LV": "load_second", "C": "clip", "U": "update", "UC": "cpu_update",
     "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",
 }  # fmt: skip
 _CODE_OF = {kind: code for code, kind in CODES.items()}

@@ -30,7 +30,7 @@ from megatrain.simulator.sharing import link_gb_per_s
 DMA_GB_PER_S = 175.0
 """all GPUs' copies together, both directions, four H200 on one host of 64 cores, 2026-11-21"""
 MOST_GPUS = 16
-_SHARED = ("load_state", "save_state", "update", "save_gradients", "load_gradients", "accumulate_gradients", "norm", "cpu_update")
+_SHARED = ("load_state", "save_state", "update", "save_gradients", "load_gradients", "accumulate_gradients", "norm", "cpu_update", "load_second", "ratios")
 _OWN = ("host.slabs", "host.slabs_vocabulary", "host.parked")
 """pools that every GPU has of its own"""
 

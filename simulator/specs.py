@@ -24,6 +24,7 @@ ALIGNMENT = 64
 
 Dtype = Literal["bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
+Clipping = Literal["global", "layer", "update", "none"]
 EMBEDDING, HEAD = "e", "h"
 
 
@@ -337,8 +338,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """micro-batches per optimizer step"""
     dtype: Dtype = "bf16"
     """what layers compute in and gradients leave them in; the master weights are fp32 always"""
-    clipping: Literal["global", "none"] = "global"
-    """clip by the norm over all gradients, or not at all"""
+    clipping: Clipping = "global"
+    """`global`: gradients by the norm over all of them; `layer`: each layer's gradient by its own norm; `update`: each tensor's learning rate by the
+    root of the mean of g^2 / v over its elements (StableAdamW, arXiv 2304.13013, algorithm 2); `none`"""
     compiled: bool = False
     """layers through torch.compile: faster, a third less activations, and other roundings than eager ones"""
     attention: Literal["flash", "cudnn"] | None = None

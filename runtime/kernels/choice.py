@@ -18,12 +18,15 @@ class Kernels(Protocol):
 
     def adamw(
         self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-        clip: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
+        clip: torch.Tensor | None, scale: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
     ) -> None:  # fmt: skip
         """All [n], contiguous: as in `optimizer.update`."""
 
-    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
-        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: the squares of each 4096, folded."""
+    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
+        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: each 4096 of them, or of their squares, folded."""
+
+    def ratio_sums(self, gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, scalars: Sequence[float]) -> None:
+        """`gradient` and `second` [n], contiguous, n a multiple of 64; the first n / 64 of `sums`: as in `optimizer.ratio_sums`."""
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum of `sums` [2^k] fp32 by halving, 0-dimensional; `sums` are lost."""

@@ -15,6 +15,7 @@ import triton.language as tl
 
 _BLOCK = 1024  # elements a program: eight a thread, 16 bytes of each 16-bit plane
 _ROW = 4096  # elements folded together in a sum of squares, as in `optimizer`
+_RATIO_ROWS = 16  # of 64 elements, a program
 _WARPS = 4
 
 
@@ -42,7 +43,7 @@ def _fp32(values):
 
 
 @triton.jit
-def _adamw_block(weights, low, first, second, gradient, factor, copy_to, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate,
+def _adamw_block(weights, low, first, second, gradient, factor, copy_to, scale, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate,
                  BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """The block that the pointers point at."""
     offsets = tl.arange(0, BLOCK)
@@ -56,7 +57,7 @@ def _adamw_block(weights, low, first, second, gradient, factor, copy_to, count, 
     v = _load(second, offsets, count, WHOLE) * beta2 + (g * g) * rest2
     _store(first, offsets, m, count, WHOLE)
     _store(second, offsets, v, count, WHOLE)
-    master = master - tl.div_rn(m * rate, tl.sqrt_rn(v) * root_scale + epsilon)
+    master = master - tl.div_rn(m * rate * scale, tl.sqrt_rn(v) * root_scale + epsilon)
     if low is not None:
         bits = master.to(tl.int32, bitcast=True)
         _store(low, offsets, bits.to(tl.int16), count, WHOLE)
@@ -66,13 +67,17 @@ def _adamw_block(weights, low, first, second, gradient, factor, copy_to, count, 
         _store(copy_to, offsets, master, count, WHOLE)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["clip"])
-def _adamw(weights, low, first, second, gradient, clip, copy_to, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["clip", "scale"])
+def _adamw(weights, low, first, second, gradient, clip, scale, copy_to, count, decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, shrink,
+           BLOCK: tl.constexpr):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = count - start
-    factor = 1.0  # changes no bit
+    factor, part = 1.0, 1.0  # changes no bit
     if clip is not None:
         factor = tl.load(clip)
+    if scale is not None:
+        part = tl.load(scale)
+        decay = 1.0 - part * shrink
     weights += start
     if low is not None:
         low += start
@@ -80,11 +85,13 @@ def _adamw(weights, low, first, second, gradient, clip, copy_to, count, decay, b
         copy_to += start
     if factor != factor:
         return
+    if part != part:
+        return
     if left >= BLOCK:
-        _adamw_block(weights, low, first + start, second + start, gradient + start, factor, copy_to, left,
+        _adamw_block(weights, low, first + start, second + start, gradient + start, factor, copy_to, part, left,
                      decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, BLOCK, True)  # fmt: skip
     else:
-        _adamw_block(weights, low, first + start, second + start, gradient + start, factor, copy_to, left,
+        _adamw_block(weights, low, first + start, second + start, gradient + start, factor, copy_to, part, left,
                      decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, BLOCK, False)  # fmt: skip
 
 
@@ -126,24 +133,55 @@ def _row_sums(gradient, sums, count, SQUARE: tl.constexpr):
     tl.store(sums + row, _row_sum(values))
 
 
+@triton.jit
+def _halved_rows(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] -> [ROWS, WIDTH / 2], likewise."""
+    return tl.sum(tl.reshape(values, (ROWS, 2, WIDTH // 2)), axis=1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS: tl.constexpr):
+    """Of ROWS rows of 64; a whole number of rows is left."""
+    start = tl.program_id(0).to(tl.int64) * (ROWS * 64)
+    offsets, left = tl.arange(0, ROWS * 64), count - start
+    g = _fp32(_load(gradient + start, offsets, left, False))
+    squares = g * g
+    v = (_load(second + start, offsets, left, False) * beta2 + squares * rest2) * unbias
+    values = tl.reshape(tl.div_rn(squares, tl.where(v < floor, floor, v)), (ROWS, 64))  # a NaN stays one
+    values = _halved_rows(values, ROWS, 64)
+    values = _halved_rows(values, ROWS, 32)
+    values = _halved_rows(values, ROWS, 16)
+    values = _halved_rows(values, ROWS, 8)
+    values = _halved_rows(values, ROWS, 4)
+    rows = tl.arange(0, ROWS)
+    tl.store(sums + start // 64 + rows, tl.sum(values, axis=1), mask=rows * 64 < left)
+
+
 class DeviceKernels:
     """The kernels' launches. Tensors are contiguous and on one CUDA device, of the dtypes that each method says."""
 
     def adamw(
         self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-        clip: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
+        clip: torch.Tensor | None, scale: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
     ) -> None:  # fmt: skip
-        """All [n], `clip` one factor: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; Triton passes Python's as fp32."""
+        """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; Triton passes Python's as fp32."""
         count = weights.numel()
         copy = None if copy_to is None else _bits(copy_to)
         _adamw[(triton.cdiv(count, _BLOCK),)](
-            _bits(weights), low, first, second, _bits(gradient), clip, copy, count, *scalars, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+            _bits(weights), low, first, second, _bits(gradient), clip, scale, copy, count, *scalars[:9], BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
 
-    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
-        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: the squares of each 4096, folded."""
+    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
+        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: each 4096 of them, or of their squares, folded."""
         count = gradient.numel()
-        _row_sums[(triton.cdiv(count, _ROW),)](_bits(gradient), sums, count, SQUARE=True, num_warps=_WARPS, enable_fp_fusion=False)
+        _row_sums[(triton.cdiv(count, _ROW),)](_bits(gradient), sums, count, SQUARE=square, num_warps=_WARPS, enable_fp_fusion=False)
+
+    def ratio_sums(self, gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, scalars: Sequence[float]) -> None:
+        """`gradient` bf16 or fp32, `second` fp32 [n], n a multiple of 64; the first n / 64 of `sums`: as in `optimizer.ratio_sums`."""
+        count = gradient.numel()
+        _ratio_sums[(triton.cdiv(count, 64 * _RATIO_ROWS),)](
+            _bits(gradient), second, sums, count, *scalars[3:5], *scalars[9:], ROWS=_RATIO_ROWS, num_warps=_WARPS, enable_fp_fusion=False
+        )
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum of `sums` [2^k] fp32 by halving, 0-dimensional; `sums` are lost."""

@@ -6,7 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { TILE = 4096, ROW = 4096 }; /* elements: 106 KB, in L2, for what is read again; those folded together in a sum of squares */
+/* Elements: 106 KB, in L2, for what is read again; those folded together in a sum of squares; and in one of g^2 / v. */
+enum { TILE = 4096, ROW = 4096, RATIO_ROW = 64 };
 
 static inline float from_bits(uint32_t bits) {
     float value;
@@ -23,27 +24,27 @@ static inline uint32_t to_bits(float value) {
 static inline float from_bf16(uint16_t high) { return from_bits((uint32_t)high << 16); }
 
 typedef struct { /* in the order of optimizer.Scalars; each rounded once, from double */
-    float decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate;
+    float decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, shrink, unbias, floor;
 } Scalars;
 
 /* One step of one weight: returns the new master. */
-static inline float step(float master, float *first, float *second, float g, float clip, const Scalars s) {
+static inline float step(float master, float *first, float *second, float g, float clip, float scale, const Scalars s) {
     g = g * clip;
     master = master * s.decay;
     const float m = *first * s.beta1 + g * s.rest1;
     const float v = *second * s.beta2 + (g * g) * s.rest2;
     *first = m;
     *second = v;
-    return master - (m * s.rate) / (sqrtf(v) * s.root_scale + s.epsilon);
+    return master - (m * s.rate * scale) / (sqrtf(v) * s.root_scale + s.epsilon);
 }
 
 #define PLANES(NAME, GRADIENT, WIDEN)                                                                                                          \
     static void NAME(int64_t count, uint16_t *restrict high, uint16_t *restrict low, float *restrict first, float *restrict second,            \
-                     const GRADIENT *restrict gradient, float clip, const Scalars s) {                                                         \
+                     const GRADIENT *restrict gradient, float clip, float scale, const Scalars s) {                                            \
         for (int64_t i = 0; i < count; i++) {                                                                                                  \
             const uint32_t residual = (uint32_t)(int32_t)(int16_t)low[i];                                                                      \
             const float master = from_bits(((uint32_t)high[i] << 16) + residual);                                                              \
-            const uint32_t bits = to_bits(step(master, first + i, second + i, WIDEN(gradient[i]), clip, s));                                   \
+            const uint32_t bits = to_bits(step(master, first + i, second + i, WIDEN(gradient[i]), clip, scale, s));                            \
             low[i] = (uint16_t)bits;                                                                                                           \
             high[i] = (uint16_t)((bits + 0x8000u) >> 16);                                                                                      \
         }                                                                                                                                      \
@@ -51,9 +52,9 @@ static inline float step(float master, float *first, float *second, float g, flo
 
 #define SINGLE(NAME, GRADIENT, WIDEN)                                                                                                          \
     static void NAME(int64_t count, float *restrict weights, float *restrict first, float *restrict second,                                    \
-                     const GRADIENT *restrict gradient, float clip, const Scalars s) {                                                         \
+                     const GRADIENT *restrict gradient, float clip, float scale, const Scalars s) {                                            \
         for (int64_t i = 0; i < count; i++)                                                                                                    \
-            weights[i] = step(weights[i], first + i, second + i, WIDEN(gradient[i]), clip, s);                                                 \
+            weights[i] = step(weights[i], first + i, second + i, WIDEN(gradient[i]), clip, scale, s);                                          \
     }
 
 PLANES(planes_bf16, uint16_t, from_bf16)
@@ -61,13 +62,15 @@ PLANES(planes_fp32, float, )
 SINGLE(single_bf16, uint16_t, from_bf16)
 SINGLE(single_fp32, float, )
 
-/* `low`, `clip` and `copy` may be null: fp32 weights, a factor of 1, no copy. Multiplying by 1 changes no bit; a factor that is NaN leaves everything. */
+/* `low`, `clip`, `scale` and `copy` may be null: fp32 weights, factors of 1, no copy. Multiplying by 1 changes no bit; a NaN factor leaves everything. */
 void megatrain_adamw(int64_t count, void *weights, uint16_t *low, float *first, float *second, const void *gradient, int gradient_is_fp32,
-                     const float *clip, void *copy, const Scalars *scalars) {
-    const Scalars s = *scalars;
-    const float factor = clip ? *clip : 1.0f;
-    if (factor != factor)
+                     const float *clip, const float *scale, void *copy, const Scalars *scalars) {
+    Scalars s = *scalars;
+    const float factor = clip ? *clip : 1.0f, part = scale ? *scale : 1.0f;
+    if (factor != factor || part != part)
         return;
+    if (scale)
+        s.decay = 1.0f - part * s.shrink;
     const int64_t width = low ? 2 : 4, gradient_width = gradient_is_fp32 ? 4 : 2;
     for (int64_t start = 0; start < count; start += TILE) {
         const int64_t length = count - start < TILE ? count - start : TILE;
@@ -75,13 +78,13 @@ void megatrain_adamw(int64_t count, void *weights, uint16_t *low, float *first, 
         const void *const g = (const char *)gradient + gradient_width * start;
         float *const m = first + start, *const v = second + start;
         if (low && gradient_is_fp32)
-            planes_fp32(length, (uint16_t *)w, low + start, m, v, g, factor, s);
+            planes_fp32(length, (uint16_t *)w, low + start, m, v, g, factor, part, s);
         else if (low)
-            planes_bf16(length, (uint16_t *)w, low + start, m, v, g, factor, s);
+            planes_bf16(length, (uint16_t *)w, low + start, m, v, g, factor, part, s);
         else if (gradient_is_fp32)
-            single_fp32(length, (float *)w, m, v, g, factor, s);
+            single_fp32(length, (float *)w, m, v, g, factor, part, s);
         else
-            single_bf16(length, (float *)w, m, v, g, factor, s);
+            single_bf16(length, (float *)w, m, v, g, factor, part, s);
         if (copy)
             memcpy((char *)copy + width * start, w, width * length);
     }
@@ -98,8 +101,18 @@ void megatrain_adamw(int64_t count, void *weights, uint16_t *low, float *first, 
 SQUARES(squares_bf16, uint16_t, from_bf16)
 SQUARES(squares_fp32, float, )
 
-/* The sum of squares of each row of 4096, by halving; the last row is filled up with zeros. */
-void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp32, float *row_sums) {
+static void halves_fp32(const float *restrict g, float *restrict sums) {
+    for (int i = 0; i < ROW / 2; i++)
+        sums[i] = g[i] + g[i + ROW / 2];
+}
+
+static void halves_bf16(const uint16_t *restrict g, float *restrict sums) {
+    for (int i = 0; i < ROW / 2; i++)
+        sums[i] = from_bf16(g[i]) + from_bf16(g[i + ROW / 2]);
+}
+
+/* The sum of each row of 4096, or of its squares, by halving; the last row is filled up with zeros. */
+void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp32, int square, float *row_sums) {
     const int64_t width = gradient_is_fp32 ? 4 : 2;
     float sums[ROW / 2]; /* 8 KB of stack, and 16 */
     union {
@@ -114,9 +127,9 @@ void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp3
             row = &last;
         }
         if (gradient_is_fp32)
-            squares_fp32(row, sums);
+            (square ? squares_fp32 : halves_fp32)(row, sums);
         else
-            squares_bf16(row, sums);
+            (square ? squares_bf16 : halves_bf16)(row, sums);
         for (int half = ROW / 4; half >= 16; half /= 2) /* apart from what follows, where vectors are longer than a half */
             for (int i = 0; i < half; i++)
                 sums[i] += sums[i + half];
@@ -124,6 +137,34 @@ void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp3
             for (int i = 0; i < half; i++)
                 sums[i] += sums[i + half];
         row_sums[start / ROW] = sums[0];
+    }
+}
+
+#define RATIOS(NAME, GRADIENT, WIDEN)                                                                                                          \
+    static void NAME(const GRADIENT *restrict gradient, const float *restrict second, float *restrict ratios, const Scalars s) {               \
+        for (int i = 0; i < RATIO_ROW; i++) {                                                                                                  \
+            const float g = WIDEN(gradient[i]);                                                                                                \
+            const float square = g * g, v = (second[i] * s.beta2 + square * s.rest2) * s.unbias;                                               \
+            ratios[i] = square / (v < s.floor ? s.floor : v); /* a NaN stays one */                                                            \
+        }                                                                                                                                      \
+    }
+
+RATIOS(ratios_bf16, uint16_t, from_bf16)
+RATIOS(ratios_fp32, float, )
+
+/* Of each 64 elements, the sum of g^2 / max(v, floor) by halving, v the debiased second moment after this step. `count` is a multiple of 64. */
+void megatrain_ratio_sums(int64_t count, const void *gradient, int gradient_is_fp32, const float *second, float *sums, const Scalars *scalars) {
+    const Scalars s = *scalars;
+    float ratios[RATIO_ROW];
+    for (int64_t start = 0; start < count; start += RATIO_ROW) {
+        if (gradient_is_fp32)
+            ratios_fp32((const float *)gradient + start, second + start, ratios, s);
+        else
+            ratios_bf16((const uint16_t *)gradient + start, second + start, ratios, s);
+        for (int half = RATIO_ROW / 2; half >= 1; half /= 2)
+            for (int i = 0; i < half; i++)
+                ratios[i] += ratios[i + half];
+        sums[start / RATIO_ROW] = ratios[0];
     }
 }
 

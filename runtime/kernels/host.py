@@ -37,24 +37,30 @@ class HostKernels:
             found.argtypes, found.restype = arguments, None
             return found
 
-        self._adamw = function("adamw", count, pointer, pointer, pointer, pointer, pointer, flag, pointer, pointer, pointer)
-        self._row_sums = function("row_sums", count, pointer, flag, pointer)
+        self._adamw = function("adamw", count, pointer, pointer, pointer, pointer, pointer, flag, pointer, pointer, pointer, pointer)
+        self._row_sums = function("row_sums", count, pointer, flag, flag, pointer)
+        self._ratio_sums = function("ratio_sums", count, pointer, flag, pointer, pointer, pointer)
         self._fold = function("fold", count, pointer)
         self._add = {torch.bfloat16: function("add_bf16", count, pointer, pointer), torch.float32: function("add_fp32", count, pointer, pointer)}
         self._widen = function("widen", count, pointer, pointer)
 
     def adamw(
         self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
-        clip: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
+        clip: torch.Tensor | None, scale: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
     ) -> None:  # fmt: skip
-        """All [n], `clip` one factor: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; ctypes rounds them to nearest."""
+        """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; ctypes rounds them to nearest."""
         addresses = (weights.data_ptr(), _address(low), first.data_ptr(), second.data_ptr(), gradient.data_ptr())
         rounded = (ctypes.c_float * len(scalars))(*scalars)
-        self._adamw(weights.numel(), *addresses, _is_fp32(gradient), _address(clip), _address(copy_to), rounded)
+        self._adamw(weights.numel(), *addresses, _is_fp32(gradient), _address(clip), _address(scale), _address(copy_to), rounded)
 
-    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
-        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: the squares of each 4096, folded."""
-        self._row_sums(gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), sums.data_ptr())
+    def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
+        """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: each 4096 of them, or of their squares, folded."""
+        self._row_sums(gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), int(square), sums.data_ptr())
+
+    def ratio_sums(self, gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, scalars: Sequence[float]) -> None:
+        """`gradient` bf16 or fp32, `second` fp32 [n], n a multiple of 64; the first n / 64 of `sums`: as in `optimizer.ratio_sums`."""
+        rounded = (ctypes.c_float * len(scalars))(*scalars)
+        self._ratio_sums(gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), second.data_ptr(), sums.data_ptr(), rounded)
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum of `sums` [2^k] fp32 by halving, 0-dimensional; `sums` are lost."""

@@ -24,7 +24,9 @@ from megatrain.simulator.specs import ModelSpec, Workload
 
 
 class Calibrated(Shared):
-    """A CostTable, looked up. Passes of other systems, which nobody measures op by op, cost what its `datasheet` rates say, and are flagged."""
+    """A CostTable, looked up. Passes of other systems, which nobody measures op by op, cost what its `datasheet` rates say, and are flagged; so do
+    `ratios` in a table that was measured before there were any.
+    """
 
     def __init__(self, table: CostTable, datasheet: Datasheet | None = None, sharing: Sharing | None = None, elementwise: Elementwise | None = None) -> None:
         """`sharing`: the table's pairs by default. `elementwise`: what the cpu lane's ops ask of host DRAM, needed where that is shared."""
@@ -47,7 +49,8 @@ class Calibrated(Shared):
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`."""
         kind = op.kind
-        if kind in PASS_KINDS and self._datasheet is not None:
+        unknown = kind in PASS_KINDS or (kind == "ratios" and not any(name.partition("@")[0] == kind for name in self.table.curves))
+        if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (kind, op.lane, op.adds, size)

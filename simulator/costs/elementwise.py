@@ -19,7 +19,7 @@ class Elementwise:
         return 4 if several else self._width
 
     def touched_bytes(self, op: Op) -> int | None:
-        """The sum of squares reads the gradient; an accumulation reads the slab, writes the gradient, and reads it where it adds; AdamW reads and
+        """The sum of squares reads the gradient, that of g^2 / v also the second moment; an accumulation reads the slab, writes the gradient, and reads it where it adds; AdamW reads and
         writes master (4) and moments (8) and reads the gradient. None for a kind without a formula.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
@@ -27,6 +27,8 @@ class Elementwise:
             return op.bytes
         if kind == "norm":
             return gradient * op.parameters
+        if kind == "ratios":
+            return (gradient + 4) * op.parameters
         if kind == "accumulate_gradients":
             return (self._width + gradient * (2 if op.adds else 1)) * op.parameters
         if kind in ("update", "cpu_update"):

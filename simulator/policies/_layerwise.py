@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies._clipping import SCALAR_BYTES
 from megatrain.simulator.schedule import KEPT, OpId
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
 ATTENTION = "device.attention"
 """pool of what is kept of layers' attention"""
-SCALAR_BYTES = 8  # one fp32 value; 8 keeps pools of them aligned
 
 
 class Storage(Protocol):
@@ -63,18 +63,6 @@ def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str
 def update_operands(state: dict[tuple[str, str], str], layer: str, clip: str) -> tuple[list[str], list[str]]:
     """What an optimizer op of `layer` reads and writes."""
     return [state["gradients", layer], clip], [state[name, layer] for name in ("weights", "low", "moments") if (name, layer) in state]
-
-
-def norm_scalars(builder: Builder, plan: Plan, place: str) -> dict[str, str]:
-    """Persistent scalars for the layers' sums of squares (by layer; none without clipping) and for the clip coefficient (by `clip`)."""
-    layers = tuple(plan.model.stack) if plan.workload.clipping == "global" else ()
-    return {key: builder.persistent(f"{place}.norm", key, SCALAR_BYTES) for key in (*layers, "clip")}
-
-
-def clip(builder: Builder, norm: dict[str, str], losses: list[str], lane: str) -> str:
-    """Emits the op that makes of the `norm_scalars` and the losses what gradients are multiplied with; its buffer."""
-    builder.op(OpId("clip"), lane, [buffer for key, buffer in norm.items() if key != "clip"] + losses, [norm["clip"]])
-    return norm["clip"]
 
 
 def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import clip, compute, contributions, norm_scalars, state, update_operands
+from megatrain.simulator.policies._clipping import Clipping
+from megatrain.simulator.policies._layerwise import compute, contributions, state, update_operands
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
@@ -22,7 +23,7 @@ class Streamed:
                 "knobs: gradient_slabs", found=0, allowed=">= 1 where gradients are summed (accumulation > 1 or tied embeddings)", fix="set gradient_slabs = 2"
             )
         self.host = state(builder, plan, "host")
-        self.norm = norm_scalars(builder, plan, "host")
+        self.clipping = Clipping(builder, plan, "host", "cpu", "cpu")
         decoder = max(layer.elements for layer in plan.model.decoders)
         others = [layer.elements for layer in self.stack.values() if layer.kind != "decoder"]
         for suffix, size, weights, gradients, slabs in (
@@ -34,7 +35,6 @@ class Streamed:
             builder.slots(f"host.slabs{suffix}", slabs, self.width * size)
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
-        self.losses: list[str] = []
 
     def _pool(self, name: str, layer: str) -> str:
         return name if self.stack[layer].kind == "decoder" else f"{name}_vocabulary"
@@ -71,18 +71,18 @@ class Streamed:
             self.builder.op(OpId("accumulate_gradients", layer, phase, micro), "cpu", reads, [target], parameters=elements)
             self.builder.release(slab)
         self.arrived[layer] += 1
-        if layer in self.norm and self.arrived[layer] == contributions(self.plan, layer):
-            self.builder.op(OpId("norm", layer), "cpu", [target], [self.norm[layer]], parameters=elements)
+        if self.arrived[layer] == contributions(self.plan, layer):
+            self.clipping.measure(layer, target, self.host["moments", layer])
 
     def losses_written(self, losses: list[str]) -> None:
-        self.losses = losses
+        self.clipping.losses = losses
 
     def update(self) -> None:
         for slot in self.loaded.values():
             self.builder.release(slot)
-        factor = clip(self.builder, self.norm, self.losses, "cpu")
+        self.clipping.finish()
         for layer, spec in self.stack.items():
-            reads, writes = update_operands(self.host, layer, factor)
+            reads, writes = update_operands(self.host, layer, self.clipping.factor(layer))
             self.builder.op(OpId("cpu_update", layer), "cpu", reads, writes, parameters=spec.elements)
 
 

@@ -6,13 +6,21 @@ computes with. State that lives on the host streams through chunks: up on `h2d`,
 and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `drain` applies what the last step owes.
 
 Without a global norm a layer is updated inside the backward pass, as soon as its gradient is complete, and the gradient never leaves the device.
+Clipping by `update` asks for the second moments of a whole layer before any of it is updated: where they stream in several chunks, they are loaded
+for that (4 bytes a parameter), then the whole state for the update. The copies of a layer's state wait for each other; with `weights_ahead` those of
+the next layer's weights, which compute waits for, go first.
+
+Layers that are `host_updated` go another way: their gradient goes to the host, where the cores do AdamW in one pass (`cpu_update`, at the same point of
+the program), and their weights come up as any that stream, each chunk as soon as it is updated. That spares the link their state, at the cost of the
+host's memory bandwidth: for hosts with much of it.
 """
 
 from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import clip, compute, contributions, declare, gradient_bytes, norm_scalars
+from megatrain.simulator.policies._clipping import Clipping
+from megatrain.simulator.policies._layerwise import compute, contributions, declare, gradient_bytes
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
 
@@ -28,19 +36,20 @@ class Overlapped:
         self.owes = owes(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
-        self.norm = norm_scalars(builder, plan, "device")
+        self.on_host = plan.placed("host_updated")
+        self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in ("weights", "low", "moments", "gradients"):
-            resident = plan.placed(name)
+            resident = plan.placed(name) - self.on_host
             for layer, spec in self.stack.items():
                 size = self._bytes(name, layer)
-                if size and (layer in resident or name != "gradients" or self.owes or contributions(plan, layer) > 1):
+                if size and (layer in resident | self.on_host or name != "gradients" or self.owes or contributions(plan, layer) > 1):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements)
         self._make_slots()
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
         self.updated: set[str] = set()
-        self.losses: list[str] = []
+        self.pending: tuple[str, str] | None = None  # the layer whose update waits for the next one's weights to be on their way, and its gradient
 
     def _bytes(self, name: str, layer: str) -> int:
         """Bytes a parameter of a class of data."""
@@ -51,7 +60,8 @@ class Overlapped:
 
     def _make_slots(self) -> None:
         for name in ("weights", "low", "moments") + (("gradients",) if self.owes else ()):
-            sizes = [self._bytes(name, layer) * min(self.chunk, spec.elements) for layer, spec in self.stack.items() if self._streams(name, layer)]
+            streaming = {layer: spec for layer, spec in self.stack.items() if self._streams(name, layer) and layer not in self.on_host}
+            sizes = [self._bytes(name, layer) * min(self.chunk, spec.elements) for layer, spec in streaming.items()]
             if sizes:
                 self.builder.slots(f"device.{name}_chunks", self.plan.knobs.state_slots, max(sizes))
         pools: dict[str, list[tuple[int, int]]] = {}
@@ -84,19 +94,26 @@ class Overlapped:
         if not self._streams("weights", layer):
             if owed:
                 self.apply(layer, self.home["gradients", layer])
+            self.settle()
             return self.home["weights", layer]
         if layer in self.loaded:
+            self.settle()
             self.loaded[layer] = slot = self.loaded.pop(layer)
             return slot
         pool = self._weight_pool(layer)
         users = [name for name in self.loaded if self._weight_pool(name) == pool]
         if len(users) == (self.plan.knobs.weight_slots if self.stack[layer].kind == "decoder" else 1):
+            if self.pending and self.pending[0] == users[0]:  # its update reads the old weights there
+                self.settle()
             self.builder.release(self.loaded.pop(users[0]))
         slot = self.builder.acquire(pool)
-        if owed:
+        if owed and layer not in self.on_host:
             self.apply(layer, self.home["gradients", layer], slot)
         else:
+            if owed:
+                self.apply_on_host(layer)
             self._copies("load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width)
+            self.settle()
         self.loaded[layer] = slot
         return slot
 
@@ -112,7 +129,10 @@ class Overlapped:
         adding = self.arrived[layer] > 0
         if home.startswith("device."):
             return home, adding
-        slot = self.builder.acquire(self._gradient_pool(layer))
+        pool = self._gradient_pool(layer)
+        if self.pending and self.plan.knobs.gradient_slots == 1:
+            self.settle()
+        slot = self.builder.acquire(pool)
         if adding:
             self._copies("load_gradients", layer, phase, micro, home, slot, gradient_bytes(self.plan, layer))
         return slot, adding
@@ -120,19 +140,65 @@ class Overlapped:
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
         complete = self.arrived[layer] == contributions(self.plan, layer)
-        if complete and layer in self.norm:
-            self.builder.op(OpId("norm", layer), "update", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
-        if complete and not self.owes:
-            self.apply(layer, buffer, source=self.loaded.get(layer))
+        here = layer not in self.on_host
+        if complete and (self.owes or not (here or self.clipping.kind == "update")):
+            self.clipping.measure(layer, buffer, "")
+        if complete and here and not self.owes:
+            self.settle()
+            self.pending = (layer, buffer)
+            if not self.plan.knobs.weights_ahead:
+                self.settle()
+            return
         home = self.home.get(("gradients", layer), "")
         if buffer != home:
-            if self.owes or not complete:
-                self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
+            self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
             self.builder.release(buffer)
+        if complete and not self.owes:
+            self.apply_on_host(layer)
 
-    def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None) -> None:
+    def apply_on_host(self, layer: str) -> None:
+        """AdamW on `layer` by the host, whose gradient is there; chunk by chunk, so that its weights need not wait for all of it."""
+        chunks = self._chunks(layer)
+        if self.clipping.kind == "update":
+            rows = self.clipping.rows(layer)
+            for chunk in chunks:
+                gradient, moments = (f"{self.home[name, layer]}#{chunk[0]}" for name in ("gradients", "moments"))
+                self.clipping.ratios(layer, gradient, moments, rows, chunk)
+            self.clipping.clip_by(layer, rows)
+        for number, first, count in chunks:
+            homes = {name: f"{self.home[name, layer]}#{number}" for name in ("weights", "low", "moments", "gradients") if (name, layer) in self.home}
+            reads = [homes.pop("gradients"), self.clipping.factor(layer)]
+            self.builder.op(OpId("cpu_update", layer, chunk=number), "cpu", reads, homes.values(), offset=first, parameters=count)
+
+    def settle(self) -> None:
+        """Emits the update that is pending, and gives its gradient's slot back."""
+        if self.pending is None:
+            return
+        (layer, gradient), self.pending = self.pending, None
+        if self.clipping.kind == "update" and self._streams("moments", layer) and len(self._chunks(layer)) > 1:
+            self._measure_in_chunks(layer, gradient)
+            self.apply(layer, gradient, source=self.loaded.get(layer))
+        else:
+            self.apply(layer, gradient, source=self.loaded.get(layer), measured=False)
+        if gradient != self.home.get(("gradients", layer)):
+            self.builder.release(gradient)
+
+    def _measure_in_chunks(self, layer: str, gradient: str) -> None:
+        """Sums of g^2 / v with the second moments coming up by themselves: all of them are needed before the update of any."""
+        rows = self.clipping.rows(layer)
+        for chunk in self._chunks(layer):
+            number, first, count = chunk
+            slot = self.builder.acquire("device.moments_chunks")
+            moved = {"offset": first, "parameters": count, "bytes": 4 * count}
+            self.builder.op(OpId("load_second", layer, chunk=number), "h2d", [f"{self.home['moments', layer]}#{number}"], [slot], **moved)
+            self.clipping.ratios(layer, gradient, slot, rows, chunk)
+            self.builder.release(slot)
+        self.clipping.clip_by(layer, rows)
+
+    def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None, measured: bool = True) -> None:
         """AdamW on `layer`, chunk by chunk where some of its state streams. The new weights also go into the slot `copy_to`; the old ones come
-        from the slot `source` where they are on the device already.
+        from the slot `source` where they are on the device already. What its gradient is clipped by is to be found first unless it is `measured`:
+        then its moments are in one buffer, which is at hand.
         """
         classes = [name for name in ("weights", "low", "moments") if (name, layer) in self.home]
         streamed = [name for name in (*classes, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
@@ -146,7 +212,9 @@ class Overlapped:
                 reads, writes = [f"{self.home[name, layer]}#{number}" for name in up], [slots[name] for name in up]
                 size = count * sum(self._bytes(name, layer) for name in up)
                 self.builder.op(OpId("load_state", layer, chunk=number), "h2d", reads, writes, bytes=size, **moved)
-            reads = [slots.get("gradients", gradient), self.norm["clip"], *([source] if source and "weights" in streamed else [])]
+            if not measured and not number:  # with the first chunk; it is the only one where moments stream
+                self.clipping.measure(layer, gradient, slots.get("moments", self.home["moments", layer]))
+            reads = [slots.get("gradients", gradient), self.clipping.factor(layer), *([source] if source and "weights" in streamed else [])]
             writes = [slots.get(name, self.home[name, layer]) for name in classes] + ([copy_to] if copy_to else [])
             self.builder.op(OpId("update", layer, chunk=number), "update", reads, writes, **moved)
             if down:
@@ -157,15 +225,16 @@ class Overlapped:
                 self.builder.release(slot)
 
     def losses_written(self, losses: list[str]) -> None:
-        self.losses = losses
+        self.clipping.losses = losses
         if not self.owes:
-            clip(self.builder, self.norm, losses, "update")
+            self.clipping.finish()
 
     def update(self) -> None:
+        self.settle()
         for slot in self.loaded.values():
             self.builder.release(slot)
         if self.owes:
-            clip(self.builder, self.norm, self.losses, "update")
+            self.clipping.finish()
 
 
 def owes(plan: Plan) -> bool:
@@ -193,5 +262,8 @@ def drain(plan: Plan) -> Schedule | None:
     builder = Builder(plan.policy)
     storage = Overlapped(builder, plan)
     for layer in plan.model.stack:
-        storage.apply(layer, storage.home["gradients", layer])
+        if layer in storage.on_host:
+            storage.apply_on_host(layer)
+        else:
+            storage.apply(layer, storage.home["gradients", layer])
     return builder.build()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import clip, compute, contributions, norm_scalars, state, update_operands
+from megatrain.simulator.policies._clipping import Clipping
+from megatrain.simulator.policies._layerwise import compute, contributions, state, update_operands
 from megatrain.simulator.schedule import OpId, Schedule
 
 
@@ -14,9 +15,8 @@ class Resident:
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.device = state(builder, plan, "device")
-        self.norm = norm_scalars(builder, plan, "device")
+        self.clipping = Clipping(builder, plan, "device", "compute", "update")
         self.arrived = dict.fromkeys(self.stack, 0)
-        self.losses: list[str] = []
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         return self.device["weights", layer]
@@ -26,16 +26,16 @@ class Resident:
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
-        if layer in self.norm and self.arrived[layer] == contributions(self.plan, layer):
-            self.builder.op(OpId("norm", layer), "compute", [buffer], [self.norm[layer]], parameters=self.stack[layer].elements)
+        if self.arrived[layer] == contributions(self.plan, layer):
+            self.clipping.measure(layer, buffer, self.device["moments", layer])
 
     def losses_written(self, losses: list[str]) -> None:
-        self.losses = losses
+        self.clipping.losses = losses
 
     def update(self) -> None:
-        factor = clip(self.builder, self.norm, self.losses, "compute")
+        self.clipping.finish()
         for layer, spec in self.stack.items():
-            reads, writes = update_operands(self.device, layer, factor)
+            reads, writes = update_operands(self.device, layer, self.clipping.factor(layer))
             self.builder.op(OpId("update", layer), "update", reads, writes, parameters=spec.elements)
 
 

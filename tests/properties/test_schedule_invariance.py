@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, Clipping, LayerSpec, ModelSpec, Workload
 
 STEPS = 5
 RATE = 1e-2
@@ -34,6 +34,7 @@ SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
 """neighbouring tensors decay differently, and copies end inside tensors: a chunk has several stretches"""
 CPU = torch.device("cpu")
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
+CLIPPING = get_args(Clipping)
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
 
 
@@ -91,8 +92,10 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
     masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in model.stack.values()}
     yardstick = Reference(model, work, config_of(model), SETTINGS, masters, CPU)
     results = [yardstick.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(model, work), 1)]
-    if work.clipping == "global":
+    if work.clipping in ("global", "layer"):
         assert all(norm is not None and norm > 2 * SETTINGS.max_norm for _, norm in results), "clipping is to be active in every step"
+    if work.clipping == "update":
+        assert min(yardstick.scales) < 0.9, "updates are to be clipped"
     tensors = {f"{layer} {name}": tensor for layer, named in yardstick.masters.items() for name, tensor in named.items()}
     for layer, named in yardstick.moments.items():
         tensors |= {f"{layer} {name} moment {order}": moment for name, pair in named.items() for order, moment in enumerate(pair, 1)}
@@ -169,7 +172,7 @@ def plans(draw: st.DrawFn) -> Plan:
     sequence = draw(st.sampled_from([16, 32]))
     work = Workload(
         batch=2, sequence=sequence, accumulation=draw(st.sampled_from([1, 4])), dtype=draw(st.sampled_from(["bf16", "fp32"])),
-        clipping=draw(st.sampled_from(["global", "none"])), loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
+        clipping=draw(st.sampled_from(CLIPPING)), loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )  # fmt: skip
     policy = draw(st.sampled_from(policies.names()))
     layer_bytes = DTYPE_BYTES[work.dtype] * model.stack["0"].elements
@@ -179,6 +182,7 @@ def plans(draw: st.DrawFn) -> Plan:
         gradient_slots=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1 if summed and policy not in ("resident", "overlapped") else 0, 3)),
         chunk_bytes=draw(st.sampled_from([4096, layer_bytes, 2**30]) | st.integers(4096, layer_bytes + 4096)),
         checkpoint_interval=draw(st.integers(1, model.layers + 1)), state_slots=draw(st.integers(1, 3)), placement=draw(placements(model)),
+        weights_ahead=draw(st.integers(0, 1)),
     )  # fmt: skip
     event(f"{policy}, {work.dtype}, accumulation {work.accumulation}, clipping {work.clipping}")
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
@@ -198,12 +202,15 @@ def test_a_thousand_plans_give_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+CASES = [("global", dtype, accumulation) for dtype in ("fp32", "bf16") for accumulation in (1, 4)]
+CASES += [(clipping, dtype, accumulation) for clipping in ("layer", "update") for dtype, accumulation in (("bf16", 1), ("fp32", 4))]
+
+
+@pytest.mark.parametrize(("clipping", "dtype", "accumulation"), CASES)
 @pytest.mark.parametrize("policy", policies.names())
-def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, dtype: Any, accumulation: int) -> None:
-    """The same workload for all of them, with clipping: the cases that must never be left to chance."""
-    work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
+def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, clipping: Any, dtype: Any, accumulation: int) -> None:
+    """The same workload for all of them, with each clipping: the cases that must never be left to chance."""
+    work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, clipping=clipping, loss_chunk=13)
     knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3)
     assert_invariant(planned(policy, model_of(family="qwen2"), work, knobs))
 
@@ -217,3 +224,13 @@ def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: 
     placement = Placement(attention="0-1,3-4", stored="3", parked="0")
     knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, chunk_bytes=20_000, checkpoint_interval=2, placement=placement)
     assert_invariant(planned(policy, model_of(family="qwen2", layers=5), work, knobs))
+
+
+@pytest.mark.parametrize("host_updated", ["", "all", "e,1-2"])
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> None:
+    """Beside layers that the device updates, of which one streams whole, one in part and one not at all; the next weights always ahead."""
+    work = Workload(batch=2, sequence=16, accumulation=4 if host_updated == "e,1-2" else 1, clipping=clipping)
+    placement = Placement(host_updated=host_updated, weights="2-3", low="3", moments="0,3")
+    knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=1, weights_ahead=1, placement=placement)
+    assert_invariant(planned("overlapped", model_of(tied=clipping == "update"), work, knobs))

@@ -22,7 +22,7 @@ from megatrain.simulator.policies import lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
-POLICIES = ("sequential", "double_buffer", "k_buffer", "resident")
+POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 
 
 @pytest.mark.timeout(120)
@@ -52,7 +52,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     amounts = {op.kind: op.amount for op in lower(plan).ops if op.shape}
     assert {kind: durations[shape][0] for kind, durations in table.compute.items()} == amounts
     assert "accumulate_gradients:add" in table.curves
-    assert {"norm@compute", "norm@update"} <= set(table.curves)
+    assert {"norm@compute", "norm@update", "ratios", "ratios@update"} <= set(table.curves)
+    assert len(table.curves["ratios@update"]) >= 2, "a layer, and chunks of it"
     assert len(table.curves["update"]) >= 2, "a layer, and chunks of it"
 
     # plausible figures
@@ -79,7 +80,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     costs = cost_model(hardware, plan.model, plan.workload)
     assert isinstance(costs, Calibrated)
     for policy in POLICIES:
-        for changes in ({}, {"accumulation": 3}, {"clipping": "none", "checkpoint_interval": 2}):
+        for changes in ({}, {"accumulation": 3}, {"clipping": "none", "checkpoint_interval": 2}, {"clipping": "layer"}, {"clipping": "update"}):
             schedule = lower(executable(policy, vocabulary=300, chunk_bytes=2**16, **changes))
             predicted = simulate(schedule, costs)
             assert {span.op for span in predicted.spans} == {op.id for op in schedule.ops}

@@ -203,7 +203,7 @@ def test_ctrl_c_while_the_lanes_start_does_not_hang(executable: Callable[..., Pl
 
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
-@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("clipping", ["global", "layer", "update", "none"])
 def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
     def broken(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         return random_weights(0)(layer, tensor, shape) * (float("nan") if (layer, tensor) == ("2", "input_layernorm.weight") else 1)
@@ -215,7 +215,29 @@ def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], s
 # ---- results ----
 
 
-@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("clipping", ["layer", "update"])
+@pytest.mark.parametrize("policy", policies.names())
+def test_a_layer_whose_gradient_is_not_finite_is_not_updated(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
+    """The loss is finite: the step fails all the same, its layer is as it was, and the others are updated, whatever the policy."""
+    plan = executable(policy, clipping=clipping, weights_ahead=1)
+    with session(plan) as running:
+        running.step(1)
+        before = {layer.name: running.state.masters(layer) for layer in plan.model.stack.values()}
+        backward = running.tasks["B1.m0"]
+        gradient = running.executor.arenas.flat(running.executor.schedule.by_id["B1.m0"].writes[0], torch.bfloat16, 100)
+        work = backward.run
+        backward.run = lambda: (work(), gradient[7].fill_(float("inf")))
+        with pytest.raises(FloatingPointError, match=r"^step 2: loss \d.*, layers not updated: 1: not finite"):
+            running.step(2)
+        changed = [layer.name for layer in plan.model.stack.values() if not same(running.state.masters(layer), before[layer.name])]
+        assert changed == [layer for layer in plan.model.stack if layer != "1"]
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("clipping", ["global", "layer", "update", "none"])
 @pytest.mark.parametrize("policy", policies.names())
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
     """Activations turn into NaN in the third step: loss and norm say so, and no update of it is applied."""

@@ -22,7 +22,7 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.kernels import host
 from megatrain.runtime.kernels.choice import Kernels, kernels
 from megatrain.runtime.kernels.host import host_kernels
-from megatrain.runtime.optimizer import ALONE, AdamW, WorkerThreads, accumulate, join, sum_of_squares, update
+from megatrain.runtime.optimizer import ALONE, AdamW, WorkerThreads, accumulate, join, ratio_sums, sum_of_squares, update, update_scales
 
 SPECIAL = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x3F80_0000, 0x3F80_8000, 0xBF80_8000, 0x7F7F_7FFF, 0x7F7F_FFFF,
            0x7F80_0000, 0xFF80_0000, 0x7FC0_0000, 0x7FFF_FFFF, 0xFFC1_2345]  # fmt: skip
@@ -77,12 +77,13 @@ def bits(values: torch.Tensor) -> list[int]:
 
 @given(
     count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), wild=st.booleans(), planes=st.booleans(), dtype=DTYPES, threads=st.booleans(),
-    clip=st.none() | st.sampled_from([1.0, 0.37, 1e-30, 0.0]), decay=st.none() | st.sampled_from([0.0, 0.1]), copied=st.booleans(), number=st.integers(1, 1000),
+    clip=st.none() | st.sampled_from([1.0, 0.37, 1e-30, 0.0]), scale=st.none() | st.sampled_from([1.0, 0.61, 1e-30, float("nan")]),
+    decay=st.none() | st.sampled_from([0.0, 0.1]), copied=st.booleans(), number=st.integers(1, 1000),
 )  # fmt: skip
 @settings(max_examples=150)
 def test_an_update_s_bits_are_pytorch_s(
     fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, wild: bool, planes: bool, dtype: torch.dtype, threads: bool,
-    clip: float | None, decay: float | None, copied: bool, number: int,
+    clip: float | None, scale: float | None, decay: float | None, copied: bool, number: int,
 ) -> None:  # fmt: skip
     """Of a run of elements anywhere in its tensors; those before and behind it stay."""
     whole, part = count + offset + 5, slice(offset, offset + count)
@@ -101,13 +102,13 @@ def test_an_update_s_bits_are_pytorch_s(
             update(
                 weights[part], None if low is None else low[part], moments[:, part], gradient[part], settings=AdamW(weight_decay=0.01), rate=1e-2,
                 number=number, clip=None if clip is None else torch.tensor(clip), workers=three_threads if threads and chosen is host_kernels() else ALONE, weight_decay=decay,
-                copy_to=copy[part] if copied else None,
+                copy_to=copy[part] if copied else None, scale=None if scale is None else torch.tensor(scale),
             )  # fmt: skip
         now = weights if low is None else join(weights, low)
         results.append([bits(now), bits(moments[0]), bits(moments[1])])
         if copied:
-            assert torch.equal(copy[part].view(torch.uint8), weights[part].view(torch.uint8))
-        assert int(copy.count_nonzero()) == int(copy[part].count_nonzero() if copied else 0)
+            assert scale != scale or torch.equal(copy[part].view(torch.uint8), weights[part].view(torch.uint8))
+        assert scale != scale or int(copy.count_nonzero()) == int(copy[part].count_nonzero() if copied else 0)
     assert results[0] == results[1]
 
 
@@ -124,6 +125,45 @@ def test_a_sum_of_squares_has_pytorch_s_bits(
         ours = sum_of_squares(gradient, three_threads if threads and fused is host_kernels() else ALONE)
     with using(None):
         assert bits(ours) == bits(sum_of_squares(gradient))
+
+
+@given(
+    rows=st.integers(1, 200),
+    offset=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+    wild=st.booleans(),
+    dtype=DTYPES,
+    threads=st.booleans(),
+    number=st.integers(1, 1000),
+)
+@settings(max_examples=100)
+def test_sums_of_ratios_have_pytorch_s_bits(
+    fused: Kernels, three_threads: WorkerThreads, rows: int, offset: int, seed: int, wild: bool, dtype: torch.dtype, threads: bool, number: int
+) -> None:
+    """Of any rows of 64; what stands before and behind their sums stays."""
+    part, generator = slice(64 * offset, 64 * (offset + rows)), torch.Generator().manual_seed(seed)
+    gradient, second = any_floats(generator, 64 * (rows + 5), wild=wild).to(dtype), any_floats(generator, 64 * (rows + 5), wild=wild)
+    results = []
+    for chosen in (fused, None):
+        sums = torch.full((rows + 5,), 7.0)
+        workers = three_threads if threads and chosen is host_kernels() else ALONE
+        with using(chosen):
+            ratio_sums(gradient[part], second[part], sums[offset : offset + rows], settings=AdamW(), number=number, workers=workers)
+        results.append(bits(sums))
+        assert bits(sums[:offset]) + bits(sums[offset + rows :]) == bits(torch.full((5,), 7.0))
+    assert results[0] == results[1]
+
+
+@given(counts=st.lists(st.integers(1, 10_000), min_size=1, max_size=4), seed=st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_scales_have_pytorch_s_bits(fused: Kernels, counts: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sums = [torch.rand(count, generator=generator) * 200 for count in counts]
+    results = []
+    for chosen in (fused, None):
+        with using(chosen):
+            results.append(bits(update_scales(sums, torch.tensor([64.0 * count for count in counts]))))
+    assert results[0] == results[1]
 
 
 def test_more_rows_than_a_row_has_elements(fused: Kernels) -> None:
@@ -183,7 +223,7 @@ def works(found: Kernels | None) -> bool:
     if found is None:
         return False
     sums = torch.zeros(1)
-    found.row_sums(torch.full((100,), 2.0), sums)
+    found.row_sums(torch.full((100,), 2.0), sums, square=True)
     return float(sums) == 400
 
 

@@ -198,6 +198,100 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
         assert torch.equal(sum_of_squares(gradient, three_threads), whole)
 
 
+def stable_adamw(weights: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, settings: AdamW) -> tuple[torch.Tensor, list[float]]:
+    """Algorithm 2 of arXiv 2304.13013 in fp64, as it stands there; the RMS of each step."""
+    theta, v, u = weights.double(), torch.zeros(1).double(), torch.zeros(1).double()
+    beta1, beta2 = settings.betas
+    found = []
+    for number, gradient in enumerate(gradients, 1):
+        g = gradient.double()
+        debiased1, debiased2 = (beta * (1 - beta ** (number - 1)) / (1 - beta**number) for beta in (beta1, beta2))
+        v, u = debiased1 * v + (1 - debiased1) * g, debiased2 * u + (1 - debiased2) * g**2
+        rms = (g**2 / u.clamp(min=settings.epsilon**2)).mean().sqrt()
+        eta = rate / max(1.0, float(rms))
+        theta = theta - eta * decay * theta - eta * v / (u.sqrt() + settings.epsilon)
+        found.append(float(rms))
+    return theta, found
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
+    """Two tensors of a layer, each with an RMS of its own; the first is padded, and its padding is no part of the mean."""
+    generator, settings, sizes = torch.Generator().manual_seed(5), AdamW(weight_decay=decay, epsilon=1e-6), (100, 5000)
+    padded = [-(-size // 64) * 64 for size in sizes]
+    starts = [torch.randn(size, generator=generator) for size in sizes]
+    gradients = [[torch.randn(size, generator=generator) * 5.0 ** (number % 3) for number in range(6)] for size in sizes]
+    weights, moments, sums = torch.zeros(sum(padded)), torch.zeros(2, sum(padded)), torch.empty(sum(padded) // 64)
+    where = [slice(0, sizes[0]), slice(padded[0], padded[0] + sizes[1])]
+    for part, start in zip(where, starts, strict=True):
+        weights[part] = start
+    scales = []
+    for number in range(1, 7):
+        flat = torch.zeros(sum(padded))
+        for part, steps in zip(where, gradients, strict=True):
+            flat[part] = steps[number - 1]
+        optimizer.ratio_sums(flat, moments[1], sums, settings=settings, number=number)
+        scales.append(optimizer.update_scales(sums.split([count // 64 for count in padded]), torch.tensor(sizes, dtype=torch.float32)))
+        for part, scale in zip(where, scales[-1], strict=True):
+            update(weights[part], None, moments[:, part], flat[part], settings=settings, rate=1e-2, number=number, clip=None, scale=scale)
+    for index, (part, start) in enumerate(zip(where, starts, strict=True)):
+        theirs, found = stable_adamw(start, gradients[index], 1e-2, decay, settings)
+        assert max(found) > 1.5, "clipping is active"
+        assert [float(scale[index]) for scale in scales] == pytest.approx([1 / max(1.0, rms) for rms in found], rel=1e-5)
+        torch.testing.assert_close(weights[part].double(), theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float) -> None:
+    """3e38: its square is not finite."""
+    gradient, sums = torch.ones(192), torch.empty(3)
+    gradient[70] = bad
+    optimizer.ratio_sums(gradient, torch.ones(192), sums, settings=AdamW(), number=1)
+    assert bool(optimizer.update_scales(sums.split([1, 1, 1]), torch.full((3,), 64.0)).isnan().all())
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_second_moment_that_is_no_number_is_seen() -> None:
+    """It is not taken for less than epsilon^2."""
+    second, sums = torch.ones(64), torch.empty(1)
+    second[5] = math.nan
+    optimizer.ratio_sums(torch.ones(64), second, sums, settings=AdamW(), number=1)
+    assert bool(sums.isnan())
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_gradient_of_zeros_is_not_scaled() -> None:
+    """Whatever epsilon: its square may be less than the least fp32."""
+    sums = torch.empty(1)
+    optimizer.ratio_sums(torch.zeros(64), torch.zeros(64), sums, settings=AdamW(epsilon=1e-30), number=1)
+    assert optimizer.update_scales([sums], torch.ones(1) * 64).tolist() == [1.0]
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_ratios_hang_on_no_block(monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradient, second = torch.randn(64 * 333, generator=generator).to(dtype), torch.rand(64 * 333, generator=generator)
+
+    def found(workers: Workers, pieces: int) -> torch.Tensor:
+        sums, step = torch.empty(333), -(-333 // pieces)
+        for row in range(0, 333, step):
+            part = slice(64 * row, min(64 * (row + step), 64 * 333))
+            optimizer.ratio_sums(gradient[part], second[part], sums[row : row + step], settings=AdamW(), number=3, workers=workers)
+        return sums
+
+    whole = found(ALONE, 1)
+    for block in (64, 1024):
+        monkeypatch.setattr(Workers, "cpu_block", block)
+        monkeypatch.setattr(WorkerThreads, "cpu_block", block)
+        monkeypatch.setattr(optimizer, "_FUSED_BLOCK", block)
+        for pieces in (1, 2, 7):
+            assert torch.equal(found(ALONE, pieces), whole)
+            assert torch.equal(found(three_threads, pieces), whole)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 0.1, 1.0, 100.0])
 def test_the_clip_coefficient_is_torch_s(scale: float) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -31,7 +31,15 @@ def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
-    ("family", "tied", "clipping"), [("llama", False, "global"), ("qwen2", True, "global"), ("qwen3", False, "none"), ("mistral", True, "none")]
+    ("family", "tied", "clipping"),
+    [
+        ("llama", False, "global"),
+        ("qwen2", True, "global"),
+        ("qwen3", False, "none"),
+        ("mistral", True, "none"),
+        ("llama", True, "layer"),
+        ("qwen2", False, "layer"),
+    ],
 )
 def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int) -> None:
     """Five steps in fp32. Tolerance: 1e-5 of losses and norms, 2e-6 of weights, which move by 5e-4 and more.
@@ -62,6 +70,12 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
             theirs = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm))
             assert theirs > 2 * settings.max_norm
             assert norm == pytest.approx(theirs, rel=1e-5)
+        elif clipping == "layer":
+            names = {id(parameter): name for name, parameter in reference.model.named_parameters()}
+            layers = [[model.get_parameter(names[id(own)]) for own in reference._parameters[layer].values()] for layer in plan.model.stack]
+            theirs = [float(torch.nn.utils.clip_grad_norm_(layer, settings.max_norm)) for layer in layers]
+            assert min(theirs) > settings.max_norm
+            assert norm == pytest.approx(sum(value**2 for value in theirs) ** 0.5, rel=1e-5)
         else:
             assert norm is None
         optimizer.step()

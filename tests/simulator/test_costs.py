@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import Clipping, ModelSpec, Workload
 from megatrain.simulator.timeline import Span, Timeline
 
 SHAPE = "qwen2-2048x11008-16:2x128-v151936/{}x1024-bf16"
@@ -262,10 +262,24 @@ def test_few_tokens_are_bound_by_reading_the_weights() -> None:
 @pytest.mark.parametrize("policy", policies.names())
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., Plan], policy: str, dtype: str) -> None:
-    plan = make_plan(policy, dtype=dtype, accumulation=2)
-    costs = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
-    for op in policies.lower(plan).ops:
-        assert costs.duration_ns(op) > 0 or op.kind == "clip"
+    for clipping in get_args(Clipping):
+        plan = make_plan(policy, dtype=dtype, accumulation=2, clipping=clipping)
+        costs = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
+        for op in policies.lower(plan).ops:
+            assert costs.duration_ns(op) > 0 or op.kind == "clip"
+
+
+def test_sums_of_ratios_read_the_gradient_and_the_second_moment(make_plan: Callable[..., Plan]) -> None:
+    """6 bytes a parameter with bf16 gradients, of which a norm reads 2; in a table that knows none, the datasheet's, flagged."""
+    plan = make_plan("resident", clipping="update")
+    hardware = HardwareSpec.load("h200")
+    costs = Datasheet(hardware, plan.model, plan.workload)
+    ratios, norm = Op(id="Q0", lane="update", parameters=3_990_000), Op(id="N0", lane="update", parameters=3_990_000)
+    assert (costs.duration_ns(ratios), costs.duration_ns(norm)) == (6000, 2000)
+    old = cost_model(msgspec.structs.replace(hardware, costs=table()), plan.model, plan.workload)
+    assert (old.duration_ns(ratios), old.extrapolated(ratios)) == (6000, True)
+    new = cost_model(msgspec.structs.replace(hardware, costs=table(curves={"ratios@update": ((3_990_000, 7), (8_000_000, 9))})), plan.model, plan.workload)
+    assert (new.duration_ns(ratios), new.extrapolated(ratios)) == (7, False)
 
 
 def test_both_directions_of_the_link_share_by_the_duplex_fraction() -> None:

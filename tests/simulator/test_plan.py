@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import FORMAT, Knobs, Plan, Prediction
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import Clipping, ModelSpec, Workload
 
 Make = Callable[..., Plan]
 
@@ -34,7 +34,7 @@ workloads = st.builds(
     sequence=size,
     accumulation=st.integers(1, 1024),
     dtype=st.sampled_from(["bf16", "fp32"]),
-    clipping=st.sampled_from(["global", "none"]),
+    clipping=st.sampled_from(get_args(Clipping)),
     loss_chunk=size,
 )
 knobs = st.builds(
@@ -99,7 +99,8 @@ GONE = object()
         # out of range
         ("format", FORMAT + 1, ["format: ", f"found {FORMAT + 1}", f"allowed: {FORMAT}", "megatrain plan"]),
         ("workload.dtype", "fp8", ["workload.dtype: ", "found 'fp8'", "allowed: 'bf16', 'fp32'", "fix: "]),
-        ("workload.clipping", "layer", ["workload.clipping: ", "found 'layer'", "allowed: 'global', 'none'", "fix: "]),
+        ("workload.clipping", "value", ["workload.clipping: ", "found 'value'", "allowed: 'global', 'layer', 'update', 'none'", "fix: "]),
+        ("knobs.weights_ahead", 2, ["knobs: weights_ahead: ", "found 2", "allowed: 0 or 1", "fix: set weights_ahead = 1"]),
         ("workload.batch", 0, ["workload: batch: ", "found 0", "allowed: 1 to ", "fix: set batch"]),
         ("workload.sequence", -5, ["workload: sequence: ", "found -5", "allowed: 1 to ", "fix: set sequence"]),
         ("knobs.weight_slots", 0, ["knobs: weight_slots: ", "found 0", "allowed: 1 to ", "fix: set weight_slots = 1"]),

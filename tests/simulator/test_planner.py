@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -61,6 +62,25 @@ def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path) -> No
         assert (prediction.device_peak_bytes, prediction.host_peak_bytes) == (choice.account.device_peak_bytes, choice.account.host_peak_bytes)
         choice.plan.save(tmp_path / "plan.toml")
         assert type(choice.plan).load(tmp_path / "plan.toml") == choice.plan
+
+
+@pytest.mark.parametrize("clipping", ["layer", "update"])
+def test_what_is_clipped_by_layer_is_updated_behind_backward(clipping: Any) -> None:
+    """Faster than with the global norm, where the update has the forward pass alone to hide behind; the next layer's weights go ahead."""
+    work = msgspec.structs.replace(WORK, batch=16, clipping=clipping)
+    by_layer, by_norm = (find(SMALL, found, device_limit=6 * GIB)[0] for found in (work, msgspec.structs.replace(work, clipping="global")))
+    assert by_layer.feasible
+    assert (by_layer.plan.policy, by_layer.plan.knobs.weights_ahead, by_norm.plan.knobs.weights_ahead) == ("overlapped", 1, 0)
+    assert by_layer.step_seconds < 0.97 * by_norm.step_seconds
+
+
+@pytest.mark.parametrize(("updates_per_s", "some"), [(20e9, True), (0.5e9, False)])
+def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(updates_per_s: float, some: bool) -> None:
+    memory = msgspec.structs.replace(H200.host_memory, gb_per_s=500.0)
+    machine = msgspec.structs.replace(H200, cpu_update_per_s=updates_per_s, host_memory=memory)
+    choice = search(SMALL, machine, WORK, device_limit=8 * GIB, policies=["overlapped"])[0]
+    assert choice.feasible
+    assert bool(choice.plan.knobs.placement.host_updated) is some
 
 
 @pytest.mark.parametrize("work", [Workload(batch=4, sequence=512), Workload(batch=2, sequence=256, accumulation=3, clipping="none")])

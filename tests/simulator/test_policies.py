@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Order, Schedule, whole
-from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.specs import DTYPE_BYTES, Clipping
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FIXED_SLOTS = {"sequential": 1, "double_buffer": 2}
@@ -42,24 +42,30 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
         assert layers_of(schedule, kind) == decoders
     for kind in ("embed", "head", "embed_backward"):
         assert layers_of(schedule, kind) == {"": micros}
-    clipped = plan.workload.clipping == "global"
-    assert layers_of(schedule, "norm") == (dict.fromkeys(model.stack, 1) if clipped else {})
-    assert layers_of(schedule, "clip") == {"": 1}
-    updated = Counter[str]()
+    clipping, every = plan.workload.clipping, dict.fromkeys(model.stack, 1)
+    assert layers_of(schedule, "norm") == (every if clipping in ("global", "layer") else {})
+    assert layers_of(schedule, "clip") == (every if clipping in ("layer", "update") else {"": 1})
+    updated, summed, clipped = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
+        clipped[op.layer] += op.kind == "clip"
+        if op.kind == "ratios":
+            assert (op.offset, clipped[op.layer]) == (summed[op.layer], 0), f"{op.id} leaves a gap, or comes too late"
+            summed[op.layer] += op.parameters
         if op.kind in ("update", "cpu_update"):
+            assert clipping in ("global", "none") or clipped[op.layer], f"{op.id} comes before what it is clipped by"
             assert op.offset == updated[op.layer], f"{op.id} leaves a gap"
             updated[op.layer] += op.parameters
-        elif op.kind not in ("load_state", "save_state"):  # copies stay inside their buffers
+        elif op.kind not in ("load_state", "save_state", "load_second", "ratios"):  # copies stay inside their buffers
             assert all(op.offset + op.bytes <= schedule.buffer[whole(name)].bytes for name in op.buffers), op
     assert updated == {layer.name: layer.elements for layer in model.stack.values()}
+    assert +summed == (updated if clipping == "update" else {})
     used = {whole(name) for op in schedule.ops for name in op.buffers}
     assert used <= set(schedule.buffer)
 
 
 @pytest.mark.parametrize("policy", policies.names())
 def test_it_lowers_over_a_grid(make_plan: Make, policy: str) -> None:
-    for interval, slots, micros, tied, clipping in itertools.product((1, 2, 3, 4, 9), (1, 2, 3, 6), (1, 3), (False, True), ("global", "none")):
+    for interval, slots, micros, tied, clipping in itertools.product((1, 2, 3, 4, 9), (1, 2, 3, 6), (1, 3), (False, True), get_args(Clipping)):
         if slots != FIXED_SLOTS.get(policy, slots):
             continue
         plan = make_plan(policy, checkpoint_interval=interval, weight_slots=slots, accumulation=micros, tied=tied, clipping=clipping)
@@ -78,7 +84,7 @@ def test_it_lowers_whatever_the_plan(make_plan: Make, data: st.DataObject) -> No
         "layers": data.draw(st.integers(1, 7)),
         "accumulation": data.draw(st.integers(1, 4)),
         "tied": data.draw(st.booleans()),
-        "clipping": data.draw(st.sampled_from(["global", "none"])),
+        "clipping": data.draw(st.sampled_from(get_args(Clipping))),
         "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
         "family": data.draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
         "weight_slots": FIXED_SLOTS.get(policy) or data.draw(st.integers(1, 9)),

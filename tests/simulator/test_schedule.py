@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.order import Order
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import CODES, LANES, Buffer, Op, OpId, Schedule, ScheduleError, parse_id
 
 ids = st.builds(
@@ -116,6 +116,10 @@ VARIATIONS: list[dict[str, Any]] = [
     {"accumulation": 3, "checkpoint_interval": 3, "gradient_slots": 1, "gradient_slabs": 1},
     {"clipping": "none", "gradient_slabs": 0},
     {"clipping": "none", "tied": True, "layers": 1},
+    {"clipping": "update", "weights_ahead": 1, "accumulation": 2},
+    {"clipping": "layer", "weights_ahead": 1, "tied": True},
+    {"clipping": "update", "placement": Placement(host_updated="e,1-2")},
+    {"placement": Placement(host_updated="0,2,h")},
 ]
 
 
