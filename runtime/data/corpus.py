@@ -57,6 +57,8 @@ class Corpus:
                 where, found=f"{self.tokens} tokens in {self.rows} rows of {workload.sequence}", allowed=f"at least the {per_step} rows of one step",
                 fix="give more data, or a smaller batch or sequence",
             )  # fmt: skip
+        if seed is None and not any((batch.labels != IGNORED).any() for batch in self.batches()):
+            raise UserError(where, found=f"{self.tokens} tokens and no label", allowed="a document of two tokens or more", fix="give more text")
 
     @classmethod
     def read(cls, path: Path, workload: Workload, *, vocabulary: int, seed: int, most_bytes: int = 2**26) -> Corpus:

@@ -1,108 +1,192 @@
-"""Corpus: bytes as tokens, windows that cover the text once an epoch in an order of the seed's, and errors of one line."""
+"""Corpus, held against a slow oracle. In these documents a token's id is its place in all of them, so that a batch says itself where it comes from."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatrain.runtime.data import END_OF_DOCUMENT, VOCABULARY, Corpus
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.data import Corpus
+from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
 
-WORK = Workload(batch=2, sequence=8, accumulation=3)
+
+def documents_of(lengths: list[int], *, whole: bool = False, targets: list[bool] | None = None) -> Documents:
+    ends = np.cumsum(lengths)
+    tokens = np.arange(sum(lengths), dtype=np.uint32)
+    if targets is not None:
+        tokens |= np.where(np.resize(targets, len(tokens)), np.uint32(TARGET), np.uint32(0)).astype(np.uint32)
+    return Documents(tokens=tokens, begins=ends - lengths, ends=ends, whole=whole, flagged=targets is not None)
 
 
-def corpus_of(tokens: int, work: Workload = WORK, seed: int = 0) -> Corpus:
-    return Corpus(np.arange(tokens, dtype=np.uint16), work, seed)
+def epoch(corpus: Corpus, rows: int, number: int = 0) -> list[tuple[list[int], list[int], list[int] | None]]:
+    """The rows (ids, labels, documents) of an epoch, of a corpus with one row a step."""
+    steps = [corpus.step(number * rows + index + 1)[0] for index in range(rows)]
+    return [(s.ids[0].tolist(), s.labels[0].tolist(), None if s.documents is None else s.documents[0].tolist()) for s in steps]
 
 
-def test_labels_are_the_next_tokens() -> None:
-    corpus = corpus_of(1000)
-    micro_batches = corpus.step(1)
-    assert len(micro_batches) == 3
-    for ids, labels, _ in micro_batches:
-        assert ids.shape == labels.shape == (2, 8)
-        assert ids.dtype == labels.dtype == torch.int64
-        assert torch.equal(labels, ids + 1)
-        assert ids.is_contiguous()
-        assert labels.is_contiguous()
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+PACKINGS = st.sampled_from(["documents", "plain", "none"])
+TARGETS = st.none() | st.lists(st.booleans(), min_size=1, max_size=11)
 
 
-def test_an_epoch_shows_every_window_once_and_the_next_begins_again() -> None:
-    corpus = corpus_of(8 * 12 + 1)
-    assert corpus.windows == 12
-    firsts = [int(row[0]) for number in (1, 2, 3, 4) for ids, *_ in corpus.step(number) for row in ids]
-    assert sorted(firsts[:12]) == [8 * window for window in range(12)]
-    assert firsts[12:] == firsts[:12]
+@settings(max_examples=150)
+@given(LENGTHS, st.integers(1, 16), st.integers(0, 99), st.integers(0, 3), PACKINGS, TARGETS)
+def test_text_loses_no_token_and_labels_are_the_next_ones(lengths: list[int], sequence: int, seed: int, number: int, packing, targets) -> None:
+    if sum(lengths) < sequence + 1:
+        return
+    given_documents = documents_of(lengths, targets=targets)
+    corpus = Corpus(given_documents, Workload(batch=1, sequence=sequence), seed=seed, packing=packing)
+    owner = np.repeat(np.arange(len(lengths)), lengths).tolist()
+    is_target = [True] * len(owner) if targets is None else np.resize(targets, len(owner)).tolist()
+    shown: Counter[int] = Counter()
+    stream: dict[int, int] = {}
+    for ids, labels, numbers in epoch(corpus, corpus.rows, number):
+        real = [at for at in range(sequence) if numbers[at] >= 0] if numbers else range(sequence)
+        assert list(real) == list(range(len(real)))  # padding at the end alone
+        for at in real:
+            token = ids[at]
+            if numbers is None:
+                if labels[at] == IGNORED and not token:
+                    continue  # padding, or the first token before one without loss
+                shown[token] += 1
+                stream[token] = labels[at]
+                continue
+            shown[token] += 1
+            inside = token + 1 < len(owner) and owner[token + 1] == owner[token]
+            assert labels[at] == (token + 1 if inside and is_target[token + 1] else IGNORED)
+            if at:
+                same = numbers[at] == numbers[at - 1]
+                assert same == (owner[token] == owner[ids[at - 1]])
+                assert numbers[at] - numbers[at - 1] in (0, 1)
+                assert not same or token == ids[at - 1] + 1
+            else:
+                assert numbers[0] == 0
+        if numbers is not None:
+            assert all(label == IGNORED for label in labels[len(real) :])
+            assert all(n == -1 for n in numbers[len(real) :])
+    if packing == "plain":
+        last = set(range(len(owner))) - set(shown) - {0}
+        assert len(last) <= 1  # the very last token of the stream is only a label
+        if targets is None:
+            assert sorted(shown.values()) == [1] * (len(owner) - 1)
+        for token, label in stream.items():
+            inside = token + 1 < len(owner) and owner[token + 1] == owner[token]
+            if label == IGNORED:
+                assert not (inside and is_target[token + 1])
+            else:
+                assert is_target[label]
+                assert label == token + 1 if inside else label == 0 or owner[label - 1] != owner[label]  # or the first of another
+    else:
+        assert shown == dict.fromkeys(range(len(owner)), 1)
+        if packing == "documents":
+            assert corpus.rows == -(-len(owner) // sequence)  # padding in the last row alone
+        assert corpus.padding == pytest.approx(1 - len(owner) / (corpus.rows * sequence))
 
 
-def test_a_step_is_a_function_of_seed_and_number() -> None:
-    def step(seed: int, number: int) -> torch.Tensor:
-        return torch.stack([ids for ids, *_ in corpus_of(1000, seed=seed).step(number)])
+@settings(max_examples=150)
+@given(LENGTHS, st.integers(2, 24), st.integers(0, 99), st.integers(0, 2), st.sampled_from(["documents", "none"]), TARGETS)
+def test_conversations_stay_whole_or_are_truncated(lengths: list[int], sequence: int, seed: int, number: int, packing, targets) -> None:
+    begins = np.cumsum(lengths) - lengths
+    is_target = [True] * sum(lengths) if targets is None else np.resize(targets, sum(lengths)).tolist()
+    kept = {}
+    for begin, length in zip(begins.tolist(), lengths, strict=True):
+        if length <= sequence or any(is_target[begin + 1 : begin + sequence]):
+            kept[begin] = list(range(begin, begin + min(length, sequence)))
+    documents = documents_of(lengths, whole=True, targets=targets)
+    work = Workload(batch=1, sequence=sequence)
+    if not kept:
+        with pytest.raises(UserError, match=f"no document with an answer within {sequence} tokens"):
+            Corpus(documents, work, seed=seed, packing=packing)
+        return
+    corpus = Corpus(documents, work, seed=seed, packing=packing)
+    assert corpus.truncated_documents == sum(length > sequence for length in lengths)
+    assert corpus.truncated_tokens == sum(max(length - sequence, 0) for length in lengths)
+    assert corpus.left_out == len(lengths) - len(kept)
+    found = {}
+    for ids, labels, numbers in epoch(corpus, corpus.rows, number):
+        assert numbers is not None
+        for index in range(max(numbers) + 1):
+            places = [at for at in range(sequence) if numbers[at] == index]
+            tokens = [ids[at] for at in places]
+            found[tokens[0]] = tokens
+            expected = [token if is_target[token] else IGNORED for token in tokens[1:]] + [IGNORED]
+            assert [labels[at] for at in places] == expected
+        assert all(label == IGNORED for label, n in zip(labels, numbers, strict=True) if n == -1)
+    assert found == kept
+    if packing == "none":
+        assert corpus.rows == len(kept)
 
-    assert torch.equal(step(0, 5), step(0, 5))
-    assert not torch.equal(step(0, 5), step(0, 6))
-    assert not torch.equal(step(0, 5), step(1, 5))
+
+@settings(max_examples=60)
+@given(LENGTHS, PACKINGS, st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 5))
+def test_a_step_does_not_depend_on_what_was_called_before(lengths: list[int], packing, whole: bool, numbers: list[int], seed: int) -> None:
+    def fresh() -> Corpus:
+        return Corpus(documents_of([*lengths, 30, 30], whole=whole), Workload(batch=2, sequence=7, accumulation=1), seed=seed, packing=packing)
+
+    used = fresh()
+    for number in numbers:
+        for left, right in zip(used.step(number), fresh().step(number), strict=True):
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def ids_of(batches: list[Batch]) -> torch.Tensor:
+    return torch.stack([batch.ids for batch in batches])
+
+
+def test_batches_are_as_the_workload_says() -> None:
+    batches = Corpus(documents_of([1000]), Workload(batch=2, sequence=8, accumulation=3), seed=0).step(1)
+    assert len(batches) == 3
+    for batch in batches:
+        for tensor in batch:
+            assert tensor is not None
+            assert tensor.shape == (2, 8)
+            assert tensor.dtype == torch.int64
+            assert tensor.is_contiguous()
+
+
+def test_epochs_and_seeds_have_an_order_of_their_own() -> None:
+    work = Workload(batch=10, sequence=8)
+    zero, one = (Corpus(documents_of([17] * 40), work, seed=seed) for seed in (0, 1))
+    assert torch.equal(ids_of(zero.step(1)), ids_of(Corpus(documents_of([17] * 40), work, seed=0).step(1)))
+    assert not torch.equal(ids_of(zero.step(1)), ids_of(one.step(1)))
+    assert not torch.equal(ids_of(zero.step(1)), ids_of(zero.step(1 + zero.rows // 10)))
+
+
+def test_plain_packing_has_no_documents_and_labels_across_borders() -> None:
+    corpus = Corpus(documents_of([4, 5]), Workload(batch=1, sequence=8), seed=None, packing="plain")
+    ((ids, labels, documents),) = corpus.batches()
+    assert documents is None
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_evaluation_shows_every_row_once_and_fills_up_without_labels() -> None:
+    corpus = Corpus(documents_of([8] * 5), Workload(batch=2, sequence=8), seed=None)
+    batches = list(corpus.batches())
+    assert [batch.ids[:, 0].tolist() for batch in batches] == [[0, 8], [16, 24], [32, 32]]
+    assert (batches[-1].labels[1] == IGNORED).all()
+    assert sum(int((batch.labels != IGNORED).sum()) for batch in batches) == 5 * 7
 
 
 def test_one_step_must_be_filled() -> None:
-    assert corpus_of(WORK.step_tokens + 1).windows == 6
-    with pytest.raises(UserError, match="corpus: found 48 tokens; allowed: at least the 49 of one step; fix: give more text, or a smaller batch"):
-        corpus_of(WORK.step_tokens)
+    work = Workload(batch=2, sequence=8, accumulation=3)
+    assert Corpus(documents_of([48]), work, seed=0).rows == 6
+    with pytest.raises(UserError, match="corpus: found 47 tokens; allowed: at least the 48 of one step; fix: give more text, or a smaller batch"):
+        Corpus(documents_of([47]), work, seed=0)
+    with pytest.raises(UserError, match="corpus: found 48 tokens; allowed: at least the 49 of one step"):
+        Corpus(documents_of([48]), work, seed=0, packing="plain")
+    with pytest.raises(UserError, match="found 40 tokens in 5 rows of 8; allowed: at least the 6 rows of one step"):
+        Corpus(documents_of([8] * 5, whole=True), work, seed=0)
+    Corpus(documents_of([8] * 5, whole=True), work, seed=None)
 
 
-def test_text_files_of_a_folder_are_packed_in_order(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "second.txt").write_bytes("zwölf".encode())
-    (tmp_path / "a.py").write_bytes(b"x = 1\n")
-    (tmp_path / "c.bin").write_bytes(b"\xff" * 100)
-    work = Workload(batch=1, sequence=13)
-    corpus = Corpus.read(tmp_path, work, vocabulary=VOCABULARY, seed=0)
-    ((ids, labels, _),) = corpus.step(1)
-    packed = [*b"x = 1\n", END_OF_DOCUMENT, *"zwölf".encode(), END_OF_DOCUMENT]
-    assert ids[0].tolist() == packed[:-1]
-    assert labels[0].tolist() == packed[1:]
-
-
-def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_bytes(name.encode() * 100)
-    corpus = Corpus.read(tmp_path, Workload(batch=1, sequence=1), vocabulary=VOCABULARY, seed=0, most_bytes=150)
-    assert corpus.windows == 150 + 2 - 1
-    drawn = [int(ids) for number in range(1, corpus.windows + 1) for ids, *_ in corpus.step(number)]
-    assert (drawn.count(ord("a")), drawn.count(ord("b")), drawn.count(ord("c"))) == (100, 50, 0)
-
-
-def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="model: vocabulary: found 256; allowed: >= 257 for byte-level text; fix: "):
-        Corpus.read(tmp_path, WORK, vocabulary=256, seed=0)
-
-
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: found no such file or folder; allowed: a text file, or a folder with "):
-        Corpus.read(tmp_path / "nowhere", WORK, vocabulary=VOCABULARY, seed=0)
-    with pytest.raises(UserError, match="found a folder without text files"):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "secret.txt").write_text("secret")
-    (tmp_path / "secret.txt").chmod(0)
-    with pytest.raises(UserError, match=r"secret\.txt: found permission denied; allowed: a readable text file; fix: "):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
-
-
-def test_an_error_while_reading_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text("text")
-
-    def broken(path: Path) -> bytes:
-        raise OSError(5, "Input/output error", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", broken)
-    with pytest.raises(UserError, match=r"text\.txt: found input/output error; allowed: a readable text file; fix: "):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
+def test_an_evaluation_without_any_label_is_refused() -> None:
+    with pytest.raises(UserError, match="found 3 tokens and no label"):
+        Corpus(documents_of([1, 1, 1]), Workload(batch=1, sequence=8), seed=None)
