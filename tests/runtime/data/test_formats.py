@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -167,7 +168,7 @@ def test_a_long_text_comes_in_pieces_that_make_it_up(tmp_path: Path, monkeypatch
     assert b"".join(pieces).decode() == line * 100
     assert len(pieces) > 5
     assert [row.closes for row in found] == [False] * (len(found) - 1) + [True]
-    for before, piece in zip(pieces, pieces[1:], strict=False):
+    for before, piece in itertools.pairwise(pieces):
         assert not piece.decode()[:1].isspace() or "\n" not in line
         assert before.endswith(b"\n") or "\n" not in line
     for index, row in enumerate(found):
