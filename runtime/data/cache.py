@@ -10,6 +10,7 @@ import os
 import struct
 import tempfile
 import zlib
+from array import array
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -57,7 +58,7 @@ class CacheWriter:
     def __init__(self, folder: Path, key: str, dtype: np.dtype) -> None:
         """`dtype` of the stored tokens. Raises UserError where `folder` cannot be written."""
         self._path, self._key, self._dtype = _path(folder, key), key, dtype
-        self._offsets, self._tokens, self._crc = [0], 0, 0
+        self._offsets, self._tokens, self._crc = array("q", [0]), 0, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=folder, prefix=f".{self._path.name}.")
@@ -92,7 +93,7 @@ class CacheWriter:
     def finish(self, summary: Summary) -> None:
         """Raises UserError where the disk is full."""
         assert self._offsets[-1] == self._tokens, "a document is still open"
-        self._write(bytes(-self._tokens * self._dtype.itemsize % 8) + np.array(self._offsets, dtype=np.int64).tobytes())
+        self._write(bytes(-self._tokens * self._dtype.itemsize % 8) + self._offsets.tobytes())
         stored = _Stored(key=self._key, dtype=self._dtype.name, tokens=self._tokens, documents=self.documents, crc=self._crc, summary=summary)
         text = msgspec.json.encode(stored)
         self._write(text + _FOOT.pack(len(text), zlib.crc32(text), MAGIC))

@@ -31,9 +31,12 @@ class Chat:
     """The chat template of `tokenizer`, which has one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: Loss, where: str) -> None:
-        """Raises UserError for a tokenizer that cannot say where in the text its tokens are."""
+        """Raises UserError for several templates without a default, and for a tokenizer that cannot say where in the text its tokens are."""
         self._tokenizer, self._loss, self._where = tokenizer, loss, where
-        template = tokenizer.get_chat_template()
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError as error:  # several templates, none of them the default
+            raise UserError(f"chat template of {where}", found=str(error), allowed="a default template", fix="name one of them `default`") from None
         self.marked = bool(_MARKER.search(template))
         if not tokenizer.is_fast:
             raise UserError(

@@ -70,15 +70,16 @@ def find(path: Path, *, split: str = "train", only: Kind | None = None) -> Sourc
     """
     suffixes = {suffix: kind for suffix, kind in SUFFIXES.items() if only in (None, kind)}
     allowed = f"a text file, or a folder with {_listed(TEXT_SUFFIXES)}" if only == "text" else f"a file or folder with {_listed([*SUFFIXES])}"
+    word = "corpus" if only == "text" else "data"
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
             kind = only or _NAMED.get(path.suffix)
             if kind is None:
-                raise UserError(f"data {path}", found=f"a file ending in {path.suffix!r}", allowed=_listed([*_NAMED]), fix="convert or rename the file")
+                raise UserError(f"{word} {path}", found=f"a file ending in {path.suffix!r}", allowed=_listed([*_NAMED]), fix="convert or rename the file")
             return Source(path=path, kind=kind, files=(path,))
         if not stat.S_ISDIR(mode):
-            raise UserError(f"data {path}", found="neither a file nor a folder", allowed=allowed, fix="check the path")
+            raise UserError(f"{word} {path}", found="no such file or folder, but a device or a pipe", allowed=allowed, fix="check the path")
         if only is None and (path / "dataset_dict.json").is_file():
             path = path / _split(path, split)
         if only is None and (path / "state.json").is_file():
@@ -87,7 +88,7 @@ def find(path: Path, *, split: str = "train", only: Kind | None = None) -> Sourc
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         missing = isinstance(error, FileNotFoundError)
         found = "no such file or folder" if missing else (getattr(error, "strerror", None) or str(error)).lower()
-        raise UserError(f"data {getattr(error, 'filename', None) or path}", found=found, allowed=allowed, fix="check the path") from None
+        raise UserError(f"{word} {getattr(error, 'filename', None) or path}", found=found, allowed=allowed, fix="check the path") from None
 
 
 def _listed(suffixes: list[str] | tuple[str, ...]) -> str:
@@ -107,8 +108,9 @@ def _in_folder(path: Path, suffixes: dict[str, Kind], allowed: str) -> Source:
             if file.suffix in suffixes and not name.startswith(".") and file.is_file():
                 found.setdefault(suffixes[file.suffix], []).append(file)
     if not found:
-        what = "a folder without text files" if set(suffixes.values()) == {"text"} else "a folder without data"
-        raise UserError(f"data {path}", found=what, allowed=allowed, fix="check the path")
+        only_text = set(suffixes.values()) == {"text"}
+        what = "a folder without text files" if only_text else "a folder without data"
+        raise UserError(f"corpus {path}" if only_text else f"data {path}", found=what, allowed=allowed, fix="check the path")
     sizes = {kind: sum(os.stat(file).st_size for file in files) for kind, files in found.items()}
     kind = max(sorted(sizes), key=lambda kind: sizes[kind])
     others = ", ".join(f"{len(found[other])} {other} ({sizes[other]:,} bytes)" for other in sorted(sizes) if other != kind)

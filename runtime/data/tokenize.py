@@ -39,12 +39,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever its files make the libraries raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"tokenizer {folder}", found=reason, allowed="a tokenizer that transformers can load", fix="save it again with save_pretrained"
         ) from None
+    tokenizer.model_max_length = 2**62  # documents are cut by packing: its warning of a long text would mean nothing
+    return tokenizer
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

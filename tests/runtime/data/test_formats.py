@@ -143,7 +143,7 @@ def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.csv: found a file ending in '\.csv'; allowed: \*\.jsonl, .*; fix: convert or rename the file"):
         find(tmp_path / "rows.csv")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match="found neither a file nor a folder"):
+    with pytest.raises(UserError, match="found no such file or folder, but a device or a pipe"):
         find(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match="found embedded null byte"):
         find(tmp_path / "zero\0.jsonl")

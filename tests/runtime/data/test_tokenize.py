@@ -159,6 +159,14 @@ def test_messages_without_a_chat_template_are_refused(tokenizer_folder: Folder) 
         encoded(tokenizer_folder(), [{"messages": TURNS}])
 
 
+def test_several_templates_without_a_default_are_refused(tokenizer_folder: Folder) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder("marked"))
+    assert tokenizer is not None
+    tokenizer.chat_template = {"tool_use": "x", "rag": "y"}
+    with pytest.raises(UserError, match=r"chat template of the model: found .*; allowed: a default template; fix: name one of them"):
+        Encoder(tokenizer, Layout("messages", ("messages",)), "assistant", "the model")
+
+
 def test_bad_rows_stay_in_their_place(tokenizer_folder: Folder) -> None:
     folder = tokenizer_folder("marked")
     rows = [Row(HERE, 1, {"messages": TURNS}), BadRow(HERE, 2, "invalid JSON"), Row(HERE, 3, {"messages": []}), Row(HERE, 4, {"messages": TURNS})]
