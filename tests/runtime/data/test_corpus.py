@@ -153,10 +153,21 @@ def test_batches_are_as_the_workload_says() -> None:
 
 def test_epochs_and_seeds_have_an_order_of_their_own() -> None:
     work = Workload(batch=10, sequence=8)
-    zero, one = (Corpus(documents_of([17] * 40), work, seed=seed) for seed in (0, 1))
-    assert torch.equal(ids_of(zero.step(1)), ids_of(Corpus(documents_of([17] * 40), work, seed=0).step(1)))
-    assert not torch.equal(ids_of(zero.step(1)), ids_of(one.step(1)))
-    assert not torch.equal(ids_of(zero.step(1)), ids_of(zero.step(1 + zero.rows // 10)))
+    for whole in (False, True):
+        zero, one = (Corpus(documents_of([7, 1] * 40, whole=whole), work, seed=seed) for seed in (0, 1))
+        assert zero.rows == 40
+        assert torch.equal(ids_of(zero.step(1)), ids_of(Corpus(documents_of([7, 1] * 40, whole=whole), work, seed=0).step(1)))
+        assert not torch.equal(ids_of(zero.step(1)), ids_of(one.step(1)))
+        assert not torch.equal(ids_of(zero.step(1)), ids_of(zero.step(5)))  # the first rows of the next epoch
+
+
+def test_a_document_whose_answer_is_cut_off_is_left_out() -> None:
+    """A target that is a document's first token is nobody's label."""
+    documents = documents_of([10, 10], whole=True, targets=[True] + [False] * 4 + [True] * 5)
+    corpus = Corpus(documents, Workload(batch=1, sequence=6), seed=0)
+    assert (corpus.rows, corpus.truncated_documents, corpus.truncated_tokens, corpus.left_out) == (2, 2, 8, 0)
+    with pytest.raises(UserError, match="found no document with an answer within 5 tokens; allowed: at least one; fix: train on a longer sequence"):
+        Corpus(documents, Workload(batch=1, sequence=5), seed=0)
 
 
 def test_plain_packing_has_no_documents_and_labels_across_borders() -> None:
