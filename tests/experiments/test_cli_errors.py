@@ -224,12 +224,16 @@ def test_a_corpus_that_may_not_be_read(workplace: Path, command: Any) -> None:
 
 
 def test_a_corpus_that_cannot_be_read(workplace: Path, command: Any, monkeypatch: pytest.MonkeyPatch, files_in: Any) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    opened = Path.open
+
+    def refuse(path: Path, *given: Any, **named: Any) -> Any:
+        if path.parent.name == "corpus":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *given, **named)
 
     before = files_in(workplace)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refuse)
+        patched.setattr(Path, "open", refuse)
         outcome = command(*TRAIN)
     assert outcome.status == 2
     check_line(outcome.err, Mistake((), "permission denied", "a readable text file", "permissions"))

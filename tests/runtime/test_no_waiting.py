@@ -29,11 +29,11 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return read
 
-    def watched(crew: Crew) -> None:
+    def watched(crew: Crew, queues: Any) -> None:
         with monkeypatch.context() as patch:
             for name in READS:
                 patch.setattr(torch.Tensor, name, refuse(name), raising=False)
-            play(crew)
+            play(crew, queues)
 
     monkeypatch.setattr(Crew, "play", watched)
 

@@ -1,0 +1,207 @@
+"""open_data: from DataOptions and a model's folder to the corpus to train on, and the one to evaluate on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatrain.runtime.data import byte_level
+from megatrain.runtime.data.cache import CacheWriter, Summary, load
+from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_columns
+from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.documents import TARGET, Documents
+from megatrain.runtime.data.formats import BadRow, Row, Source, find, rows
+from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.specs import Workload
+
+Note = Callable[[str], None]
+_FORMAT = 1
+"""of what tokenised data is; part of the cache's key"""
+_LOOKED_AT = 100
+_SHOWN = 3
+
+
+def open_data(
+    options: DataOptions, workload: Workload, tokenizer_folder: Path | None, vocabulary: int, on_note: Note = lambda _: None
+) -> tuple[Corpus, Corpus | None]:
+    """The corpus to train on, shuffled, and the one to evaluate on, in its own order, where `options` ask for one.
+
+    `tokenizer_folder`: the model's; without a tokenizer there, plain text is read as bytes. `vocabulary`: rows of the model's embedding.
+    `on_note` hears line by line what was found, counted, left out and cached. Raises UserError for every mistake in files, rows and options.
+    """
+    training = _documents(options, options.data, tokenizer_folder, vocabulary, on_note)
+    evaluation: Documents | None
+    if options.evaluation_data is not None:
+        evaluation = _documents(options, options.evaluation_data, tokenizer_folder, vocabulary, on_note)
+    else:
+        training, evaluation = split(training, options)
+    corpus = Corpus(training, workload, seed=options.seed, packing=options.packing, where=f"data {options.data}")
+    on_note(f"training: {_packed(corpus, workload, len(training))}")
+    if evaluation is None:
+        return corpus, None
+    other = Corpus(evaluation, workload, seed=None, packing=options.packing, where=f"evaluation data {options.evaluation_data or options.data}")
+    on_note(f"evaluation: {_packed(other, workload, len(evaluation))}")
+    return corpus, other
+
+
+def split(documents: Documents, options: DataOptions) -> tuple[Documents, Documents | None]:
+    """What to train and to evaluate on, without a document in both. A fraction of a single text is its end. Raises UserError where nothing would be left."""
+    count = len(documents)
+    if options.evaluation_fraction and count == 1 and not documents.whole:
+        border = documents.ends - max(2, round(documents.total * options.evaluation_fraction))
+        if border[0] <= documents.begins[0]:
+            raise UserError("data: evaluation", found=f"{documents.total} tokens", allowed="more than 2", fix="give more text")
+        return replace(documents, ends=border), replace(documents, begins=border)
+    size = max(1, round(count * options.evaluation_fraction)) if options.evaluation_fraction else options.evaluation_documents
+    if not size:
+        return documents, None
+    if size >= count:
+        raise UserError(
+            "data: evaluation", found=f"{size} of {count} documents", allowed=f"at most {count - 1}", fix="keep fewer, or name a file with evaluation_data"
+        )
+    chosen = np.zeros(count, dtype=bool)
+    # the same whatever the run's seed is, so that no run trains on what another was evaluated on
+    chosen[np.random.default_rng(0).permutation(count)[:size] if options.evaluation_fraction else slice(count - size, None)] = True
+    return documents.chosen(~chosen), documents.chosen(chosen)
+
+
+def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
+    source = find(path, split=options.split)
+    left_out = f"; not read: {source.left_out}" if source.left_out else ""
+    on_note(f"data {path}: {source.kind}, {_count(len(source.files), 'file')}{left_out}")
+    tokenizer = load_tokenizer(folder) if folder else None
+    if tokenizer is None:
+        return _as_bytes(source, folder, vocabulary, on_note)
+    assert folder is not None
+    key = _key(source, options, folder)
+    stored, state = load(options.cache, key), "tokens from the cache"
+    if stored is None:
+        layout = Layout("text", ()) if source.kind == "text" else _layout(source, options)
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        _tokenise(source, Encoder(tokenizer, layout, options.loss, str(folder)), options, key, largest)
+        if _key(source, options, folder) != key:
+            raise UserError(f"data {path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
+        stored, state = load(options.cache, key), "tokenised now, and cached"
+        if stored is None:
+            raise UserError(f"cache {options.cache}", found="a file that is not what was written", allowed="a sound disk", fix="name another folder")
+    documents, summary = stored
+    on_note(f"recognised: {summary.layout}")
+    empty = f", {summary.empty:,} without text" if summary.empty else ""
+    on_note(f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')}, {_count(documents.total, 'token')}; {state}")
+    if summary.bad:
+        if options.strict:
+            raise _stopped(summary.shown[0])
+        on_note(f"{_count(summary.bad, 'bad row')} left out, the first: {'; '.join(summary.shown)}")
+    if summary.largest_id >= vocabulary:
+        raise UserError(
+            f"model: vocabulary, for data {path}", found=vocabulary, allowed=f">= {summary.largest_id + 1}, the tokens' largest id + 1",
+            fix="use the model's own tokenizer",
+        )  # fmt: skip
+    return documents
+
+
+def _as_bytes(source: Source, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
+    if source.kind != "text":
+        raise UserError(
+            f"tokenizer {folder or 'of the model'}", found="none", allowed=f"one in the model's folder, for {source.kind} data",
+            fix="copy the model's tokenizer files there, or give plain text, which is read as bytes without one",
+        )  # fmt: skip
+    documents = byte_level.byte_documents(source, vocabulary)
+    on_note(f"text as bytes, at most {byte_level.MOST_BYTES:,} of them: the model's folder has no tokenizer")
+    on_note(f"{_count(len(documents), 'document')}, {_count(documents.total, 'token')}")
+    return documents
+
+
+def _layout(source: Source, options: DataOptions) -> Layout:
+    """That of the first row which has one. Raises UserError where there is none among the first."""
+    looked_at = list(itertools.islice(rows(source), _LOOKED_AT))
+    found: set[str] = set()
+    for row in looked_at:
+        if isinstance(row, Row) and isinstance(row.value, dict):
+            layout = recognise(row.value.keys(), options.columns)
+            if layout:
+                return layout
+            found |= row.value.keys()
+    if not looked_at:
+        raise _nothing(source, "no rows")
+    if all(isinstance(row, BadRow) for row in looked_at):
+        raise _stopped(str(looked_at[0])) if options.strict else _nothing(source, f"no row that can be read, the first {looked_at[0]}")
+    raise unknown_columns(f"data {source.path}", found, options.columns)
+
+
+def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, largest: int) -> None:
+    """Into the cache. Raises UserError for no usable row, and, where `options` are strict, for the first bad one."""
+    count = bad = empty = largest_id = 0
+    shown: list[str] = []
+    dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
+    layout = encoder.layout
+    with CacheWriter(options.cache, key, dtype) as writer:
+        for found in encoder.encode(rows(source, layout.columns)):
+            if found is None:
+                count, empty = count + 1, empty + 1
+            elif isinstance(found, BadRow):
+                if options.strict:
+                    raise _stopped(str(found))
+                count, bad = count + 1, bad + 1
+                shown += [str(found)] if len(shown) < _SHOWN else []
+            else:
+                ids, closes = found
+                count += closes
+                largest_id = max(largest_id, int((ids & np.uint32(TARGET - 1)).max(initial=0)))
+                writer.add(ids, closes=closes)
+        if not writer.documents:
+            raise _nothing(source, f"no row that can be used, the first {shown[0]}" if shown else "no text" if count else "no rows")
+        known = Summary(
+            layout=encoder.describe(), flagged=encoder.flagged, whole=layout.name != "text", largest_id=largest_id,
+            rows=count, bad=bad, shown=tuple(shown), empty=empty,
+        )  # fmt: skip
+        writer.finish(known)
+
+
+def _key(source: Source, options: DataOptions, folder: Path) -> str:
+    """Of everything that tokens depend on. A file is known by its place, its size and when it was changed."""
+    import tokenizers
+    import transformers
+
+    try:
+        files = [(str(file.resolve()), status.st_size, status.st_mtime_ns) for file in source.files if (status := file.stat())]
+    except OSError as error:
+        raise UserError(f"data {source.path}", found=str(error.strerror).lower(), allowed="files at rest", fix="check the path") from None
+    parts = (
+        _FORMAT, source.kind, files, options.columns, options.loss, tokenizer_digest(folder), transformers.__version__, tokenizers.__version__,
+        [layout.columns for layout in LAYOUTS],
+    )  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _stopped(row: str) -> UserError:
+    return UserError(
+        f"bad row {row.partition(': ')[0]}", found=row.partition(": ")[2], allowed="rows that can be used", fix="correct it, or run without strict"
+    )
+
+
+def _nothing(source: Source, found: str) -> UserError:
+    return UserError(f"data {source.path}", found=found, allowed="at least one row with text", fix="check the file")
+
+
+def _packed(corpus: Corpus, workload: Workload, given: int) -> str:
+    """What an epoch of `corpus` is, in words."""
+    parts = [f"{_count(given - corpus.left_out, 'document')}, {_count(corpus.tokens, 'token')} in {_count(corpus.rows, 'row')} of {workload.sequence}"]
+    parts.append(f"packing {corpus.packing}, {corpus.padding:.2%} padding")
+    if corpus.truncated_documents:
+        parts.append(f"{_count(corpus.truncated_documents, 'document')} truncated by {_count(corpus.truncated_tokens, 'token')}")
+    if corpus.left_out:
+        parts.append(f"{_count(corpus.left_out, 'document')} left out, whose answer begins after {workload.sequence} tokens")
+    return "; ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

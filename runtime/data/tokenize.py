@@ -1,0 +1,188 @@
+"""Tokenisation: rows -> ids, and which of them are targets.
+
+Text: what the tokenizer puts before a text, the text, and its end-of-sequence token. A prompt with its completion: tokenised as one text; what
+both the prompt alone and the whole begin with is the prompt, the rest the completion, so that a token across the border is the completion's.
+Batches of rows are tokenised at a time, which the tokenizers library spreads over the machine's cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract
+from megatrain.runtime.data.documents import TARGET
+from megatrain.runtime.data.formats import BadRow, Row
+from megatrain.runtime.data.options import Loss
+from megatrain.simulator.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BATCH_ROWS = 1024
+_BATCH_CHARACTERS = 2**22
+_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken", "spiece.model", "tekken.json")
+
+Piece = tuple[np.ndarray, bool]
+"""ids, and whether the document ends with them"""
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a Hugging Face folder, None where it has none. Raises UserError for one that cannot be loaded."""
+    if not tokenizer_files(folder):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever its files make the libraries raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"tokenizer {folder}", found=reason, allowed="a tokenizer that transformers can load", fix="save it again with save_pretrained"
+        ) from None
+    tokenizer.model_max_length = 2**62  # documents are cut by packing: its warning of a long text would mean nothing
+    return tokenizer
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What a tokenizer in `folder` is made of."""
+    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Of the content of `tokenizer_files`."""
+    digest = hashlib.sha256()
+    for file in tokenizer_files(folder):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+class Encoder:
+    """Rows of one layout, tokenised."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: Layout, loss: Loss, where: str) -> None:
+        """`where` names the tokenizer. Raises UserError where rows of messages have no chat template to go through."""
+        self.layout = layout
+        self._tokenizer, self._loss = tokenizer, loss
+        self._chat = None
+        if layout.name in ("messages", "sharegpt", "alpaca") and tokenizer.chat_template:
+            self._chat = Chat(tokenizer, loss, where)
+        elif layout.name in ("messages", "sharegpt"):
+            raise UserError(
+                f"tokenizer {where}", found="no chat template", allowed=f"one, for {layout.name} rows",
+                fix="add chat_template.jinja to the model's folder, or take an instruction-tuned model's",
+            )  # fmt: skip
+        self.flagged = layout.name != "text"
+        """whether ids carry TARGET"""
+        specials = tokenizer("", verbose=False)["input_ids"]
+        self._before = specials[:1] if tokenizer.bos_token_id is not None and specials[:1] == [tokenizer.bos_token_id] else []
+        self._after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._open = False
+        """whether the last piece of text did not end its document"""
+
+    def describe(self) -> str:
+        """What rows are taken for, in words."""
+        if self._chat:
+            which = "all assistant turns" if self._loss == "assistant" else "the last assistant turn"
+            how = "its generation markers" if self._chat.marked else "rendered prefixes"
+            return f"{self.layout.name}, chat template of the tokenizer, loss on {which}, found by {how}"
+        if self.layout.name == "alpaca":
+            return "alpaca, headings instead of a chat template, which the tokenizer has not, loss on the output"
+        if self.layout.name == "prompt/completion":
+            return "prompt/completion, loss on the completion"
+        return "text, loss on every token" + ("" if self._after else "; the tokenizer has no end-of-sequence token, so nothing stands between documents")
+
+    def encode(self, rows: Iterable[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
+        """Each row's ids [n], uint32, flagged where `flagged` says so. None: a row of text without any."""
+        for batch in _batches(rows):
+            yield from self._texts(batch) if self.layout.name == "text" else self._examples(batch)
+
+    def _texts(self, batch: Sequence[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
+        texts = [_text(row, self.layout) if isinstance(row, Row) else row for row in batch]
+        encoded = iter(self._ids([text for text in texts if isinstance(text, str)]))
+        for row, text in zip(batch, texts, strict=True):
+            if isinstance(text, BadRow) or isinstance(row, BadRow):
+                assert isinstance(text, BadRow)
+                yield text
+                continue
+            ids = next(encoded)
+            if not text and not self._open:
+                yield None
+                continue
+            before = [] if self._open else self._before
+            self._open = not row.closes
+            after = self._after if row.closes and ids[-1:] != self._after else []
+            yield np.array([*before, *ids, *after], dtype=np.uint32), row.closes
+
+    def _examples(self, batch: Sequence[Row | BadRow]) -> Iterator[Piece | BadRow]:
+        found = [_example(row, self.layout) if isinstance(row, Row) else row for row in batch]
+        if self._chat:
+            named = [(f"{row.file}:{row.line}", value) for row, value in zip(batch, found, strict=True) if isinstance(value, list)]
+            encoded = iter(self._chat.encode(named))
+        else:
+            found = [alpaca_text(value) if isinstance(value, list) else value for value in found]
+            encoded = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
+        for row, value in zip(batch, found, strict=True):
+            ids = value if isinstance(value, BadRow) else next(encoded)
+            if isinstance(ids, str):
+                yield BadRow(row.file, row.line, ids)
+            else:
+                yield ids if isinstance(ids, BadRow) else (ids, True)
+
+    def _pairs(self, pairs: list[Pair]) -> Iterator[np.ndarray | str]:
+        prompts, wholes = self._ids([pair.prompt for pair in pairs]), self._ids([pair.prompt + pair.completion for pair in pairs])
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            shared = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
+            ids = np.array([*self._before, *whole, *self._after], dtype=np.uint32)
+            ids[len(self._before) + shared :] |= np.uint32(TARGET)
+            yield ids if (ids[1:] >= TARGET).any() else "the completion has no token"
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        found: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return found
+
+
+def _text(row: Row, layout: Layout) -> str | BadRow:
+    if isinstance(row.value, bytes):
+        return row.value.decode(errors="replace")  # read and found valid just now: if the file has changed since, `open_data` refuses it
+    found = _example(row, layout)
+    assert isinstance(found, str | BadRow)
+    return found
+
+
+def _example(row: Row, layout: Layout) -> str | Pair | list | BadRow:
+    assert isinstance(row.value, dict)
+    try:
+        return extract(row.value, layout)
+    except Unusable as error:
+        return BadRow(row.file, row.line, str(error))
+
+
+def _batches(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
+    """Rows by the thousand, fewer where they are long."""
+    batch: list[Row | BadRow] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += _characters(row.value) if isinstance(row, Row) else 0
+        if len(batch) == _BATCH_ROWS or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(value: object) -> int:
+    """About as many as there are to tokenise."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))

@@ -1,0 +1,66 @@
+"""Small tokenizers with and without a chat template, and data files to read with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+EMPTY_THOUGHT = (  # as in Qwen3: the last assistant turn alone has a thought before it
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+COUNTING = "{{ messages | length }}:{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TEMPLATES = {"marked": MARKED, "unmarked": UNMARKED, "thought": EMPTY_THOUGHT, "counting": COUNTING, "strict": STRICT}
+TEXT = ["hello world, you are the one", "the other one is you", "are the words in the world"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A model folder with a byte-level BPE of some 300 ids; the ids of its special tokens are 0 to 3."""
+    made: dict[tuple, Path] = {}
+
+    def make(template: str | None = None, **specials: str) -> Path:
+        key = (template, *specials.items())
+        if key not in made:
+            tokenizer = Tokenizer(models.BPE())
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            trainer = trainers.BpeTrainer(
+                vocab_size=300, special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>", "<s>"],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+            )  # fmt: skip
+            tokenizer.train_from_iterator(TEXT, trainer)
+            fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(specials or {"eos_token": "<|end|>"}), extra_special_tokens=["<|im_end|>"])
+            fast.chat_template = TEMPLATES[template] if template else None
+            made[key] = tmp_path_factory.mktemp("tokenizer")
+            fast.save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """A JSONL file of rows; a string is a line as it stands."""
+
+    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write

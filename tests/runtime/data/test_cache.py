@@ -1,0 +1,90 @@
+"""Cache: what was written comes back, mapped; a file with any changed byte, or cut anywhere, does not; nothing half written stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.runtime.data.cache import CacheWriter, Summary, load
+from megatrain.simulator.errors import UserError
+
+SUMMARY = Summary(layout="text", flagged=False, whole=False, largest_id=9, rows=4, bad=1, shown=("rows.jsonl:3: invalid JSON",), empty=0)
+
+
+def write(folder: Path, documents: list[list[int]], dtype: type = np.uint16) -> Path:
+    with CacheWriter(folder, "key", np.dtype(dtype)) as writer:
+        for document in documents:
+            writer.add(np.array(document[:2], dtype=np.uint32), closes=False)
+            writer.add(np.array(document[2:], dtype=np.uint32), closes=True)
+        assert writer.documents == sum(map(bool, documents))
+        writer.finish(SUMMARY)
+    return folder / "key.tokens"
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_what_was_written_comes_back(tmp_path: Path, dtype: type) -> None:
+    write(tmp_path, [[1, 2, 3], [], [4], [5, 6, 7, 8, 9]], dtype)
+    found = load(tmp_path, "key")
+    assert found is not None
+    documents, summary = found
+    assert summary == SUMMARY
+    assert isinstance(documents.tokens, np.memmap)
+    assert documents.tokens.dtype == dtype
+    assert [documents.tokens[a:b].tolist() for a, b in zip(documents.begins, documents.ends, strict=True)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    assert load(tmp_path, "another") is None
+    assert [file.name for file in tmp_path.iterdir()] == ["key.tokens"]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = write(tmp_path_factory.mktemp("cache"), [[1, 2, 3], [4, 5]])
+    return path, path.read_bytes()
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_file_is_not_believed(sound: tuple[Path, bytes], data: st.DataObject) -> None:
+    path, whole = sound
+    content = bytearray(whole)
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[at] ^= data.draw(st.integers(1, 255))
+    else:
+        del content[at:]
+    path.write_bytes(content)
+    assert load(path.parent, "key") is None
+
+
+def test_another_runs_file_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    write(tmp_path, [[1]]).rename(tmp_path / "other.tokens")
+    assert load(tmp_path, "other") is None
+
+
+def test_a_writer_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with CacheWriter(tmp_path, "key", np.dtype(np.uint16)) as writer:
+            writer.add(np.arange(3), closes=True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cache .*file.*: found (not a directory|file exists); allowed: a folder with room that can be written"):
+        CacheWriter(tmp_path / "file" / "cache", "key", np.dtype(np.uint16))
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    with CacheWriter(tmp_path, "key", np.dtype(np.uint16)) as writer:
+        writer._file.close()
+        writer._file = Path("/dev/full").open("wb")  # noqa: SIM115
+        with pytest.raises(UserError, match="found no space left on device"):
+            writer.add(np.arange(2**20), closes=True)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,266 @@
+"""open_data, from files to batches: what it says, what it refuses, what it keeps for evaluation, and that the cache changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.data import Corpus, DataOptions, open_data
+from megatrain.runtime.data.documents import Documents
+from megatrain.runtime.data.opening import split
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.specs import Workload
+
+Folder = Callable[..., Path]
+WORK = Workload(batch=2, sequence=48)
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
+BOTTOM = [{"text": f"hello {number} world"} for number in range(50)]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer_folder: Folder) -> Callable[..., Any]:
+    """(training corpus, evaluation corpus, notes)"""
+
+    def make(data: Path, *, template: str | None = "marked", work: Workload = WORK, vocabulary: int = 400, folder: Path | None = None, **changes: Any) -> Any:
+        notes: list[str] = []
+        options = DataOptions(data=data, cache=tmp_path / "cache", **changes)
+        return (*open_data(options, work, folder or tokenizer_folder(template), vocabulary, notes.append), notes)
+
+    return make
+
+
+def same(left: list[Batch], right: list[Batch]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Folder) -> None:
+    rows = [{"messages": CHAT}] * 20 + ["{", {"messages": []}, {"text": "no"}, "[]", {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 60}]}]
+    path = jsonl(rows)
+    corpus, evaluation, notes = opened(path)
+    assert evaluation is None
+    assert corpus.truncated_documents == 1
+    text = "\n".join(notes)
+    assert f"data {path}: jsonl, 1 file" in text
+    assert "recognised: messages, chat template of the tokenizer, loss on all assistant turns, found by its generation markers" in text
+    assert "25 rows, 21 documents, " in text
+    assert "tokenised now, and cached" in text
+    assert f"4 bad rows left out, the first: {path}:21: invalid JSON: " in text
+    assert f"{path}:22: `messages` is not a list of messages; {path}:23: `messages` is not" in text
+    assert f"{path}:24" not in text
+    assert "training: 21 documents, " in text
+    assert "% padding; 1 document truncated by " in text
+
+
+def test_the_second_time_tokens_come_from_the_cache_and_are_the_same(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    path = jsonl([*BOTTOM, "{"])
+    first, _, notes = opened(path)
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    second, _, again = opened(path)
+    assert ("tokenised now" in notes[2], "from the cache" in again[2]) == (True, True)
+    assert [note for note in notes if "tokenised" not in note] == [note for note in again if "cache" not in note]
+    file.write_bytes(whole[:100] + b"?" + whole[101:])
+    third, _, rebuilt = opened(path)
+    assert "tokenised now" in rebuilt[2]
+    assert file.read_bytes() == whole
+    for number in (5, 1, 9):
+        assert same(first.step(number), second.step(number))
+        assert same(first.step(number), third.step(number))
+    with pytest.raises(UserError, match=r"bad row .*rows\.jsonl:51: found invalid JSON"):
+        opened(path, strict=True)
+
+
+def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    rows = [{"messages": CHAT}] * 20
+    path = jsonl(rows)
+
+    def entries(**changes: Any) -> int:
+        opened(path, **changes)
+        return len(list((tmp_path / "cache").iterdir()))
+
+    assert entries() == 1
+    assert entries(seed=3, packing="none", work=Workload(batch=1, sequence=64)) == 1  # not what tokens depend on
+    assert entries(loss="last") == 2
+    assert entries(columns="messages") == 3
+    assert entries(template="unmarked") == 4
+    os.utime(path, ns=(1, 1))
+    assert entries() == 5
+    jsonl([*rows, {"messages": CHAT}])
+    assert entries() == 6
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain.runtime.data import opening
+
+    path = jsonl(BOTTOM)
+    tokenise = opening._tokenise
+
+    def slowly(*given: Any) -> None:
+        tokenise(*given)
+        path.write_text(path.read_text() + "\n")
+
+    monkeypatch.setattr(opening, "_tokenise", slowly)
+    with pytest.raises(UserError, match="found files that changed while they were read"):
+        opened(path)
+
+
+def test_strict_stops_at_the_first_bad_row(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"bad row .*rows\.jsonl:21: found `text` is not a string; allowed: rows that can be used; fix: correct it, or run"):
+        opened(jsonl([*BOTTOM[:20], {"text": 3}, *BOTTOM]), strict=True)
+    assert list((tmp_path / "cache").iterdir()) == []
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: found invalid JSON"):
+        opened(jsonl(["{"]), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "found no rows"),
+        (["", ""], "found no rows"),
+        ([{"text": ""}], "found no text"),
+        (["{"], r"found no row that can be read, the first .*rows\.jsonl:1: invalid JSON"),
+        ([{"text": 3}, {"text": 4}], r"found no row that can be used, the first .*rows\.jsonl:1: `text` is not a string"),
+        ([{"messages": CHAT[:1]}], "the first .*:1: no assistant turn in `messages`"),
+        ([{"question": "q", "answer": "a"}, {"id": 3}], r"columns: found answer, id, question; allowed: messages: messages; .*text: text; fix: rename"),
+        ([{"text": "hello"}], "found 2 tokens; allowed: at least the 96 of one step; fix: give more text, or a smaller batch or sequence"),
+    ],
+)
+def test_nothing_to_train_on_is_one_line(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path, rows: list, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as error:
+        opened(jsonl(rows))
+    assert "\n" not in str(error.value)
+    assert not any(file.name.startswith(".") for file in (tmp_path / "cache").glob("*"))
+
+
+def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "text.txt").write_text("hello world " * 20)
+    corpus, _, notes = opened(tmp_path / "text.txt", folder=tmp_path / "model", packing="plain", vocabulary=257)
+    assert notes[1] == "text as bytes, at most 67,108,864 of them: the model's folder has no tokenizer"
+    assert corpus.step(1)[0].documents is None
+    assert int(corpus.step(1)[0].ids.max()) <= 256
+    with pytest.raises(UserError, match=r"tokenizer .*model: found none; allowed: one in the model's folder, for jsonl data; fix: copy"):
+        opened(jsonl([{"messages": CHAT}]), folder=tmp_path / "model")
+
+
+def test_a_vocabulary_smaller_than_an_id_is_refused_from_the_cache_too(opened: Callable[..., Any], jsonl: Folder) -> None:
+    path = jsonl(BOTTOM)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"model: vocabulary, for data .*: found 200; allowed: >= 2\d\d, the tokens' largest id \+ 1"):
+            opened(path, vocabulary=200)
+    opened(path)
+
+
+def test_every_kind_of_file_gives_the_same_batches(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    table = pyarrow.Table.from_pylist(BOTTOM)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "saved" / "data.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    corpora = [opened(path)[0] for path in (jsonl(BOTTOM), tmp_path / "rows.parquet", tmp_path / "saved")]
+    assert same(corpora[0].step(3), corpora[1].step(3))
+    assert same(corpora[0].step(3), corpora[2].step(3))
+
+
+def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text("hello world, " * (number % 3 + 1))
+    (tmp_path / "texts" / "bad.txt").write_bytes(b"\xff")
+    (tmp_path / "texts" / "empty.txt").touch()
+    corpus, _, notes = opened(tmp_path / "texts", work=Workload(batch=1, sequence=48))
+    assert notes[1] == "recognised: text, loss on every token"
+    assert notes[2].startswith("42 rows, 1 without text, 40 documents, ")
+    assert "1 bad row left out, the first: " in notes[3]
+    batches = [corpus.step(number)[0] for number in range(1, corpus.rows + 1)]
+    assert sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40  # each ends
+
+
+# ---- evaluation ----
+
+
+def documents_of(count: int, *, whole: bool = False) -> Documents:
+    return Documents(tokens=np.arange(count * 10), begins=np.arange(count) * 10, ends=np.arange(count) * 10 + 10, whole=whole)
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 200), st.floats(0.001, 0.99), st.integers(0, 5))
+def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: float, seed: int) -> None:
+    options = DataOptions(data=Path(), evaluation_fraction=fraction, seed=seed)
+    size = max(1, round(count * fraction))
+    if size >= count:
+        with pytest.raises(UserError, match=f"data: evaluation: found {size} of {count} documents; allowed: at most {count - 1}"):
+            split(documents_of(count), options)
+        return
+    training, evaluation = split(documents_of(count), options)
+    assert evaluation is not None
+    assert sorted([*training.begins, *evaluation.begins]) == [10 * index for index in range(count)]
+    assert len(evaluation) == size
+    again = split(documents_of(count), DataOptions(data=Path(), evaluation_fraction=fraction, seed=seed + 1))[1]
+    assert again is not None
+    assert again.begins.tolist() == evaluation.begins.tolist()
+
+
+def test_the_last_documents_can_be_kept() -> None:
+    training, evaluation = split(documents_of(10), DataOptions(data=Path(), evaluation_documents=3))
+    assert evaluation is not None
+    assert evaluation.begins.tolist() == [70, 80, 90]
+    assert len(training) == 7
+    with pytest.raises(UserError, match="found 10 of 10 documents; allowed: at most 9"):
+        split(documents_of(10), DataOptions(data=Path(), evaluation_documents=10))
+
+
+def test_of_a_single_text_the_end_is_kept() -> None:
+    training, evaluation = split(documents_of(1), DataOptions(data=Path(), evaluation_fraction=0.3))
+    assert evaluation is not None
+    assert (training.begins[0], training.ends[0], evaluation.begins[0], evaluation.ends[0]) == (0, 7, 7, 10)
+    with pytest.raises(UserError, match="found 1 of 1 documents"):
+        split(documents_of(1, whole=True), DataOptions(data=Path(), evaluation_fraction=0.3))
+
+
+def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any], jsonl: Folder) -> None:
+    corpus, evaluation, notes = opened(jsonl(BOTTOM), evaluation_data=jsonl([{"text": "one"}, {"text": "two"}], "other.jsonl"))
+    (batch,) = evaluation.batches()
+    assert batch.documents[0].tolist()[:2] == [0, 0]
+    assert int((batch.labels != IGNORED).sum()) == evaluation.tokens - 2
+    assert notes[-1].startswith(f"evaluation: 2 documents, {evaluation.tokens} tokens in 1 row of 48; packing documents, ")
+    assert isinstance(corpus, Corpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"packing": "tight"}, "data: packing: found 'tight'; allowed: documents, plain, none; fix: name one of these"),
+        ({"loss": "all"}, "data: loss: found 'all'; allowed: assistant, last"),
+        ({"columns": "csv"}, "data: columns: found 'csv'; allowed: auto, text, "),
+        ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: 0 to below 1"),
+        ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: 0 to below 1"),
+        ({"evaluation_documents": -1}, "data: evaluation_documents: found -1; allowed: >= 0"),
+        ({"seed": -1}, "data: seed: found -1; allowed: >= 0"),
+        ({"evaluation_fraction": 0.1, "evaluation_data": Path("x")}, "data: evaluation: found more than one of a fraction, documents and a file"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        DataOptions(data=Path("rows.jsonl"), **changes)
+
+
+def test_memory_does_not_grow_with_the_text(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Tokens stay in the file: the array is a map of it."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in BOTTOM))
+    corpus, _, _ = opened(path)
+    assert isinstance(corpus._documents.tokens, np.memmap)

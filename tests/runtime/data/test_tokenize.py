@@ -1,0 +1,192 @@
+"""Tokenisation: ids and targets of every layout, by markers and by prefixes alike, and what a template or a tokenizer cannot do, by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.runtime.data.columns import Layout, recognise
+from megatrain.runtime.data.documents import TARGET
+from megatrain.runtime.data.formats import BadRow, Row
+from megatrain.runtime.data.options import Loss
+from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
+from megatrain.simulator.errors import UserError
+
+Folder = Callable[..., Path]
+HERE = Path("rows.jsonl")
+TURNS = [
+    {"role": "user", "content": "hello  world"},
+    {"role": "assistant", "content": "you are 🙂 the one"},
+    {"role": "user", "content": "other ö"},
+    {"role": "assistant", "content": "<|im_end|> the\nwords "},
+]
+
+
+def encoder(folder: Path, row: dict[str, Any], loss: Loss = "assistant") -> Encoder:
+    tokenizer, layout = load_tokenizer(folder), recognise(row.keys())
+    assert tokenizer is not None
+    assert layout is not None
+    return Encoder(tokenizer, layout, loss, "the model")
+
+
+def encoded(folder: Path, rows: list[dict[str, Any]], loss: Loss = "assistant") -> list[Any]:
+    return list(encoder(folder, rows[0], loss).encode(Row(HERE, number, row) for number, row in enumerate(rows, 1)))
+
+
+def parts(folder: Path, ids: np.ndarray) -> list[tuple[bool, str]]:
+    """The text of each run of targets or others."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    targets = ids >= TARGET
+    borders = [0, *(np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist(), len(ids)]
+    return [(bool(targets[a]), str(tokenizer.decode((ids[a:b] & np.uint32(TARGET - 1)).tolist()))) for a, b in itertools.pairwise(borders)]
+
+
+def test_text_ends_with_the_end_of_sequence_token(tokenizer_folder: Folder) -> None:
+    ((ids, closes), nothing, (second, _)) = encoded(tokenizer_folder(), [{"text": "hello"}, {"text": ""}, {"text": "world<|end|>"}])
+    assert closes
+    assert parts(tokenizer_folder(), ids) == [(False, "hello<|end|>")]
+    assert nothing is None
+    assert second.tolist().count(0) == 1
+
+
+def test_text_begins_as_the_tokenizer_begins_a_text(tokenizer_folder: Folder) -> None:
+    folder = tokenizer_folder(None, eos_token="<|end|>", bos_token="<s>")
+    ((ids, _),) = encoded(folder, [{"text": "hello"}])
+    assert ids[0] != 3  # this one has a bos token, and puts none before a text
+
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    ((ids, _),) = list(Encoder(tokenizer, Layout("text", ("text",)), "assistant", "").encode([Row(HERE, 1, {"text": "hello"})]))
+    assert (ids[0], ids[-1]) == (3, 0)
+    assert ids.tolist().count(3) == 1
+
+
+def test_pieces_of_a_text_are_one_document(tokenizer_folder: Folder) -> None:
+    layout = Layout("text", ())
+    tokenizer = load_tokenizer(tokenizer_folder())
+    assert tokenizer is not None
+    rows = [Row(HERE, 1, b"hello\n", closes=False), Row(HERE, 2, b"world\n", closes=False), Row(HERE, 3, b""), Row(HERE, 1, b"")]
+    *pieces, nothing = Encoder(tokenizer, layout, "assistant", "").encode(rows)
+    assert nothing is None
+    found = [piece for piece in pieces if isinstance(piece, tuple)]
+    assert [closes for _, closes in found] == [False, False, True]
+    ((whole, _),) = Encoder(tokenizer, layout, "assistant", "").encode([Row(HERE, 1, b"hello\nworld\n")])  # type: ignore[misc]
+    assert np.concatenate([ids for ids, _ in found]).tolist() == whole.tolist()
+
+
+def test_a_completion_has_loss_and_its_prompt_none(tokenizer_folder: Folder) -> None:
+    rows = [{"prompt": "hello ", "completion": "world"}, {"prompt": "hel", "completion": "lo"}, {"prompt": "", "completion": "one"}]
+    one, across, alone = (ids for ids, _ in encoded(tokenizer_folder(), rows))
+    assert parts(tokenizer_folder(), one) == [(False, "hello"), (True, " world<|end|>")]  # the blank goes with its word
+    assert parts(tokenizer_folder(), across)[-1] == (True, "hello<|end|>" if len(across) == 2 else "lo<|end|>")
+    assert "".join(text for _, text in parts(tokenizer_folder(), across)) == "hello<|end|>"
+    assert parts(tokenizer_folder(), alone) == [(True, "one<|end|>")]
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked"])
+def test_every_assistant_turn_has_loss_up_to_its_last_token(tokenizer_folder: Folder, template: str) -> None:
+    folder = tokenizer_folder(template)
+    ((ids, closes),) = encoded(folder, [{"messages": TURNS}])
+    assert closes
+    assert parts(folder, ids) == [
+        (False, "<|im_start|>user\nhello  world<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "you are 🙂 the one<|im_end|>"),
+        (False, "\n<|im_start|>user\nother ö<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "<|im_end|> the\nwords <|im_end|>"),
+        (False, "\n"),
+    ]
+    ((last, _),) = encoded(folder, [{"messages": TURNS}], "last")
+    assert parts(folder, last)[1] == (True, "<|im_end|> the\nwords <|im_end|>")
+    assert len(parts(folder, last)) == 3
+    assert ((ids ^ last) & np.uint32(TARGET - 1) == 0).all()
+
+
+def test_markers_and_prefixes_agree_in_a_batch_of_many(tokenizer_folder: Folder) -> None:
+    rows = [{"messages": TURNS[: 2 + 2 * (number % 2)] + TURNS[: 2 * (number % 3)]} for number in range(30)]
+    marked, unmarked = (encoded(tokenizer_folder(template), rows) for template in ("marked", "unmarked"))
+    for (left, _), (right, _) in zip(marked, unmarked, strict=True):
+        assert left.tolist() == right.tolist()
+
+
+def test_a_thought_in_the_last_turn_alone_does_not_hide_the_others(tokenizer_folder: Folder) -> None:
+    folder = tokenizer_folder("thought")
+    ((ids, _),) = encoded(folder, [{"messages": TURNS}])
+    assert [text for target, text in parts(folder, ids) if target] == [
+        "you are 🙂 the one<|im_end|>",
+        "<think>\n\n</think>\n\n<|im_end|> the\nwords <|im_end|>",
+    ]
+
+
+def test_a_template_that_looks_ahead_is_refused_by_name(tokenizer_folder: Folder) -> None:
+    with pytest.raises(UserError, match=r"chat template of the model, rows\.jsonl:1: found other text before message 2 .*; fix: mark what the model generates"):
+        encoded(tokenizer_folder("counting"), [{"messages": TURNS}])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_a_template_says_of_one_row_is_that_rows_alone(tokenizer_folder: Folder, marked: bool) -> None:
+    folder = tokenizer_folder("strict")
+    rows = [{"messages": TURNS}, {"messages": TURNS[1:]}, {"messages": TURNS[:2]}]
+    made = encoder(folder, rows[0])
+    if marked:
+        made._tokenizer.chat_template = made._tokenizer.get_chat_template().replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+        made = Encoder(made._tokenizer, made.layout, "assistant", "")
+    good, bad, other = made.encode(Row(HERE, number, row) for number, row in enumerate(rows, 1))
+    assert bad == BadRow(HERE, 2, "the chat template says: roles must alternate")
+    assert isinstance(good, tuple)
+    assert isinstance(other, tuple)
+
+
+def test_alpaca_goes_through_the_chat_template_or_gets_headings(tokenizer_folder: Folder) -> None:
+    row = {"instruction": "hello", "input": "world", "output": "one"}
+    ((ids, _),) = encoded(tokenizer_folder("marked"), [row])
+    assert (True, "one<|im_end|>") in parts(tokenizer_folder("marked"), ids)
+    ((ids, _),) = encoded(tokenizer_folder(), [row])
+    assert parts(tokenizer_folder(), ids) == [(False, "### Instruction:\nhello\n\nworld\n\n### Response:\n"), (True, "one<|end|>")]
+    assert "headings" in encoder(tokenizer_folder(), row).describe()
+
+
+def test_messages_without_a_chat_template_are_refused(tokenizer_folder: Folder) -> None:
+    with pytest.raises(UserError, match=r"tokenizer the model: found no chat template; allowed: one, for messages rows; fix: add chat_template\.jinja"):
+        encoded(tokenizer_folder(), [{"messages": TURNS}])
+
+
+def test_several_templates_without_a_default_are_refused(tokenizer_folder: Folder) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder("marked"))
+    assert tokenizer is not None
+    tokenizer.chat_template = {"tool_use": "x", "rag": "y"}
+    with pytest.raises(UserError, match=r"chat template of the model: found .*; allowed: a default template; fix: name one of them"):
+        Encoder(tokenizer, Layout("messages", ("messages",)), "assistant", "the model")
+
+
+def test_bad_rows_stay_in_their_place(tokenizer_folder: Folder) -> None:
+    folder = tokenizer_folder("marked")
+    rows = [Row(HERE, 1, {"messages": TURNS}), BadRow(HERE, 2, "invalid JSON"), Row(HERE, 3, {"messages": []}), Row(HERE, 4, {"messages": TURNS})]
+    found = list(encoder(folder, {"messages": TURNS}).encode(rows))
+    assert [str(row) for row in found[1:3]] == ["rows.jsonl:2: invalid JSON", "rows.jsonl:3: `messages` is not a list of messages"]
+    assert found[0][0].tolist() == found[3][0].tolist()  # type: ignore[index]
+
+
+def test_a_folder_without_a_tokenizer_has_none_and_a_broken_one_is_one_line(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer .*: found .*; allowed: a tokenizer that transformers can load"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_digest_is_of_what_the_tokenizer_is_made_of(tmp_path: Path, tokenizer_folder: Folder) -> None:
+    for file in tokenizer_folder("marked").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert tokenizer_digest(tmp_path) == tokenizer_digest(tokenizer_folder("marked"))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert tokenizer_digest(tmp_path) == tokenizer_digest(tokenizer_folder("marked"))
+    (tmp_path / "chat_template.jinja").write_text("other")
+    assert tokenizer_digest(tmp_path) != tokenizer_digest(tokenizer_folder("marked"))
