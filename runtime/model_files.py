@@ -124,6 +124,19 @@ class ModelState:
             self._arenas.flat(moments, torch.float32, 2 * layer.elements).zero_()
             progress(layer.parameters)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of the state where it lies, flat, by `LAYER.CLASS`: what a checkpoint holds, the same for every plan of a model and a workload."""
+        found = {}
+        for layer in self._plan.model.stack.values():
+            high, low = self._planes(layer)
+            found[f"{layer.name}.weights"] = high
+            if low is not None:
+                found[f"{layer.name}.low"] = low
+            moments = self.home("moments", layer.name)
+            assert moments is not None
+            found[f"{layer.name}.moments"] = self._arenas.tensor(moments, torch.float32, (2, layer.elements))
+        return found
+
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """The layer's fp32 master weights by tensor name; copies."""
         high, low = self._planes(layer)
