@@ -45,12 +45,13 @@ class Entry(NamedTuple):
     bytes: int
 
 
-def make_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The first bytes of a file of `tensors`, whose bytes follow in this order. Padded to 8 bytes."""
+def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a file of tensors of these dtypes and shapes, whose bytes follow in this order. Padded to 8 bytes."""
     entries, offset = {}, 0
-    for name, tensor in tensors.items():
-        entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps({_METADATA: {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -90,7 +91,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
             raise _malformed(path, f"tensor {name[:80]!r} at byte {entry.start}", f"byte {end}, where the one before it ends")
         end += entry.bytes
     if end != size:
-        raise _malformed(path, f"a file that cannot be read ({size} bytes)", f"the {end} bytes that its header tells of")
+        raise _malformed(path, f"a file that cannot be read ({size} bytes, its header tells of {end})")
     return ordered
 
 

@@ -5,7 +5,6 @@ What is stored is the state's content by layer and class (bf16 weights, the low 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import tempfile
@@ -18,10 +17,10 @@ import torch
 
 from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, Run, Shard
 from megatrain.runtime.checkpoint.randomness import RandomState
-from megatrain.runtime.checkpoint.streaming import checksum_of, read_tensors, write_tensors
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.model_files import ModelState
 from megatrain.runtime.tensor_file import MalformedFile
+from megatrain.runtime.tensor_stream import Source, checksum_of, read_tensors, write_tensors
 from megatrain.simulator.errors import RunError, UserError
 
 SHARD_BYTES = 4 * 10**9
@@ -146,7 +145,7 @@ def replace(aside: Path, folder: Path) -> None:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
-    size, checksum = write_tensors(path, tensors)
+    size, checksum = write_tensors(path, {name: Source.of(tensor) for name, tensor in tensors.items()})
     return Shard(file=path.name, bytes=size, checksum=checksum, tensors=tuple(tensors))
 
 
@@ -164,7 +163,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]
 
 
 def _optimizer(executor: Executor) -> dict[str, Any]:
-    return {"name": type(executor.settings).__name__, **dataclasses.asdict(executor.settings)}
+    return {"name": type(executor.settings).__name__, **msgspec.to_builtins(executor.settings)}
 
 
 def _refuse_checksum(path: Path, found: str, shard: Shard) -> None:

@@ -42,11 +42,11 @@ def test_ctrl_c_while_training(steps_before: int, workplace: Path) -> None:
 def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.runtime import model_files
 
-    def interrupt(_: object, path: Path, **__: object) -> None:
+    def interrupt(path: Path, _: object) -> None:
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model_files, "save_file", interrupt)
+    monkeypatch.setattr(model_files, "write_tensors", interrupt)
     outcome = command("train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "run")
     assert outcome.status == 130
     assert outcome.err == "megatrain: interrupted\n"

@@ -96,18 +96,22 @@ def _child(options: dict[str, Any]) -> int:
 
 
 def main() -> None:
+    def answer(word: object) -> None:
+        sys.stdout.write(f"{word}\n")
+        sys.stdout.flush()
+
     torch.set_num_threads(1)
     _executor("overlapped").close()  # imports what it needs; no thread is left, so a fork is sound
-    print("ready", flush=True)
+    answer("ready")
     process = 0
     for line in sys.stdin:
         if line.strip():
             process = os.fork()
             if not process:
                 os._exit(_child(json.loads(line)))
-            print(process, flush=True)
+            answer(process)
         else:
-            print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+            answer(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 
 
 if __name__ == "__main__":

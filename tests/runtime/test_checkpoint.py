@@ -23,7 +23,7 @@ from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, restore, save, verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
-from megatrain.runtime.checkpoint.streaming import write_tensors
+from megatrain.runtime.tensor_stream import Source, write_tensors
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 
@@ -60,7 +60,12 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "overlapped": ("overlapped", {}),
     "overlapped, placed": (
         "overlapped",
-        {"weight_slots": 3, "chunk_bytes": 16384, "device_limit_bytes": 2**25, "placement": Placement(weights="0,h", low="1-2", moments="e,3", gradients="0-1")},
+        {
+            "weight_slots": 3,
+            "chunk_bytes": 16384,
+            "device_limit_bytes": 2**25,
+            "placement": Placement(weights="0,h", low="1-2", moments="e,3", gradients="0-1"),
+        },
     ),
 }
 
@@ -116,7 +121,9 @@ def test_the_random_generators_go_on_where_they_were(saved: tuple[Plan, Path], s
         assert draw() == expected
 
 
-def test_the_files_are_safetensors_of_bounded_size(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_safetensors_of_bounded_size(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, folder = saved
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
     with session(plan) as running:
@@ -229,7 +236,7 @@ def elsewhere(folder: Path) -> None:
 
 
 def other_tensors(folder: Path) -> None:
-    size, checksum = write_tensors(folder / "new", {"0.weights": torch.zeros(3)})
+    size, checksum = write_tensors(folder / "new", {"0.weights": Source.of(torch.zeros(3))})
     (folder / "new").rename(state_file(folder))
     reseal(folder, lambda content: content["shards"][0].update(bytes=size, checksum=checksum))
 
@@ -237,7 +244,10 @@ def other_tensors(folder: Path) -> None:
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda folder: os.truncate(state_file(folder), 1000), r"state-00001\.safetensors: found 1000 bytes; allowed: a file of \d+ bytes"),
     "missing": (lambda folder: state_file(folder).unlink(), r"state-00001\.safetensors: found no such file"),
-    "a bit of a tensor": (lambda folder: flip(state_file(folder), 50_000), r"state-00001\.safetensors: found checksum [0-9a-f]+; allowed: [0-9a-f]+, as it was"),
+    "a bit of a tensor": (
+        lambda folder: flip(state_file(folder), 50_000),
+        r"state-00001\.safetensors: found checksum [0-9a-f]+; allowed: [0-9a-f]+, as it was",
+    ),
     "a bit of the last tensor": (lambda folder: flip(state_file(folder), -1), r"state-00001\.safetensors: found checksum"),
     "a bit of the header's length": (lambda folder: flip(state_file(folder), 6), r"state-00001\.safetensors: found a file that cannot be read"),
     "a bit of the header": (lambda folder: flip(state_file(folder), 60), r"state-00001\.safetensors"),
@@ -367,7 +377,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(saved: tuple[Plan, Path], sess
 def test_an_interrupted_save_leaves_nothing(saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan, folder = saved
 
-    def interrupt(path: Path, tensors: Any) -> None:
+    def interrupt(path: Path, _: Any) -> None:
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 

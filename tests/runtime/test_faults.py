@@ -79,7 +79,11 @@ def lines(log: Path) -> list[list[str]]:
 
 
 def said(words: list[list[str]]) -> dict[str, str]:
-    return {" ".join(line[:2]) if line[0] == "step" else line[0]: " ".join(line[2:] if line[0] == "step" else line[1:]) for line in words if line[0] in ("step", "finished")}
+    return {
+        " ".join(line[:2]) if line[0] == "step" else line[0]: " ".join(line[2:] if line[0] == "step" else line[1:])
+        for line in words
+        if line[0] in ("step", "finished")
+    }
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:

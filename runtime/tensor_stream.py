@@ -7,8 +7,9 @@ machine of the test suite), so that the disk decides the speed. It finds acciden
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -19,21 +20,41 @@ PIECE_BYTES = 2**25
 """what is under way at one time: 32 MiB take 1.3 ms over PCIe 5, and a disk needs no larger writes"""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Writes contiguous `tensors`, on any device, to a new file and syncs it; its size in bytes and its checksum. Raises OSError."""
+class Source(NamedTuple):
+    """A tensor to be written, that need not exist as a whole."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[torch.Tensor]]
+    """its elements in order, flat, on any device"""
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Source:
+        """A contiguous tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: iter((tensor,)))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Source]) -> tuple[int, str]:
+    """Writes `tensors` to a new file and syncs it; its size in bytes and its checksum. Raises OSError."""
     checksum, staging = xxhash.xxh3_128(), _Staging()
     with path.open("xb") as file:
-        header = make_header(tensors)
+        header = make_header({name: (source.dtype, source.shape) for name, source in tensors.items()})
         file.write(header)
         checksum.update(header)
-        for tensor in tensors.values():
-            for piece in _pieces(tensor):
-                view = staging.fetch(piece)
-                file.write(view)
-                checksum.update(view)
+        for source in tensors.values():
+            for tensor in source.pieces():
+                for piece in _pieces(tensor):
+                    view = staging.fetch(piece)
+                    file.write(view)
+                    checksum.update(view)
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
+        assert size == len(header) + sum(source.bytes for source in tensors.values()), "a tensor's pieces are not its elements"
         _forget(file.fileno())
     return size, checksum.hexdigest()
 
