@@ -28,7 +28,7 @@ from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import EMBEDDING, HEAD, Dtype, LayerSpec
 
 _SHARD_BYTES = 4 * 10**9
-_PIECE = 2**24  # elements: 64 MiB in fp32, and as much again to round them
+_PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
 

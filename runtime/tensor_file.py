@@ -66,15 +66,15 @@ def read_entries(path: Path) -> dict[str, Entry]:
     try:
         with open(path, "rb", opener=_regular) as file:
             size = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if start[:1] == b"\x80" or start[:4] == b"PK\x03\x04":  # pickle protocol 2 and later; torch.save's zip
-                raise _malformed(path, "a pickle, which is never opened: it may run any program")
-            if len(start) < 8 or length > size - 8:
+            start = file.read(9)
+            length = int.from_bytes(start[:8], "little")
+            if start[8:] not in (b"{", b"") and (start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1] in range(2, 6))):
+                raise _malformed(path, "a pickle, which is never opened: it may run any program")  # torch.save's zip, or pickle protocol 2 to 5
+            if len(start) < 9 or not 2 <= length <= size - 8:
                 raise _malformed(path, f"a file that cannot be read ({size} bytes, cut off within its header)")
             if length > LARGEST_HEADER_BYTES:
                 raise _malformed(path, f"a header of {length} bytes", f"at most {LARGEST_HEADER_BYTES}")
-            text = file.read(length)
+            text = start[8:] + file.read(length - 1)
         header = json.loads(text, object_pairs_hook=_no_name_twice)
     except OSError as error:
         raise _malformed(path, f"a file that cannot be read ({(error.strerror or str(error)).lower()})") from None

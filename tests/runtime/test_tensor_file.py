@@ -65,12 +65,18 @@ def test_what_is_written_safetensors_reads_and_comes_back(tmp_path: Path, monkey
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("length", [0x80, 0x280, 0x380, 0x480, 0x580, 0x4B50])
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path: Path, length: int) -> None:
+    assert read_entries(file_of(tmp_path / "f", json.dumps(GOOD).encode().ljust(length))).keys() == GOOD.keys()
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), r"found a file that cannot be read \(0 bytes, cut off within its header\)"),
     "short": (lambda path: path.write_bytes(b"abc"), r"cut off within its header"),
     "cut off": (lambda path: file_of(path, GOOD, bytes(31)), r"found a file that cannot be read \(\d+ bytes, its header tells of \d+\)"),
     "too long": (lambda path: file_of(path, GOOD, bytes(33)), r"its header tells of"),
     "a header beyond the file": (lambda path: file_of(path, GOOD, length=2**63), r"cut off within its header"),
+    "no header": (lambda path: file_of(path, b"", bytes(32)), r"cut off within its header"),
     "no JSON": (lambda path: file_of(path, b"{" * 50), r"its header is no JSON object"),
     "no UTF-8": (lambda path: file_of(path, b'{"\xff": 1}'), r"its header is no JSON object"),
     "deep JSON": (lambda path: file_of(path, b"[" * 100_000), r"found a file that cannot be read"),
@@ -90,7 +96,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "outside the file": (lambda path: file_of(path, changed(data_offsets=[2**40, 2**40 + 8])), r"where the one before it ends"),
     "offsets backwards": (lambda path: file_of(path, changed(data_offsets=[32, 24])), r"found tensor 'b' of -8 bytes"),
     "no offsets": (lambda path: file_of(path, {"a": {"dtype": "F32", "shape": [0]}}), r"without dtype, shape and data_offsets"),
-    "a pipe": (lambda path: os.mkfifo(path), r"found a file that cannot be read \(no regular file\)"),
+    "a pipe": (os.mkfifo, r"found a file that cannot be read \(no regular file\)"),
     "a folder": (lambda path: path.mkdir(), r"found a file that cannot be read"),
 }  # fmt: skip
 
@@ -172,8 +178,7 @@ def read_anything(folder: Path, data: bytes) -> None:
     path.write_bytes(data)
     try:
         entries = read_entries(path)
-    except MalformedFile as error:
-        assert "\n" not in str(error)
+    except MalformedFile:
         return
     assert sum(entry.bytes for entry in entries.values()) <= len(data)
     tensors = {name: torch.zeros(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
