@@ -42,7 +42,11 @@ def hub_name(layer: str, tensor: str, prefix: str = "model") -> str:
 
 def name_prefix(config: PretrainedConfig) -> str:
     """transformers' name of what lies below the head, in the class that `config` belongs to. Raises KeyError where there is none."""
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix)
+    return str(_model_class(config).base_model_prefix)
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -259,6 +263,6 @@ def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
         total = sum(stored.bytes for shard in shards for stored in shard.values())
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
     exported = copy.deepcopy(config)
-    exported.architectures = exported.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    exported.architectures = exported.architectures or [_model_class(config).__name__]
     exported.dtype, exported.use_cache = dtype, True  # training has no cache, who loads it wants one
     exported.save_pretrained(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -118,6 +118,11 @@ def _forget(handle: int) -> None:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _bytes_of(host: torch.Tensor) -> memoryview:
+    array: Any = host.numpy()
+    return memoryview(array)
+
+
 class _Staging:
     """The bytes of a piece, for the system's calls: itself where it is in host memory, else one buffer of a piece's size."""
 
@@ -126,14 +131,14 @@ class _Staging:
 
     def view(self, piece: torch.Tensor) -> memoryview:
         """Host memory of the piece's size."""
-        return memoryview(self._host(piece).numpy())
+        return _bytes_of(self._host(piece))
 
     def fetch(self, piece: torch.Tensor) -> memoryview:
         """`view`, with the piece's bytes in it."""
         host = self._host(piece)
         if host is not piece:
             host.copy_(piece)
-        return memoryview(host.numpy())
+        return _bytes_of(host)
 
     def send(self, piece: torch.Tensor) -> None:
         """Writes what is in `view` into the piece."""

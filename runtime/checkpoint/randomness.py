@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ _WORDS = 624  # of a Mersenne twister
 class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """torch's generators of the CPU and of the device that trains, Python's and numpy's."""
 
-    torch: bytes
+    cpu: bytes
     cuda: bytes | None = None
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, tuple[int, ...], int, int, float]
@@ -24,21 +25,21 @@ class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
         """As they are now."""
-        name, words, *rest = np.random.get_state()  # noqa: NPY002 (what others may draw from)
+        state: Any = np.random.get_state()  # noqa: NPY002 (what others may draw from)
         return cls(
-            torch=_bytes(torch.get_rng_state()), cuda=_bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-            python=random.getstate(), numpy=(str(name), tuple(int(word) for word in words), *rest),
+            cpu=_bytes(torch.get_rng_state()), cuda=_bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+            python=random.getstate(), numpy=(str(state[0]), tuple(state[1].tolist()), int(state[2]), int(state[3]), float(state[4])),
         )  # fmt: skip
 
     def put(self, device: torch.device) -> None:
         """Sets them to this state; the device's stays where it was taken on another kind. Raises UserError where it is none."""
         try:
-            name, words, position, *rest = self.numpy
+            name, words, position, has_gauss, gauss = self.numpy
             if len(words) != _WORDS or not 0 <= position <= _WORDS:  # numpy would read beside its words
                 raise ValueError("no state of numpy's generator")
             random.setstate(self.python)
-            np.random.set_state((name, np.array(words, dtype=np.uint32), position, *rest))  # noqa: NPY002
-            torch.set_rng_state(_tensor(self.torch))
+            np.random.set_state((name, np.array(words, dtype=np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+            torch.set_rng_state(_tensor(self.cpu))
             if self.cuda is not None and device.type == "cuda":
                 torch.cuda.set_rng_state(_tensor(self.cuda), device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
