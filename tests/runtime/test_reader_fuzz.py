@@ -80,11 +80,11 @@ def spoiled(draw: st.DrawFn, good: Any) -> Any:
             holder = holder[key]
         change = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
         if change == "replace" or not isinstance(holder, dict):
-            holder[last] = draw(ODD)
+            holder[last] = copy.deepcopy(draw(ODD))
         elif change == "remove":
             holder.pop(last, None)
         else:
-            holder[draw(st.sampled_from(["x", "", "quantization_config", "auto_map", "text_config", "sliding_window"]))] = draw(ODD)
+            holder[draw(st.sampled_from(["x", "", "quantization_config", "auto_map", "text_config", "sliding_window"]))] = copy.deepcopy(draw(ODD))
     return value
 
 
