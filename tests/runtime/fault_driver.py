@@ -44,9 +44,14 @@ def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_
     def say(*words: object) -> None:
         os.write(handle, (" ".join(map(str, words)) + "\n").encode())
 
-    if slow_save_s:
-        write = checkpoint.write_tensors
-        checkpoint.write_tensors = lambda *given: (time.sleep(slow_save_s), write(*given))[1]
+    write = checkpoint.write_tensors
+
+    def watched(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
+        say("writing", path.name)
+        time.sleep(slow_save_s)
+        return write(path, tensors)
+
+    checkpoint.write_tensors = watched
     checkpoints = Checkpoints(Path(folder), keep_last=2)
     with Interruption() as interruption, _executor(policy) as executor:
         state = ModelState(executor.plan, executor.schedule, executor.arenas)
