@@ -232,6 +232,7 @@ from pathlib import Path
 torch.set_num_threads(1)
 from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.model_files import ModelState, folder_weights
+from megatrain.runtime.tensor_stream import Source, write_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 
@@ -247,11 +248,15 @@ with folder_weights(Path(sys.argv[2])) as weights:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status("VmRSS")
     state.load(weights)
-print(json.dumps({"peak": status("VmHWM") - before, "final": sum(tensor.nbytes for tensor in state.tensors().values())}))
+peak = status("VmHWM") - before
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+size, _ = write_tensors(Path(sys.argv[3]), {name: Source.of(tensor) for name, tensor in state.tensors().items() if name.endswith(".weights")})
+print(json.dumps({"peak": peak, "final": sum(tensor.nbytes for tensor in state.tensors().values()), "written": size, "writing": status("VmHWM") - before}))
 """
 
 
-def test_loading_takes_at_most_one_shard_besides_what_stays(executable: Callable[..., Plan], tmp_path: Path) -> None:
+def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(executable: Callable[..., Plan], tmp_path: Path) -> None:
     """An fp32 model of 230 MB in shards of 36 MB or one tensor: of all resident memory, mapped files included."""
     plan = executable(
         hidden=640, intermediate=2048, heads=10, kv_heads=10, head_dim=64, layers=6, vocabulary=16_000, device_limit_bytes=2**40, host_limit_bytes=2**40
@@ -274,9 +279,15 @@ def test_loading_takes_at_most_one_shard_besides_what_stays(executable: Callable
     plan.save(tmp_path / "plan.toml")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path / "plan.toml"), str(tmp_path / "model")], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", LOAD, str(tmp_path / "plan.toml"), str(tmp_path / "model"), str(tmp_path / "state")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["final"] == 12 * sum(layer.elements for layer in plan.model.stack.values())
     assert found["peak"] <= found["final"] + max(sizes) + 2**26, found  # some pieces of 16 MiB under way
+    assert found["written"] > 100_000_000
+    assert found["writing"] < 2**23, found
