@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatrain.experiments.commands import calibrate, check, compare, plan, simulate, train
 from megatrain.experiments.options import OneLineParser
-from megatrain.simulator.errors import RunError, UserError
+from megatrain.simulator.errors import Interrupted, RunError, UserError
 
 VERBS = {"check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "compare": compare}
 
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command: 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C."""
+    """Runs one command: 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C, 143 after SIGTERM."""
     try:
         args = parse(arguments)
         status: int = VERBS[args.verb].run(args)
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = UserError(str(error.filename), found=error.strerror.lower(), allowed="a path that can be used", fix="check the path and its permissions")
         print(f"megatrain: {shown}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("megatrain: interrupted", file=sys.stderr)
-        return 130
+        return error.status if isinstance(error, Interrupted) else 130
 
 
 if __name__ == "__main__":

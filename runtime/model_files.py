@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.model_folder import COMPANIONS, INDEX, inside, weight_files
+from megatrain.runtime.tensor_file import read_entries
+from megatrain.runtime.tensor_stream import Source, write_tensors
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec
+from megatrain.simulator.specs import EMBEDDING, HEAD, Dtype, LayerSpec
 
 _SHARD_BYTES = 4 * 10**9
+_PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
 
 
-def hub_name(layer: str, tensor: str) -> str:
-    """The tensor's name in a Hugging Face checkpoint."""
-    if tensor == "lm_head.weight":
+def hub_name(layer: str, tensor: str, prefix: str = "model") -> str:
+    """The tensor's name in a Hugging Face checkpoint of a model whose class has this `name_prefix`. The only place that makes such names."""
+    if tensor.startswith("lm_head."):
         return tensor
-    return f"model.{tensor}" if layer in (EMBEDDING, HEAD) else f"model.layers.{layer}.{tensor}"
+    return f"{prefix}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{prefix}.layers.{layer}.{tensor}"
+
+
+def name_prefix(config: PretrainedConfig) -> str:
+    """transformers' name of what lies below the head, in the class that `config` belongs to. Raises KeyError where there is none."""
+    return str(_model_class(config).base_model_prefix)
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -51,35 +67,67 @@ def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Wei
 
 @contextlib.contextmanager
 def folder_weights(folder: Path) -> Iterator[Weights]:
-    """The tensors of a Hugging Face folder, one at a time. Raises UserError where a file or a tensor is missing, malformed or of another shape."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(
-            str(folder), found="no *.safetensors file", allowed="a Hugging Face model folder with its weights", fix="check the path, or pass --init random"
-        )
-    with contextlib.ExitStack() as stack:
-        where = {}
-        for file in files:
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-                where.update(dict.fromkeys(opened.keys(), opened))
-            except (SafetensorError, OSError) as error:
-                raise UserError(
-                    str(file), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again"
-                ) from None
+    """The tensors of a Hugging Face folder, by memory map, one at a time; of its files one is open at a time.
 
-        def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-            name = hub_name(layer, tensor)
-            if name not in where:
-                raise UserError(
-                    str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix="use weights that belong to this config.json"
-                )
-            value: torch.Tensor = where[name].get_tensor(name)
-            if tuple(value.shape) != shape:
-                raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix="use weights that belong to this config.json")
-            return value
+    Raises UserError, before any tensor is read, where a file is missing, malformed, a pickle or outside the folder, or two files have the same tensor;
+    and where a tensor is missing or of another shape.
+    """
+    where: dict[str, Path] = {}
+    for file in weight_files(folder):
+        for name in read_entries(file):
+            if where.setdefault(name, file) is not file:
+                raise UserError(str(file), found=f"tensor {name}, which {where[name].name} has too", allowed="each tensor once", fix="fetch the model again")
+    prefix, opened = _prefix(folder), _OneFile()
 
+    def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+        name = hub_name(layer, tensor, prefix)
+        if name not in where:
+            raise UserError(
+                str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix="use weights that belong to this config.json"
+            )
+        value = opened.tensor(where[name], name)
+        fix = "use weights that belong to this config.json"
+        if tuple(value.shape) != shape:
+            raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix=fix)
+        if not value.is_floating_point():
+            raise UserError(f"{folder}: {name}", found=str(value.dtype), allowed="floating-point numbers, not quantised", fix=fix)
+        return value
+
+    with contextlib.closing(opened):
         yield read
+
+
+class _OneFile:
+    """The safetensors file that was read last, mapped; so a load maps no more than one shard."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._stack = contextlib.ExitStack()
+        self._file: Any = None
+
+    def tensor(self, path: Path, name: str) -> torch.Tensor:
+        """Of the file at `path`: its memory is the file's own."""
+        try:
+            if path != self._path:
+                self.close()
+                self._file = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._path = path
+            value: torch.Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(str(path), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again") from None
+        return value
+
+    def close(self) -> None:
+        self._stack.close()
+        self._path = self._file = None
+
+
+def _prefix(folder: Path) -> str:
+    """What tensors' names begin with in the folder's model; `model` where its config does not tell."""
+    try:
+        return name_prefix(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    except (OSError, ValueError, KeyError):
+        return "model"
 
 
 class ModelState:
@@ -112,17 +160,42 @@ class ModelState:
             high, low = self._planes(layer)
             offset = 0
             for tensor in layer.tensors:
-                master = weights(layer.name, tensor.name, tensor.shape).to(high.device, torch.float32).reshape(-1)
-                part = slice(offset, offset + tensor.elements)
-                if low is None:
-                    high[part].copy_(master)
-                else:
-                    optimizer.split(master.contiguous(), high[part], low[part])
+                values = weights(layer.name, tensor.name, tensor.shape).reshape(-1)
+                for start in range(0, tensor.elements, _PIECE):
+                    master = values[start : start + _PIECE].to(high.device, torch.float32)
+                    part = slice(offset + start, offset + start + master.numel())
+                    if low is None:
+                        high[part].copy_(master)
+                    else:
+                        optimizer.split(master.contiguous(), high[part], low[part])
                 offset += tensor.padded
             moments = self.home("moments", layer.name)
             assert moments is not None
             self._arenas.flat(moments, torch.float32, 2 * layer.elements).zero_()
             progress(layer.parameters)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of the state where it lies, flat, by `LAYER.CLASS`: what a checkpoint holds, the same for every plan of a model and a workload."""
+        found = {}
+        for layer in self._plan.model.stack.values():
+            high, low = self._planes(layer)
+            found[f"{layer.name}.weights"] = high
+            if low is not None:
+                found[f"{layer.name}.low"] = low
+            moments = self.home("moments", layer.name)
+            assert moments is not None
+            found[f"{layer.name}.moments"] = self._arenas.tensor(moments, torch.float32, (2, layer.elements))
+        return found
+
+    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
+        """The layer's weights by tensor name, to be written in `dtype`, bf16 or fp32: from where they lie, or converted a piece at a time."""
+        high, low = self._planes(layer)
+        made, offset = {}, 0
+        for tensor in layer.tensors:
+            part = slice(offset, offset + tensor.elements)
+            made[tensor.name] = Source(dtype, tensor.shape, functools.partial(_converted, high[part], None if low is None else low[part], dtype))
+            offset += tensor.padded
+        return made
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """The layer's fp32 master weights by tensor name; copies."""
@@ -135,10 +208,22 @@ class ModelState:
         return made
 
 
-def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path) -> None:
-    """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute dtype: whole, or not at all.
+def _converted(high: torch.Tensor, low: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for start in range(0, high.numel(), _PIECE):
+        piece = high[start : start + _PIECE]
+        if piece.dtype == dtype:
+            yield piece
+        elif low is None:
+            yield optimizer.round_to_bf16(piece)
+        else:
+            yield optimizer.join(piece, low[start : start + _PIECE])
 
-    A bf16 export is what the layers computed with, the high plane. Raises UserError where `folder` exists or cannot be written.
+
+def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
+    """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
+
+    A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
+    `source`, where the model came from. Streamed: no second copy of a tensor is made. Raises UserError where `folder` exists or cannot be written.
     """
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
@@ -148,10 +233,13 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
     except OSError as error:
         raise UserError(str(folder), found=str(error.strerror).lower(), allowed="a folder that can be made", fix="name another one") from None
     try:
-        _write(state, plan, config, aside)
+        _write(state, plan, config, aside, TORCH_DTYPE[dtype or plan.workload.dtype])
+        for name in COMPANIONS if source is not None else ():
+            if source is not None and (source / name).exists():
+                shutil.copyfile(inside(source, name), aside / name)
         aside.chmod(0o755)
         aside.rename(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(str(folder), found=str(error).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
     except BaseException:
@@ -159,38 +247,22 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
         raise
 
 
-def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path) -> None:
-    dtype, total = TORCH_DTYPE[plan.workload.dtype], 0
-    shard: dict[str, torch.Tensor] = {}
-    index: dict[str, str] = {}
-    shards: list[str] = []
-
-    def flush() -> None:
-        name = f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, name))
-        shards.append(name)
-        shard.clear()
-
+def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    prefix = name_prefix(config)
+    shards: list[dict[str, Source]] = [{}]
     for layer in plan.model.stack.values():
-        for name, master in state.masters(layer).items():
-            value = (optimizer.round_to_bf16(master) if dtype == torch.bfloat16 else master).cpu().contiguous()
-            shard[hub_name(layer.name, name)] = value
-            total += value.nbytes
-        if sum(value.nbytes for value in shard.values()) >= _SHARD_BYTES:
-            flush()
-    if shard:
-        flush()
-    if len(shards) == 1:
-        (folder / shards[0]).rename(folder / "model.safetensors")
-    else:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
-    config.architectures = config.architectures or [_architecture(config)]
-    config.dtype = dtype
-    config.save_pretrained(folder)
-
-
-def _architecture(config: PretrainedConfig) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+        for name, stored in state.sources(layer, dtype).items():
+            if shards[-1] and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES:
+                shards.append({})
+            shards[-1][hub_name(layer.name, name, prefix)] = stored
+    files = ["model.safetensors"] if len(shards) == 1 else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        write_tensors(folder / file, shard)
+    if len(files) > 1:
+        index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(stored.bytes for shard in shards for stored in shard.values())
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
+    exported = copy.deepcopy(config)
+    exported.architectures = exported.architectures or [_model_class(config).__name__]
+    exported.dtype, exported.use_cache = dtype, True  # training has no cache, who loads it wants one
+    exported.save_pretrained(folder)

@@ -28,7 +28,7 @@ def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
     """transformers' config of `model`: from its folder, or from the spec's own where there is none. Raises UserError for one that cannot be executed."""
     refuse_unsupported(model)
     if folder is not None:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     else:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})

@@ -33,3 +33,11 @@ def _shortened(value: object, most: int = 300) -> str:
 
 class RunError(RuntimeError):
     """Training stopped while it was under way, for a reason outside the plan. The command prints it as one line and exits with status 1."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run. The command prints one line and exits with `status`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = 128 + number

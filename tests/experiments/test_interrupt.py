@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatrain.experiments.cli import VERBS
+from megatrain.simulator.errors import Interrupted
+
 # a shell that starts a process in the background has it ignore SIGINT: undo that
 PROGRAM = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom megatrain.experiments.cli import main\nsys.exit(main())"
 
@@ -42,12 +45,22 @@ def test_ctrl_c_while_training(steps_before: int, workplace: Path) -> None:
 def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.runtime import model_files
 
-    def interrupt(_: object, path: Path, **__: object) -> None:
+    def interrupt(path: Path, _: object) -> None:
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model_files, "save_file", interrupt)
+    monkeypatch.setattr(model_files, "write_tensors", interrupt)
     outcome = command("train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "run")
     assert outcome.status == 130
     assert outcome.err == "megatrain: interrupted\n"
     assert set(os.listdir("run")) == {"plan.toml", "config.toml", "environment.json", "metrics.jsonl", "memory.json", "measured.json"}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_status_tells_which_signal_it_was(command: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int) -> None:
+    def end(_: object) -> int:
+        raise Interrupted(number)
+
+    monkeypatch.setattr(VERBS["check"], "run", end)
+    outcome = command("check", "llama-3.1-8b", "--hardware", "h200")
+    assert (outcome.status, outcome.err) == (status, "megatrain: interrupted\n")

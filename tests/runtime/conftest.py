@@ -38,7 +38,11 @@ class Session:
         self.plan = plan
         self.executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.05, weight_decay=0.1), torch.device("cpu"), schedule=schedule, threads=threads)
         self.state = ModelState(plan, self.executor.schedule, self.executor.arenas)
-        self.state.load(weights)
+        try:
+            self.state.load(weights)
+        except BaseException:
+            self.executor.close()
+            raise
 
     def __enter__(self) -> Session:
         return self

@@ -124,16 +124,16 @@ def test_an_export_into_something_is_refused(executable: Callable[..., Plan], se
 def test_an_export_that_fails_leaves_nothing_behind(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
-    calls = []
+    calls, write = [], model_files.write_tensors
 
-    def full(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+    def full(path: Path, tensors: Any) -> object:
         calls.append(path)
         if len(calls) == 2:
             raise failure
-        save_file(tensors, path, **options)
+        return write(path, tensors)
 
     monkeypatch.setattr(model_files, "_SHARD_BYTES", 20_000)
-    monkeypatch.setattr(model_files, "save_file", full)
+    monkeypatch.setattr(model_files, "write_tensors", full)
     plan = executable()
     with session(plan) as running, pytest.raises(UserError if isinstance(failure, OSError) else KeyboardInterrupt) as error:
         export(running.state, plan, config_of(plan.model), tmp_path / "runs" / "out")

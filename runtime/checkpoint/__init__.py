@@ -1,0 +1,1 @@
+"""Checkpoints: everything that a run needs to go on, bit for bit, whole or absent."""

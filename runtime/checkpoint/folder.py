@@ -1,0 +1,121 @@
+"""Checkpoints: a run's folder of them, `step-00000123` and so on: saved, found, pruned."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.runtime.checkpoint.checkpoint import ASIDE, check_sizes, restore, save, verify
+from megatrain.runtime.checkpoint.manifest import Manifest, Run
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.model_files import ModelState
+from megatrain.runtime.tensor_file import MalformedFile
+from megatrain.simulator.errors import UserError
+
+_NAME = re.compile(r"step-(\d{8})")
+_REMOVING = ".removing-"
+_REPLACED = ".replaced-"
+
+
+class Checkpoints:
+    """Of one run, which alone writes there."""
+
+    def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
+        """Kept are the `keep_last` newest and the `keep_best` of least loss."""
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            if value < least:
+                raise UserError(f"checkpoints: {name}", found=value, allowed=f">= {least}", fix=f"set {name} = {least}")
+        self.folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+        self._current: int | None = None
+
+    def steps(self) -> list[int]:
+        """Of every checkpoint, in order; whether one is sound is seen when it is read."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, executor: Executor, state: ModelState, run: Run) -> Path:
+        """Saves, then removes what is no longer kept, and what is of a later step: it was left behind when the run went back to an earlier one.
+
+        A step that was just saved or restored is not saved again. Raises CheckpointError.
+        """
+        path = self.path(run.step)
+        if self._current != run.step:
+            self._recover()
+            save(executor, state, run, path)
+            self._current = run.step
+            self._prune()
+        return path
+
+    def restore(self, executor: Executor, state: ModelState, settings: Mapping[str, Any], step: int | None = None) -> Run | None:
+        """The newest checkpoint, or that of `step`, into the executor; None where there is none yet.
+
+        Raises UserError for one that is not as it was written, and offers the newest sound one before it, for one of another run, and for a `step`
+        that is not there.
+        """
+        self._recover()
+        steps = self.steps()
+        if step is None and not steps:
+            return None
+        if step is None:
+            step = steps[-1]
+        elif step not in steps:
+            raise UserError(str(self.folder), found=f"no checkpoint of step {step}", allowed=", ".join(map(str, steps)) or "none yet", fix="name one of these")
+        try:
+            run = restore(executor, state, self.path(step), settings)
+            if run.step != step:
+                raise MalformedFile(str(self.path(step)), found=f"a checkpoint of step {run.step}", allowed=f"step {step}", fix="rename it back")
+        except MalformedFile as error:
+            sound = self._sound_before(step)
+            fix = "there is no sound one before it: start anew" if sound is None else f"resume from step {sound}, the newest sound one before it"
+            raise MalformedFile(error.where, found=error.found, allowed=error.allowed, fix=fix) from None
+        self._current = step
+        return run
+
+    def _sound_before(self, step: int) -> int | None:
+        for other in reversed([found for found in self.steps() if found < step]):
+            try:
+                if verify(self.path(other)).run.step == other:
+                    return other
+            except (MalformedFile, OSError):
+                continue
+        return None
+
+    def _prune(self) -> None:
+        assert self._current is not None
+        mine = [step for step in self.steps() if step <= self._current]
+        kept = set(mine[-self._keep_last :])
+        if self._keep_best:
+            losses = {step: self._loss(step) for step in mine}
+            kept.update(sorted((step for step in mine if losses[step] < math.inf), key=lambda step: (losses[step], -step))[: self._keep_best])
+        for step in self.steps():
+            if step not in kept:
+                path = self.path(step)
+                doomed = path.with_name(f"{_REMOVING}{path.name}")
+                path.rename(doomed)  # half of a checkpoint never has a checkpoint's name
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _loss(self, step: int) -> float:
+        try:
+            manifest = Manifest.load(self.path(step))
+            check_sizes(self.path(step), manifest)
+        except MalformedFile:
+            return math.inf
+        loss = manifest.run.loss
+        return math.inf if loss is None or math.isnan(loss) else loss
+
+    def _recover(self) -> None:
+        """Removes what a save or a removal that was cut off has left, and moves back what it had moved away."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            whole = path.with_name(path.name.removeprefix(_REPLACED))
+            if path.name.startswith(_REPLACED) and not whole.exists():
+                path.rename(whole)
+            elif path.name.startswith((ASIDE, _REMOVING, _REPLACED)):
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,123 @@
+"""A process that imports torch once, and forks a training run for every JSON line that it reads: its tests kill runs by the dozen.
+
+Each line is the options of `train`; the answer is the run's process id. An empty line waits for that run; the answer is its status, as
+`subprocess` gives it. A run appends to its log what it does, so that a test sees where it was when it died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent.parent
+sys.path.insert(0, str(TESTS))
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+import xxhash  # noqa: E402
+from conftest import small_plan  # noqa: E402
+
+from megatrain.runtime.batch import Batch  # noqa: E402
+from megatrain.runtime.checkpoint import checkpoint  # noqa: E402
+from megatrain.runtime.checkpoint.folder import Checkpoints  # noqa: E402
+from megatrain.runtime.checkpoint.manifest import Run  # noqa: E402
+from megatrain.runtime.executor import Executor  # noqa: E402
+from megatrain.runtime.interruption import Interruption  # noqa: E402
+from megatrain.runtime.model_files import ModelState, random_weights  # noqa: E402
+from megatrain.runtime.optimizer import AdamW  # noqa: E402
+from megatrain.runtime.templates import config_of  # noqa: E402
+from megatrain.simulator.errors import Interrupted  # noqa: E402
+from megatrain.simulator.plan import Plan  # noqa: E402
+from megatrain.simulator.policies import lower  # noqa: E402
+
+LANES = ("compute", "update", "h2d", "d2h", "cpu")
+
+
+def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_s: float = 0.0) -> None:
+    """Resumes from `folder`, trains up to `steps` and saves every `every`. On a signal it saves and raises Interrupted."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def say(*words: object) -> None:
+        os.write(handle, (" ".join(map(str, words)) + "\n").encode())
+
+    write = checkpoint.write_tensors
+
+    def watched(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
+        say("writing", path.name)
+        time.sleep(slow_save_s)
+        return write(path, tensors)
+
+    checkpoint.write_tensors = watched
+    checkpoints = Checkpoints(Path(folder), keep_last=2)
+    with Interruption() as interruption, _executor(policy) as executor:
+        state = ModelState(executor.plan, executor.schedule, executor.arenas)
+        found = checkpoints.restore(executor, state, {})
+        if found is None:
+            state.load(random_weights(0))
+        done = 0 if found is None else found.step
+        say("resumed", done)
+        for number in range(done + 1, steps + 1):
+            say("training", number)
+            result = executor.step(batches(executor.plan, number), rate=1e-2, number=number)
+            say("step", number, result.loss.hex(), float(result.gradient_norm or 0).hex())
+            if number % every == 0 or interruption or number == steps:
+                say("saving", number)
+                checkpoints.save(executor, state, Run(step=number, loss=result.loss))
+                say("saved", number)
+            if interruption:
+                raise interruption.error()
+        digest = xxhash.xxh3_128()
+        for tensor in state.tensors().values():
+            digest.update(tensor.clone().view(-1).view(torch.uint8).numpy())
+        say("finished", digest.hexdigest())
+
+
+def _executor(policy: str) -> Executor:
+    plan: Plan = small_plan(policy)
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
+    return Executor(plan, config_of(plan.model), AdamW(max_norm=0.05), torch.device("cpu"), threads=dict.fromkeys(LANES, 1))
+
+
+def batches(plan: Plan, number: int) -> list[Batch]:
+    """A function of the step alone, as a corpus is."""
+    work, generator = plan.workload, torch.Generator().manual_seed(number)
+    return [Batch(*torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)) for _ in range(work.accumulation)]
+
+
+def _child(options: dict[str, Any]) -> int:
+    try:
+        train(**options)
+    except Interrupted as error:
+        return error.status
+    except BaseException as error:
+        with open(options["log"], "a") as log:
+            log.write(f"failed {type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+def main() -> None:
+    def answer(word: object) -> None:
+        sys.stdout.write(f"{word}\n")
+        sys.stdout.flush()
+
+    torch.set_num_threads(1)
+    _executor("overlapped").close()  # imports what it needs; no thread is left, so a fork is sound
+    answer("ready")
+    process = 0
+    for line in sys.stdin:
+        if line.strip():
+            process = os.fork()
+            if not process:
+                os._exit(_child(json.loads(line)))
+            answer(process)
+        else:
+            answer(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Runs that are really killed, in training and in saving: what comes after is bit-identical to a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.runtime.checkpoint.checkpoint import verify
+from megatrain.runtime.interruption import Interruption
+from megatrain.simulator.errors import Interrupted
+
+STEPS, EVERY = 12, 3
+
+
+class Driver:
+    """Starts runs, one at a time (`fault_driver.py`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        program = Path(__file__).with_name("fault_driver.py")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen([sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self._answer() == "ready"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def _ask(self, line: str) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def start(self, checkpoints: Path, log: Path, **options: Any) -> int:
+        """A run; its process id."""
+        given = {"folder": str(checkpoints), "log": str(log), "steps": STEPS, "every": EVERY, "policy": "overlapped", **options}
+        return self._ask(json.dumps(given))
+
+    def wait(self) -> int:
+        """The run's exit status; of one that was killed, minus the signal."""
+        return self._ask("")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    made = Driver(tmp_path_factory.mktemp("driver"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(driver: Driver) -> dict[str, str]:
+    """What a run says that nobody kills and that never saves but at its end: by `step N`, loss and norm; by `finished`, a digest of all state."""
+    log = driver.folder / "undisturbed"
+    driver.start(driver.folder / "undisturbed-checkpoints", log, every=10**6)
+    assert driver.wait() == 0
+    return said(lines(log))
+
+
+def lines(log: Path) -> list[list[str]]:
+    return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def said(words: list[list[str]]) -> dict[str, str]:
+    return {
+        " ".join(line[:2]) if line[0] == "step" else line[0]: " ".join(line[2:] if line[0] == "step" else line[1:])
+        for line in words
+        if line[0] in ("step", "finished")
+    }
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.0005)
+
+
+def reached(log: Path, before: int, word: str) -> bool:
+    """This run, whose log begins at line `before`, has said `word`."""
+    return any(line[0] == word for line in lines(log)[before:])
+
+
+def kill_and_resume(driver: Driver, folder: Path, undisturbed: dict[str, str], kills: int) -> Counter[str]:
+    """Kills `kills` runs in turn at random moments, each of which goes on where the one before it saved; where they were."""
+    generator, log, checkpoints = random.Random(7), folder / "log", folder / "checkpoints"
+    died: Counter[str] = Counter()
+    for number in range(kills):
+        before = len(lines(log))
+        process = driver.start(checkpoints, log, steps=10**6)
+        word = ("training", "writing", "saving")[number % 3]
+        until(lambda: reached(log, before, word))  # noqa: B023
+        time.sleep(generator.uniform(0, 0.02 if word == "writing" else 0.06))
+        os.kill(process, signal.SIGKILL)
+        assert driver.wait() == -signal.SIGKILL
+        words = lines(log)
+        died[words[-1][0]] += 1
+        saved = max([int(line[1]) for line in words[:before] if line[0] == "saved"], default=0)
+        resumed = int(words[before][1])
+        assert words[before][0] == "resumed"
+        assert resumed >= saved, "a checkpoint that was saved was lost"
+        assert resumed % EVERY == 0
+        folders = sorted(path for path in checkpoints.iterdir() if path.name.startswith("step-")) if checkpoints.exists() else []
+        for path in folders:
+            assert verify(path).run.step == int(path.name.removeprefix("step-")), "half a checkpoint has a checkpoint's name"
+    last = max((int(line[1]) for line in lines(log) if line[0] == "step"), default=0)
+    driver.start(checkpoints, log, steps=max(last, STEPS))
+    assert driver.wait() == 0, lines(log)[-1]
+    steps: dict[str, set[str]] = {}
+    for line in lines(log):
+        if line[0] == "step":
+            steps.setdefault(line[1], set()).add(" ".join(line[2:]))
+    assert all(len(values) == 1 for values in steps.values()), "a step that was done twice came out otherwise"
+    if last > STEPS:  # then there is more to compare with
+        driver.start(folder / "again", folder / "again.log", steps=last, every=10**6)
+        assert driver.wait() == 0
+        undisturbed = said(lines(folder / "again.log"))
+    found = said(lines(log))
+    assert found == undisturbed
+    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")], "a save that was cut off left something"
+    return died
+
+
+def test_three_kills(driver: Driver, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    kill_and_resume(driver, tmp_path, undisturbed, 3)
+
+
+@pytest.mark.nightly
+def test_twenty_kills(driver: Driver, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    died = kill_and_resume(driver, tmp_path, undisturbed, 20)
+    assert died["training"] + died["step"] >= 4, died
+    assert died["saving"] + died["writing"] >= 4, died
+    assert died["writing"] >= 2, died
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_step_and_saves(driver: Driver, undisturbed: dict[str, str], tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Nothing is lost at all: the last step that was done is the one that is saved, and the run goes on from it."""
+    log = tmp_path / "log"
+    process = driver.start(tmp_path / "checkpoints", log, every=10**6)
+    until(lambda: ["training", "5"] in lines(log))
+    os.kill(process, number)
+    assert driver.wait() == status
+    words = lines(log)
+    done = words[-1][1]
+    assert words[-4][:2] == ["step", done]
+    assert [words[-3], words[-1]] == [["saving", done], ["saved", done]]
+    assert 5 <= int(done) < STEPS
+    driver.start(tmp_path / "checkpoints", log, every=10**6)
+    assert driver.wait() == 0
+    assert ["resumed", done] in lines(log)
+    assert said(lines(log)) == undisturbed
+
+
+def test_a_second_signal_ends_the_save(driver: Driver, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = driver.start(tmp_path / "checkpoints", log, every=10**6, slow_save_s=30)
+    until(lambda: ["training", "2"] in lines(log))
+    os.kill(process, signal.SIGTERM)
+    until(lambda: reached(log, 0, "writing"))
+    begin = time.monotonic()
+    os.kill(process, signal.SIGINT)
+    assert driver.wait() == 130
+    assert time.monotonic() - begin < 5
+    assert not list((tmp_path / "checkpoints").iterdir())
+    assert lines(log)[-1][0] == "writing"
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Interruption() as interruption:
+        assert not interruption
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption
+        assert interruption.error().status == 143
+        with pytest.raises(Interrupted) as second:
+            signal.raise_signal(signal.SIGINT)
+        assert second.value.status == 130
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

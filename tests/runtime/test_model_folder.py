@@ -1,0 +1,293 @@
+"""Which files of a model's folder are read: safetensors inside it, one shard at a time, no pickle, no code; what goes out with an export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from megatrain.runtime.model_files import export, folder_weights, hub_name, name_prefix
+from megatrain.runtime.model_folder import model_folder, weight_files
+from megatrain.runtime.optimizer import round_to_bf16
+from megatrain.runtime.templates import config_of
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import FAMILIES, with_nulls
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.specs import ModelSpec
+
+
+@pytest.fixture
+def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
+    """A bf16 plan, and a folder with fp32 weights for it."""
+    plan = executable()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).save_pretrained(tmp_path / "model")
+    return plan, tmp_path / "model"
+
+
+# ---- export ----
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("computed", ["bf16", "fp32"])
+def test_an_export_has_the_dtype_that_is_asked_for(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, computed: str, dtype: Any
+) -> None:
+    """fp32 is the master, bf16 the master rounded, whatever the layers compute in; and the logits are those of just these weights."""
+    plan = executable("overlapped", dtype=computed)
+    with session(plan) as running:
+        running.step()
+        running.executor.drain()
+        export(running.state, plan, config_of(plan.model), tmp_path / "out", dtype=dtype)
+        masters = {hub_name(layer.name, name): value for layer in plan.model.stack.values() for name, value in running.state.masters(layer).items()}
+    expected = masters if dtype == "fp32" else {name: round_to_bf16(value) for name, value in masters.items()}
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(stored[name].dtype == value.dtype and torch.equal(stored[name], value) for name, value in expected.items())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    by_hand = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"), dtype=exported.dtype).eval()
+    by_hand.load_state_dict(expected)
+    ids = torch.arange(24).view(2, 12)
+    assert exported.config.use_cache
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, by_hand(ids).logits)
+
+
+def test_tokenizer_and_generation_config_go_along(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+    plan, folder = saved
+    GenerationConfig(temperature=0.3, do_sample=True, max_new_tokens=7).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text(f"the {name}")
+    (folder / "modeling_evil.py").write_text("raise SystemExit")
+    with folder_weights(folder) as weights, session(plan, weights=weights) as running:
+        export(running.state, plan, config_of(plan.model, str(folder)), tmp_path / "out", source=folder)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 7
+    names = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert set(os.listdir(tmp_path / "out")) == names
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "the tokenizer.json"
+
+
+def test_a_companion_outside_the_folder_is_not_copied(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+    plan, folder = saved
+    (tmp_path / "secret").write_text("secret")
+    (folder / "tokenizer.json").symlink_to("../secret")
+    with session(plan) as running, pytest.raises(UserError, match=r"tokenizer\.json: found a link to .*secret, outside the folder"):
+        export(running.state, plan, config_of(plan.model), tmp_path / "out", source=folder)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_those_of_transformers_own_model(make_model: Callable[..., ModelSpec], family: str) -> None:
+    model = make_model(family=family)
+    config = AutoConfig.for_model(**{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **with_nulls(model.config)})
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    prefix = name_prefix(config)
+    assert {hub_name(layer.name, tensor.name, prefix): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
+
+
+# ---- which files ----
+
+
+def read_all(plan: Plan, folder: Path) -> None:
+    with folder_weights(folder) as weights:
+        for layer in plan.model.stack.values():
+            for tensor in layer.tensors:
+                weights(layer.name, tensor.name, tensor.shape)
+
+
+def write_index(folder: Path, *names: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+
+
+def test_the_index_says_which_files(saved: tuple[Plan, Path]) -> None:
+    plan, folder = saved
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "stray.safetensors").write_bytes(b"of something else")
+    write_index(folder, "part.safetensors")
+    assert weight_files(folder) == [folder / "part.safetensors"]
+    read_all(plan, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../outside.safetensors", r"model: found a file named '\.\./outside\.safetensors'; allowed: a file in the folder itself"),
+        ("/etc/passwd", r"found a file named '/etc/passwd'"),
+        ("..", r"found a file named '\.\.'"),
+        ("link.safetensors", r"link\.safetensors: found a link to .*outside\.safetensors, outside the folder"),
+        ("absent.safetensors", r"absent\.safetensors: found a file that cannot be read \(no such file or directory\)"),
+        (3, r"found no `weight_map` of tensor to file"),
+    ],
+)
+def test_a_file_outside_the_folder_is_refused(saved: tuple[Plan, Path], name: object, message: str) -> None:
+    plan, folder = saved
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    (folder / "link.safetensors").symlink_to("../outside.safetensors")
+    write_index(folder, name)
+    with pytest.raises(UserError, match=message):
+        read_all(plan, folder)
+
+
+def test_the_hubs_cache_links_to_its_blobs(saved: tuple[Plan, Path]) -> None:
+    plan, folder = saved
+    snapshot = folder.parent / "models--org--name" / "snapshots" / "abc"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    folder.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    read_all(plan, snapshot)
+
+
+def test_pickled_weights_are_refused_by_name(saved: tuple[Plan, Path]) -> None:
+    plan, folder = saved
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    message = r"found no \*\.safetensors file, but pytorch_model\.bin, a pickle, which is never opened: it may run any program; .*; fix: convert the weights"
+    with pytest.raises(UserError, match=message):
+        read_all(plan, folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors: found a pickle, which is never opened"):
+        read_all(plan, folder)
+
+
+def test_quantised_weights_are_refused(saved: tuple[Plan, Path]) -> None:
+    plan, folder = saved
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    file.write_bytes(data[:8] + data[8 : 8 + length].replace(b'"F32"', b'"I32"') + data[8 + length :])
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight: found torch\.int32; allowed: floating-point numbers, not quantised"):
+        read_all(plan, folder)
+
+
+def test_code_that_comes_with_a_model_is_never_run(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+    plan, folder = saved
+    ran = folder.parent / "it ran"
+    for name in ("configuration_evil", "modeling_evil"):
+        (folder / f"{name}.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with folder_weights(folder) as weights, session(plan, weights=weights):
+        config_of(plan.model, str(folder))
+    assert not ran.exists()
+
+
+# ---- the hub ----
+
+
+def test_a_local_folder_is_itself(saved: tuple[Plan, Path]) -> None:
+    assert model_folder(str(saved[1])) == saved[1]
+
+
+@pytest.mark.parametrize("source", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "org/na me", ""])
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused_without_asking(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match="found no such folder; allowed: a Hugging Face model folder, or a name on the hub such as org/name"):
+        model_folder(source) if source else model_folder("nowhere")
+
+
+def test_a_hub_name_is_fetched_without_pickles_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def fetch(name: str, *, allow_patterns: list[str]) -> str:
+        asked.update(name=name, patterns=allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert model_folder("org/name") == tmp_path
+    assert asked["name"] == "org/name"
+    assert {"config.json", "model*.safetensors"} <= set(asked["patterns"])
+    assert not [pattern for pattern in asked["patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    """Really not: a port that nobody listens at, in a process of its own since the address is read when the library is imported."""
+    program = "from megatrain.runtime.model_folder import model_folder\ntry:\n    model_folder('org/name')\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    assert done.stdout.startswith("UserError model org/name: found no such folder, and the hub did not give it (")
+    assert done.stdout.count("\n") == 1
+
+
+# ---- memory ----
+
+LOAD = """
+import json, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.model_files import ModelState, folder_weights
+from megatrain.runtime.tensor_stream import Source, write_tensors
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import lower
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+
+plan = Plan.load(Path(sys.argv[1]))
+schedule = lower(plan)
+arenas = Arenas(schedule, torch.device("cpu"), device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
+state = ModelState(plan, schedule, arenas)
+with folder_weights(Path(sys.argv[2])) as weights:
+    weights("0", "mlp.up_proj.weight", plan.model.stack["0"].tensors[5].shape)  # imports and first touches
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = status("VmRSS")
+    state.load(weights)
+peak = status("VmHWM") - before
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+size, _ = write_tensors(Path(sys.argv[3]), {name: Source.of(tensor) for name, tensor in state.tensors().items() if name.endswith(".weights")})
+print(json.dumps({"peak": peak, "final": sum(tensor.nbytes for tensor in state.tensors().values()), "written": size, "writing": status("VmHWM") - before}))
+"""
+
+
+def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(executable: Callable[..., Plan], tmp_path: Path) -> None:
+    """An fp32 model of 230 MB in shards of 36 MB or one tensor: of all resident memory, mapped files included."""
+    plan = executable(
+        hidden=640, intermediate=2048, heads=10, kv_heads=10, head_dim=64, layers=6, vocabulary=16_000, device_limit_bytes=2**40, host_limit_bytes=2**40
+    )
+    from megatrain.runtime.tensor_stream import Source, write_tensors
+
+    names: dict[str, str] = {}
+    shards: list[dict[str, Source]] = [{}]
+    for layer in plan.model.stack.values():
+        for tensor in layer.tensors:
+            if shards[-1] and sum(held.bytes for held in shards[-1].values()) + tensor.elements * 4 > 36_000_000:
+                shards.append({})
+            shards[-1][hub_name(layer.name, tensor.name)] = Source.of(torch.full(tensor.shape, 0.5))
+            names[hub_name(layer.name, tensor.name)] = f"model-{len(shards)}.safetensors"
+    (tmp_path / "model").mkdir()
+    sizes = [write_tensors(tmp_path / "model" / f"model-{number}.safetensors", shard)[0] for number, shard in enumerate(shards, 1)]
+    assert sum(sizes) > 200_000_000
+    assert max(sizes) < 42_000_000
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    plan.save(tmp_path / "plan.toml")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "plan.toml"), str(tmp_path / "model"), str(tmp_path / "state")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["final"] == 12 * sum(layer.elements for layer in plan.model.stack.values())
+    assert found["peak"] <= found["final"] + max(sizes) + 2**26, found  # some pieces of 16 MiB under way
+    assert found["written"] > 100_000_000
+    assert found["writing"] < 2**23, found
