@@ -61,7 +61,7 @@ def calibrate(
     `host_bytes` and `device_bytes` replace what the machine reports of itself. `progress` hears what is measured next. Raises UserError
     where even the cut-down model does not fit.
     """
-    limits = (device_bytes or machine.device_bytes(device), host_bytes or machine.host_bytes())
+    limits = (device_bytes or machine.usable_device_bytes(device), host_bytes or machine.host_bytes())
     small = model.shortest(_LAYERS)
     samples: Samples = {}
     host_kinds = tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
