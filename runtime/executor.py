@@ -244,6 +244,8 @@ class Executor:
 
     def _read_norm(self) -> float | None:
         kind = self.plan.workload.clipping
+        if not any(op.kind == "clip" for op in self.schedule.ops):  # of compute alone, timed as a ceiling
+            return None
         if kind == "global":
             return float(self._each("norm", ["clip"], 2)[0][1])
         if kind == "layer":
@@ -254,7 +256,7 @@ class Executor:
     def _left_as_they_were(self) -> list[str]:
         """Layers that what they are clipped by, each for itself, kept from being updated."""
         stack, kind = self.plan.model.stack, self.plan.workload.clipping
-        if kind not in ("layer", "update"):
+        if kind not in ("layer", "update") or not any(op.kind == "clip" for op in self.schedule.ops):
             return []
         counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
         factors = torch.stack([self._each("clips", [layer], count)[0].sum() for layer, count in zip(stack, counts, strict=True)])
