@@ -10,11 +10,12 @@ from __future__ import annotations
 import msgspec
 
 from megatrain.simulator.assessment import Choice, assess, plan_account
+from megatrain.simulator.capacity import frugal
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.policies import outline
+from megatrain.simulator.policies import contenders, outline
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.verdict import brief, candidates
 
@@ -54,32 +55,37 @@ def workloads(batch: int) -> list[tuple[int, int]]:
     return [*((size, -(-batch // size)) for size in sizes), *((size, 1) for size in sizes[1:])]
 
 
-def paper_schedule(model: ModelSpec, hardware: HardwareSpec, batch: int, sequence: int) -> Answer:
-    """The first that fits; where none does, the least demanding, with `fits` false."""
+def paper_schedule(
+    model: ModelSpec, hardware: HardwareSpec, batch: int, sequence: int, *, policy: str = PAPER, knobs: Knobs = PAPER_KNOBS, intervals: tuple[int, ...] = (4, 2, 1)
+) -> Answer:  # fmt: skip
+    """The first that fits; where none does, the least demanding, with `fits` false. Another policy, knobs or intervals: an ablation of it."""
     for size, accumulation in workloads(batch):
-        for interval in (4, 2, 1):
-            plan = _plan(model, hardware, Workload(batch=size, accumulation=accumulation, sequence=sequence), interval)
-            costs = cost_model(hardware, model, plan.workload)
+        work = Workload(batch=size, accumulation=accumulation, sequence=sequence)
+        costs = cost_model(hardware, model, work)
+        for interval in intervals:
+            plan = msgspec.structs.replace(_plan(policy, model, hardware, work), knobs=msgspec.structs.replace(knobs, checkpoint_interval=interval))
             if plan_account(plan, outline(plan), costs).fits:
                 return answer(assess(plan, costs), hardware)
     return answer(assess(plan, costs), hardware)
 
 
-def _plan(model: ModelSpec, hardware: HardwareSpec, work: Workload, interval: int) -> Plan:
+def _plan(policy: str, model: ModelSpec, hardware: HardwareSpec, work: Workload) -> Plan:
     return Plan(
-        policy=PAPER, hardware=hardware.name, source=model.name, model=model, workload=work, device_limit_bytes=hardware.device_bytes,
-        host_limit_bytes=hardware.host_bytes, knobs=msgspec.structs.replace(PAPER_KNOBS, checkpoint_interval=interval),
+        policy=policy, hardware=hardware.name, source=model.name, model=model, workload=work, device_limit_bytes=hardware.device_bytes,
+        host_limit_bytes=hardware.host_bytes,
     )  # fmt: skip
 
 
 def ours(model: ModelSpec, hardware: HardwareSpec, work: Workload, policies: list[str] | None = None) -> Answer:
-    """The planner's best for the first workload that fits; where none does, its nearest miss with one micro-batch of the fewest sequences."""
+    """The planner's best for the first workload that fits; where none does, the plan of one small micro-batch that lacks least."""
+    names = policies or (["resident"] if hardware.unified else contenders())
     for size, accumulation in workloads(work.batch * work.accumulation):
         split = msgspec.structs.replace(work, batch=size, accumulation=accumulation)
-        best = candidates(model, hardware, split, policies=policies)[0]
-        if best.feasible:
-            break
-    return answer(best, hardware)
+        least = frugal(_plan(names[0], model, hardware, split), cost_model(hardware, model, split), names)
+        if any(footprint.account().fits for footprint in least):
+            return answer(candidates(model, hardware, split, policies=policies)[0], hardware)
+    nearest = min(least, key=lambda footprint: footprint.account().excess_bytes)
+    return answer(assess(nearest.plan, cost_model(hardware, model, split)), hardware)
 
 
 def answer(choice: Choice, hardware: HardwareSpec) -> Answer:
