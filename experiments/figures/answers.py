@@ -77,13 +77,21 @@ def _plan(policy: str, model: ModelSpec, hardware: HardwareSpec, work: Workload)
 
 
 def ours(model: ModelSpec, hardware: HardwareSpec, work: Workload, policies: list[str] | None = None) -> Answer:
-    """The planner's best for the first workload that fits; where none does, the plan of one small micro-batch that lacks least."""
-    names = policies or (["resident"] if hardware.unified else contenders())
+    """The planner's best for the first workload that fits, or for the next finer one of as many tokens where that is faster; where none fits, the plan of
+    one small micro-batch that lacks least.
+    """
+    names, found = policies or (["resident"] if hardware.unified else contenders()), list[Answer]()
     for size, accumulation in workloads(work.batch * work.accumulation):
+        if found and found[0].batch * found[0].accumulation > size * accumulation:
+            break
         split = msgspec.structs.replace(work, batch=size, accumulation=accumulation)
         least = frugal(_plan(names[0], model, hardware, split), cost_model(hardware, model, split), names)
         if any(footprint.account().fits for footprint in least):
-            return answer(candidates(model, hardware, split, policies=policies)[0], hardware)
+            found.append(answer(candidates(model, hardware, split, policies=policies)[0], hardware))
+        if len(found) == 2:
+            break
+    if found:
+        return max(found, key=lambda each: (each.fits, each.tokens_per_s))
     nearest = min(least, key=lambda footprint: footprint.account().excess_bytes)
     return answer(assess(nearest.plan, cost_model(hardware, model, split)), hardware)
 
