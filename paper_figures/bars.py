@@ -9,13 +9,15 @@ from matplotlib.axes import Axes
 
 from megatrain.paper_figures.style import INK, LOOKS, MUTED
 
+Bar = tuple[str, float | None, str, float | None, bool]
+"""system; told; how sure (`none`: the paper says nothing of it); predicted; whether it can be predicted at all"""
+
 
 class Group(NamedTuple):
     """Bars side by side over one label."""
 
     label: str
-    bars: list[tuple[str, float | None, str, float | None, bool]]
-    """system; told; how sure (`none`: the paper says nothing of it); predicted; whether it can be predicted at all"""
+    bars: list[Bar]
 
 
 def bars(axes: Axes, groups: Sequence[Group]) -> None:
@@ -30,7 +32,16 @@ def bars(axes: Axes, groups: Sequence[Group]) -> None:
                 if told is None:
                     axes.text(x, 0.01 * top, "×", ha="center", va="bottom", fontsize=8, color="black")
                 else:
-                    axes.bar(x, told, 0.9, facecolor="white", edgecolor=colour, hatch="....." if sure == "?" else "//////", linewidth=0.8, linestyle=":" if sure == "?" else "-")
+                    axes.bar(
+                        x,
+                        told,
+                        0.9,
+                        facecolor="white",
+                        edgecolor=colour,
+                        hatch="....." if sure == "?" else "//////",
+                        linewidth=0.8,
+                        linestyle=":" if sure == "?" else "-",
+                    )
                 x += 1
             if predictable:
                 if predicted is None:

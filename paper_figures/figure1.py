@@ -22,9 +22,9 @@ def draw(results: Results) -> Drawn:
         _panel(panel, [record for record in records if record.setting == setting and record.quantity in ("tflops", "runs")], title)
     for system in peers["systems"]:
         if name := _MEASURED.get(system["system"]):
-            style.measured(axes[1], [7.6], [system["tflops_6n"]], name)
-    style.measured(axes[1], [3.1], [_speed(run)], "paper_schedule")
-    axes[1].text(120, 12, "runs,\nno number told", fontsize=7, ha="center", va="bottom", color=style.MUTED)
+            style.measured(axes[1], [7], [system["tflops_6n"]], name)
+    style.measured(axes[1], [3], [_speed(run)], "paper_schedule")
+    axes[1].text(64, 6, "told to run, no number", fontsize=7, ha="right", va="bottom", color=style.MUTED)
     axes[1].set_ylabel("")
     style.legend(figure, style.handles(SYSTEMS, stars=True, crosses=True), 4)
     made = f"Predictions of {date} from the library's GH200 and H200. Measured: 3B and 7B, one H200, {peers['date']}, hosts of 128 and 256 GiB."
@@ -32,12 +32,12 @@ def draw(results: Results) -> Drawn:
     return _told(records, peers, run, figure, made)
 
 
-def _panel(axes, records: list[Record], title: str) -> None:  # type: ignore[no-untyped-def]
-    style.plain(axes, title, "model size (billions of parameters, log scale)", "TFLOPS (6N; 120B: of active parameters)")
+def _panel(axes, records: list[Record], title: str) -> None:
+    style.plain(axes, title, "model size (billions of parameters, log scale)", "TFLOPS (6N; at 120B active)")
     axes.set_xscale("log")
     axes.set_xlim(2.6, 165)
     axes.set_ylim(0, 560)
-    axes.set_xticks(list(SIZES.values()), [f"{size}" for size in SIZES.values()])
+    axes.set_xticks([3, *SIZES.values()], ["3", *(f"{size}" for size in SIZES.values())])
     axes.minorticks_off()
     speeds = [record for record in records if record.quantity == "tflops"]
     crosses: dict[str, list[float]] = {}
@@ -72,7 +72,7 @@ def _speed(run: Run) -> float:
     return tflops_6n(run.plan.model, run.plan.workload, run.measured.makespan_ns / 1e9)
 
 
-def _told(records: list[Record], peers, run: Run, figure, made: str) -> Drawn:  # type: ignore[no-untyped-def]
+def _told(records: list[Record], peers, run: Run, figure, made: str) -> Drawn:
     rows = rows_of(records)
     for system in peers["systems"]:
         if _MEASURED.get(system["system"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.paper_figures import style
-from megatrain.paper_figures.bars import Group, bars
+from megatrain.paper_figures.bars import Bar, Group, bars
 from megatrain.paper_figures.results import Record, Results
 from megatrain.paper_figures.table import Drawn, rows_of, value_of
 
@@ -15,7 +15,7 @@ def groups(records: list[Record], models: dict[str, str]) -> list[Group]:
     made = []
     for model, label in models.items():
         mine = {record.system: record for record in records if record.model == model and record.quantity in ("tflops", "runs")}
-        bars_of = []
+        bars_of: list[Bar] = []
         for system in [name for name in ("megatrain_code", "zero3_offload", "gemini") if name in mine]:
             record = mine[system]
             predicted = record.code.value if record.code and record.code.fits and record.quantity == "tflops" else None

@@ -33,7 +33,9 @@ def draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], end_s: floa
                 runs.append((span.kind, start, end))
         for kind in {kind for kind, _, _ in runs}:
             bars = [(start, end - start) for name, start, end in runs if name == kind]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=KIND_COLOURS.get(kind, "#c9b27c"), edgecolor="#1f2933", linewidth=0.15, hatch=_HATCHES.get(kind, ""))
+            axes.broken_barh(
+                bars, (row - 0.4, 0.8), facecolor=KIND_COLOURS.get(kind, "#c9b27c"), edgecolor="#1f2933", linewidth=0.15, hatch=_HATCHES.get(kind, "")
+            )
     axes.axvline(timeline.makespan_ns / 1e9, color="#1f2933", linewidth=0.9, linestyle=(0, (4, 2)))
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -49,4 +51,6 @@ def kind_handles(timelines: Sequence[Timeline]) -> list[Patch]:
             busy[span.kind] += span.duration_ns
     least = max(timeline.makespan_ns for timeline in timelines) / 200
     kinds = [kind for kind in KIND_COLOURS if busy[kind] >= least]
-    return [Patch(facecolor=KIND_COLOURS[kind], edgecolor="#1f2933", linewidth=0.3, hatch=_HATCHES.get(kind, ""), label=kind.replace("_", " ")) for kind in kinds]
+    return [
+        Patch(facecolor=KIND_COLOURS[kind], edgecolor="#1f2933", linewidth=0.3, hatch=_HATCHES.get(kind, ""), label=kind.replace("_", " ")) for kind in kinds
+    ]

@@ -8,7 +8,13 @@ from megatrain.paper_figures import style
 from megatrain.paper_figures.results import Answer, Results
 from megatrain.paper_figures.table import Drawn, Row
 
-LOOKS = {"sequential": ("#5b6670", "x"), "double_buffer": ("#E69F00", "s"), "k_buffer": ("#0072B2", "o"), "overlapped": ("#009E73", "D"), "resident": ("#CC79A7", "^")}
+LOOKS = {
+    "sequential": ("#5b6670", "x"),
+    "double_buffer": ("#E69F00", "s"),
+    "k_buffer": ("#0072B2", "o"),
+    "overlapped": ("#009E73", "D"),
+    "resident": ("#CC79A7", "^"),
+}
 
 
 class Swept(Answer, frozen=True, kw_only=True):
@@ -43,9 +49,20 @@ def draw(results: Results) -> Drawn:
     for policy, (colour, marker) in LOOKS.items():
         mine = [plan for plan in sweep.plans if plan.policy == policy]
         if mine:
-            axes.plot([plan.device_gib for plan in mine], [plan.tokens_per_s for plan in mine], linestyle="none", marker=marker, color=colour, markersize=3.5, label=policy, alpha=0.8)
+            axes.plot(
+                [plan.device_gib for plan in mine],
+                [plan.tokens_per_s for plan in mine],
+                linestyle="none",
+                marker=marker,
+                color=colour,
+                markersize=3.5,
+                label=policy,
+                alpha=0.8,
+            )
     best = front(sweep.plans)
-    axes.step([plan.device_gib for plan in best], [plan.tokens_per_s for plan in best], where="post", color="black", linewidth=0.9, label="Pareto front", zorder=1)
+    axes.step(
+        [plan.device_gib for plan in best], [plan.tokens_per_s for plan in best], where="post", color="black", linewidth=0.9, label="Pareto front", zorder=1
+    )
     axes.set_ylim(0, 1.12 * best[-1].tokens_per_s)
     axes.set_xlim(0, 145)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

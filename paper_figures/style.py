@@ -95,7 +95,10 @@ def no_room(axes: Axes, x: Sequence[float], row: int, rows: int, colour: str) ->
 
 def handles(systems: Sequence[str], *, paper: bool = True, stars: bool = False, crosses: bool = False) -> list[Line2D]:
     """Legend entries."""
-    made = [Line2D([], [], color=LOOKS[name].colour, marker=LOOKS[name].marker, linestyle=LOOKS[name].line, markersize=3.2, label=LOOKS[name].label) for name in systems]
+    made = [
+        Line2D([], [], color=LOOKS[name].colour, marker=LOOKS[name].marker, linestyle=LOOKS[name].line, markersize=3.2, label=LOOKS[name].label)
+        for name in systems
+    ]
     if paper:
         made.append(Line2D([], [], color="black", marker="o", linestyle="none", label="told by the paper"))
         made.append(Line2D([], [], color="black", marker="o", markerfacecolor="none", linestyle="none", label="told, doubtful"))
@@ -133,4 +136,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 def bar_handles(systems: Sequence[str]) -> list[Patch]:
     """Legend entries of `bars`."""
     made = [Patch(facecolor=LOOKS[name].colour, edgecolor=INK, linewidth=0.4, label=LOOKS[name].label) for name in systems]
-    return [*made, Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (dotted: doubtful)"), Patch(facecolor="none", edgecolor="none", label="×  does not fit")]
+    return [
+        *made,
+        Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (dotted: doubtful)"),
+        Patch(facecolor="none", edgecolor="none", label="×  does not fit"),
+    ]

@@ -68,7 +68,7 @@ def value_of(answer: Answer | None, quantity: str, tokens: int) -> float | None:
     return speeds[quantity] if answer.fits else None
 
 
-def rows_of(records: Iterable[Record], measured: Mapping[tuple[str, str], float] = {}) -> list[Row]:  # noqa: B006 (read only)
+def rows_of(records: Iterable[Record], measured: Mapping[tuple[str, str], float] = {}) -> list[Row]:
     """Each record as a row; `measured` by item and quantity."""
     made = []
     for record in records:

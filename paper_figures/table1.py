@@ -72,7 +72,14 @@ def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[Row]
     for item, value in facts["capacity_gb"].items():
         name, _, what = item.partition(": ")
         size = machines[name].device_bytes if what == "HBM" else machines[name].host_bytes
-        rows.append(Row(item=item, quantity="capacity", unit="GB", paper=value, sure=facts["sure"], ours=size / 1e9, note="ours: what a process can use, by the library"))
+        rows.append(
+            Row(
+                item=item, quantity="capacity", unit="GB", paper=value, sure=facts["sure"], ours=size / 1e9, note="ours: what a process can use, by the library"
+            )
+        )
     for kind, prices in facts["dollars_per_gb"].items():
-        rows += [Row(item=f"{kind}, {which}", quantity="price", unit="dollars per GB", paper=price, sure=facts["sure"]) for which, price in zip(("least", "most"), prices, strict=True)]
+        rows += [
+            Row(item=f"{kind}, {which}", quantity="price", unit="dollars per GB", paper=price, sure=facts["sure"])
+            for which, price in zip(("least", "most"), prices, strict=True)
+        ]
     return rows

@@ -47,14 +47,19 @@ def draw(results: Results) -> Drawn:
     for name, (line, marker, colour, size) in zip((*names, BF16), (*LINES, ("-", "x", "#D55E00", 5.0)), strict=True):
         steps, losses, shares = zip(*job.runs[name].evaluations, strict=True)
         for axes, values in ((left, losses), (right, [100 * share for share in shares])):
-            axes.plot(steps, values, linestyle=line, marker=marker, color=colour, markersize=size, label=name, markerfacecolor="none" if name == PLAIN else colour)
+            axes.plot(
+                steps, values, linestyle=line, marker=marker, color=colour, markersize=size, label=name, markerfacecolor="none" if name == PLAIN else colour
+            )
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     made = f"{job.parameters / 1e6:.1f} M parameters, {job.batch} x {job.sequence} bytes a step, rate {job.rate:g}; {job.machine}, torch {job.torch}, {date}."
     style.footer(figure, made)
     (_, before, share_before), *_, (_, after, share) = job.runs[PLAIN].evaluations
     _, lost, lost_share = job.runs[BF16].evaluations[-1]
     facts = results.facts()["table3"]
-    rows = [Row(item=item, quantity="exact_match", unit="%", paper=value, sure=facts["sure"], note="MetaMathQA; not reproduced") for item, value in facts["percent"].items()]
+    rows = [
+        Row(item=item, quantity="exact_match", unit="%", paper=value, sure=facts["sure"], note="MetaMathQA; not reproduced")
+        for item, value in facts["percent"].items()
+    ]
     for name in (*names, BF16):
         step, loss, right_share = job.runs[name].evaluations[-1]
         where = f"step {step}; weights {job.runs[name].weights_digest}"

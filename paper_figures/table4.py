@@ -12,7 +12,12 @@ from megatrain.paper_figures.results import Answer, Record, Results
 from megatrain.paper_figures.table import Drawn, Row, rows_of
 
 OURS = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")
-SHORT = {"14b, full": "full", "14b, no double buffering": "no double\nbuffering", "14b, no slab pool": "no slab\npool", "14b, checkpoint interval 1": "K = 1\n(batch 64)"}
+SHORT = {
+    "14b, full": "full",
+    "14b, no double buffering": "no double\nbuffering",
+    "14b, no slab pool": "no slab\npool",
+    "14b, checkpoint interval 1": "K = 1\n(batch 64)",
+}
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +66,16 @@ def _own(axes: Any, data: Data, found: dict[str, float | None]) -> list[str]:
                 axes.text(index + offset, 8, "×", ha="center", va="bottom")
             else:
                 axes.bar(index + offset, answer.tflops, 0.38, color=colour, alpha=alpha, edgecolor=style.INK, linewidth=0.4, hatch=hatch)
-                axes.text(index + offset, answer.tflops + (42 if offset > 0 and found[name] is not None else 12), f"{answer.tflops:.0f}", rotation=90, fontsize=7, ha="center", va="bottom", color=style.MUTED)
+                axes.text(
+                    index + offset,
+                    answer.tflops + (42 if offset > 0 and found[name] is not None else 12),
+                    f"{answer.tflops:.0f}",
+                    rotation=90,
+                    fontsize=7,
+                    ha="center",
+                    va="bottom",
+                    color=style.MUTED,
+                )
         if (value := found[name]) is not None:
             style.measured(axes, [index + 0.2], [value], "ours")
             stars.append(name)

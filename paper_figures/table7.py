@@ -40,16 +40,29 @@ def draw(results: Results) -> Drawn:
     style.told(left, x, [record.paper or 0 for record in steps], [record.sure for record in steps], "o")
     left.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
     _rates(right, x, steps, told)
+    found = measured(results)
+    style.measured(left, [index for index, name in enumerate(names) if name in found], [found[name] for name in names if name in found], "ours")
     for axes in (left, right):
         axes.set_xticks(x, names)
         axes.minorticks_off()
-    style.legend(figure, [*style.handles(("megatrain_code", "paper_schedule", "ours")), *right.get_legend_handles_labels()[0]], 4)
-    made = f"Predictions of {date} from the library's GH200; a black cross: above its memory. Contexts on an H200: {_measured(results)}."
+    style.legend(figure, [*style.handles(("megatrain_code", "paper_schedule", "ours"), stars=bool(found)), *right.get_legend_handles_labels()[0]], 4)
+    made = f"Predictions of {date} from the library's GH200; a black cross: above its memory. Ours on an H200: {'measured at ' + ', '.join(found) if found else 'not measured yet'}."
     style.footer(figure, made)
     rows = rows_of(records)
+    rows += [Row(item=f"ours, 7b, {name}, on an H200, the batch told", quantity="step_s", unit="s", measured=value) for name, value in found.items()]
     for record in steps:
         for rule, rate in zip(("6N", "6N + 12 L h S"), rules(record, record.paper or 1), strict=True):
-            rows.append(Row(item=f"{record.item}: told seconds by {rule}", quantity="tflops_by_rule", unit="TFLOPS", paper=told[record.item].paper, sure=told[record.item].sure, published_code=None, note=f"{rate:.1f} TFLOPS"))
+            rows.append(
+                Row(
+                    item=f"{record.item}: told seconds by {rule}",
+                    quantity="tflops_by_rule",
+                    unit="TFLOPS",
+                    paper=told[record.item].paper,
+                    sure=told[record.item].sure,
+                    published_code=None,
+                    note=f"{rate:.1f} TFLOPS",
+                )
+            )
     impossible = rules(steps[3], steps[3].paper or 1)[1]
     most = max(abs((told[record.item].paper or 0) / rules(record, record.paper or 1)[0] - 1) for record in steps[:2])
     longest = next(record for record in reversed(steps) if record.ours and record.ours.fits)
@@ -83,6 +96,14 @@ def _rates(axes: Any, x: list[int], steps: list[Record], told: dict[str, Record]
     axes.set_ylim(0, 1150)
 
 
-def _measured(results: Results) -> str:
-    found = [name for name in ("1k", "8k", "32k", "128k") if results.measured(f"table7-{name}")]
-    return f"measured at {', '.join(found)}" if found else "not measured yet"
+def measured(results: Results) -> dict[str, float]:
+    """Context -> seconds of ours on an H200 for as many tokens as the paper's step has, where `experiments/figures/measure.py` was run."""
+    found = {}
+    for name, tokens in (("1K", 158 * 1024), ("8K", 25 * 8192), ("32K", 6 * 32768), ("128K", 131072)):
+        file = results.measured(f"table7-{name.lower()}")
+        if file is None:
+            continue
+        for system in file["systems"]:
+            if system["system"] == "ours" and not system["failure"]:
+                found[name] = system["step_seconds_median"] * tokens / file["tokens_per_step"]
+    return found

@@ -14,7 +14,13 @@ from megatrain.paper_figures.results import Answer, Record, Results
 from megatrain.paper_figures.table import Drawn, Row, rows_of
 
 MODELS = {"qwen2.5-3b": "3B", "qwen2.5-7b": "7B", "qwen2.5-14b": "14B"}
-CARDS = {"rtx3080-10gb": "RTX 3080\n10 GB", "rtx4090": "RTX 4090\n24 GB", "ryzen-ai-max-395-128gb": "Ryzen AI\nMax 128 GB", "apple-m4-max": "M4 Max\n128 GB", "apple-m3-ultra": "M3 Ultra\n512 GB"}
+CARDS = {
+    "rtx3080-10gb": "RTX 3080\n10 GB",
+    "rtx4090": "RTX 4090\n24 GB",
+    "ryzen-ai-max-395-128gb": "Ryzen AI\nMax 128 GB",
+    "apple-m4-max": "M4 Max\n128 GB",
+    "apple-m3-ultra": "M3 Ultra\n512 GB",
+}
 LOOKS = {"qwen2.5-3b": ("#56B4E9", ""), "qwen2.5-7b": ("#009E73", "////"), "qwen2.5-14b": ("#E69F00", "....")}
 
 
@@ -69,7 +75,12 @@ def _readers(axes: Any, readers: list[Reader]) -> None:
                 axes.text(x, 22, "does not fit", fontsize=7, ha="center", va="bottom", rotation=90, color=style.MUTED)
     axes.set_xticks(range(len(CARDS)), list(CARDS.values()))
     axes.tick_params(axis="x", length=0)
-    axes.legend(handles=[Patch(facecolor=colour, hatch=hatch, edgecolor=style.INK, linewidth=0.4, label=MODELS[model]) for model, (colour, hatch) in LOOKS.items()], loc="upper right", ncols=3, handlelength=1.4)
+    axes.legend(
+        handles=[Patch(facecolor=colour, hatch=hatch, edgecolor=style.INK, linewidth=0.4, label=MODELS[model]) for model, (colour, hatch) in LOOKS.items()],
+        loc="upper right",
+        ncols=3,
+        handlelength=1.4,
+    )
 
 
 def _told(data: Data, figure: Any, made: str) -> Drawn:
@@ -78,7 +89,16 @@ def _told(data: Data, figure: Any, made: str) -> Drawn:
         found = reader.ours
         note = f"policy {found.policy}, {found.accumulation} x {found.batch} x {found.sequence} tokens, host of {reader.host_gib:.0f} GiB"
         speed = found.tokens_per_s if found.fits else None
-        rows.append(Row(item=f"{reader.model} on {reader.card}", quantity="tokens_per_s", unit="tokens/s", ours=speed, does_not_fit="" if found.fits else "ours", note=note))
+        rows.append(
+            Row(
+                item=f"{reader.model} on {reader.card}",
+                quantity="tokens_per_s",
+                unit="tokens/s",
+                ours=speed,
+                does_not_fit="" if found.fits else "ours",
+                note=note,
+            )
+        )
     told = [record for record in data.rows if record.quantity == "tflops" and record.system == "megatrain_code"]
     a6000 = next(record for record in told if record.source == "paper Table 8" and record.model == "qwen2.5-14b")
     rtx = next(record for record in told if record.source == "paper Table 9" and record.model == "qwen2.5-14b")

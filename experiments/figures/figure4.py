@@ -21,7 +21,10 @@ STATE = ("weights", "low", "gradients", "moments")
 
 def simulate() -> Any:
     told = {row.model: row for row in published("paper Figure 4")}
-    return [{**_host_gb(ModelSpec.load(name)), "paper": told[name].value if name in told else None, "sure": told[name].sure if name in told else ""} for name in MODELS]
+    return [
+        {**_host_gb(ModelSpec.load(name)), "paper": told[name].value if name in told else None, "sure": told[name].sure if name in told else ""}
+        for name in MODELS
+    ]
 
 
 def _host_gb(model: ModelSpec) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Stored: a simulation's data as a file that says how it was made: command, date, and a digest of all that went in.
 
-The digest is of the simulator's sources and library, the published figures, and the code of these simulations: where it differs from today's, running them
-again may give other numbers.
+The digest is of the simulator's sources and library, the published figures and their validation, and the simulation's own code: where it differs from
+today's, running it again may give other numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from megatrain.simulator.files import read_json, write_json
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
-_INPUTS = ("simulator/**/*.py", "simulator/library/**/*.*", "experiments/published/*.*", "experiments/validation/*.py", "experiments/figures/*.py")
+_INPUTS = (
+    "simulator/**/*.py",
+    "simulator/library/**/*.*",
+    "experiments/published/*.*",
+    "experiments/validation/*.py",
+    "experiments/figures/answers.py",
+    "experiments/figures/beside.py",
+)
 
 
-def digest() -> str:
-    """Of today's inputs, 16 hexadecimal digits."""
+def digest(name: str) -> str:
+    """Of today's inputs of a simulation, 16 hexadecimal digits."""
     sha = hashlib.sha256()
-    for path in sorted({path for pattern in _INPUTS for path in ROOT.glob(pattern) if path.is_file()}):
+    for path in sorted({path for pattern in (*_INPUTS, f"experiments/figures/{name}.py") for path in ROOT.glob(pattern) if path.is_file()}):
         sha.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
     return sha.hexdigest()[:16]
 
@@ -28,11 +35,11 @@ def digest() -> str:
 def store(folder: Path, name: str, data: Any, date: str) -> Path:
     """Writes `figures/NAME.json` in the results folder `folder`, whole or not at all."""
     path = folder / "figures" / f"{name}.json"
-    write_json(path, {"command": f"megatrain figures {name} --rerun", "date": date, "inputs": digest(), "data": data})
+    write_json(path, {"command": f"megatrain figures {name} --rerun", "date": date, "inputs": digest(name), "data": data})
     return path
 
 
 def is_stale(folder: Path, name: str) -> bool:
     """The stored result was made from other inputs than today's. Raises UserError where it is missing or malformed."""
     found = read_json(folder / "figures" / f"{name}.json")
-    return not isinstance(found, dict) or found.get("inputs") != digest()
+    return not isinstance(found, dict) or found.get("inputs") != digest(name)

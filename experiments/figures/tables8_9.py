@@ -25,5 +25,7 @@ def simulate() -> Any:
         hardware = HardwareSpec.load(card)
         for name in MODELS:
             found = ours(ModelSpec.load(name), hardware, Workload(batch=BATCH, sequence=SEQUENCE))
-            readers.append({"card": card, "model": name, "host_gib": hardware.host_bytes / 2**30, "unified": hardware.unified, "ours": msgspec.to_builtins(found)})
+            readers.append(
+                {"card": card, "model": name, "host_gib": hardware.host_bytes / 2**30, "unified": hardware.unified, "ours": msgspec.to_builtins(found)}
+            )
     return {"rows": beside([*published("paper Table 8"), *published("paper Table 9")]), "readers": readers}
