@@ -27,7 +27,7 @@ def draw(results: Results) -> Drawn:
     axes[1].text(64, 6, "told to run, no number", fontsize=7, ha="right", va="bottom", color=style.MUTED)
     axes[1].set_ylabel("")
     style.legend(figure, style.handles(SYSTEMS, stars=True, crosses=True), 4)
-    made = f"Predictions of {date} from the library's GH200 and H200. Measured: 3B and 7B, one H200, {peers['date']}, hosts of 128 and 256 GiB."
+    made = f"Predictions of {date}: library's GH200, H200. Measured {peers['date']} on one H200 (hosts of 128, 256 GiB): 3B, 7B."
     style.footer(figure, made)
     return _told(records, peers, run, figure, made)
 

@@ -32,13 +32,14 @@ def draw(results: Results) -> Drawn:
     timelines = (data.timeline, run.predicted, run.measured)
     lanes, end = lanes_of(timelines), 1.02 * max(timeline.makespan_ns for timeline in timelines) / 1e9
     figure, axes = style.canvas(style.PAGE, 4.6, nrows=3, sharex=True)
-    for panel, name, timeline in zip(axes, names, timelines, strict=True):
+    sizes = (data.device_gib, run.plan.prediction.device_peak_bytes / 2**30 if run.plan.prediction else 0.0, run.memory["device_peak_bytes"] / 2**30)
+    for panel, name, timeline, size in zip(axes, names, timelines, sizes, strict=True):
         draw_lanes(panel, timeline, lanes, end)
-        panel.set_title(f"{name}: {timeline.makespan_ns / 1e9:.2f} s")
+        panel.set_title(f"{name}: {timeline.makespan_ns / 1e9:.2f} s, {size:.0f} GiB of the device")
     axes[-1].set_xlabel("time from the start of the step (s)")
     axes[1].set_ylabel("lane")
     style.legend(figure, kind_handles(timelines), 6)
-    made = f"{run.plan.model.name}'s shape, {work.batch} x {work.sequence} tokens, {run.plan.device_limit_bytes / 2**30:.0f} GiB of one {run.where}; simulated {date} with costs measured there."
+    made = f"{run.plan.model.name}, {work.batch} x {work.sequence} tokens, {run.plan.device_limit_bytes / 2**30:.0f} GiB of one {run.where}; simulated {date}."
     style.footer(figure, made)
     rows = [
         Row(item="7B, 24 GiB: step of ours", quantity="step_s", unit="s", ours=run.predicted.makespan_ns / 1e9, measured=run.measured.makespan_ns / 1e9),
