@@ -1,4 +1,4 @@
-"""Figure 4: host memory against size, of a step on one sequence of 1,024 tokens whose state is all on the host. Some 10 s.
+"""Figure 4: host memory against size, of a step on one sequence of 1,024 tokens whose state is all on the host. Some 1 s.
 
 No machine's limit plays a part. `told` is the paper's 12 bytes a parameter; everything else is the account of a schedule: every pool, staging included.
 """

@@ -1,4 +1,4 @@
-"""Rerun: which simulations there are, and running them again, one after the other. All together some 15 minutes on two cores, half of them table3's training."""
+"""Rerun: which simulations there are, and running them again, one after the other. All together some 13 minutes of one core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table 4: the paper's ablation on a GH200, and ours beside: simulated there, and with an H200's measured costs. Some 15 s.
+"""Table 4: the paper's ablation on a GH200, and ours beside: simulated there, and with an H200's measured costs. Some 35 s.
 
 Ours, each against the planner's best: `no overlapped update` is AdamW on the host after backward (policy k_buffer); `no residency` the same plan with all
 of its weights, gradients and optimizer state streamed; `no chunked loss` all of a micro-batch's logits at one time. What layers gain by torch.compile
