@@ -69,7 +69,7 @@ def draw(results: Results) -> Drawn:
         figure, rows, "Table 3: correctness",
         claim="Exact match on MetaMathQA after fine-tuning is that of ZeRO-3 and native training within 0.1 points: 88.99 % at 7B, 92.52 % at 14B.",
         finding=f"Not reproduced, since neither data nor models can be had here. A substitute, {job.parameters / 1e6:.1f} M parameters fine-tuned on English text after Python code ({job.text}): ours under three plans and plain PyTorch with fp32 masters give "
-        f"{'the same bits in every loss and weight' if same else 'DIFFERENT losses or weights'} (held-out loss {before:.3f} to {after:.3f}, {share_before:.1%} to {share:.1%} of bytes right), and bf16 weights alone, as in the published code, only reach {lost:.3f} and {lost_share:.1%} at the rate of {job.rate:g}: "
+        f"{'the same bits in every loss and weight' if same else 'DIFFERENT losses or weights'} (held-out loss {before:.3f} to {after:.3f}, {share_before:.1%} to {share:.1%} of bytes right), and bf16 weights alone, as in the published code, on this job only reach {lost:.3f} and {lost_share:.1%} at the rate of {job.rate:g}: "
         f"{(before - lost) / (before - after):.0%} of the gain, because most updates are smaller than half a bf16 step of the weight.",
         made=made,
     )  # fmt: skip
