@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from megatrain.paper_figures.style import INK, LOOKS, MUTED
+from megatrain.paper_figures.style import HATCHES, INK, LOOKS, MUTED
 
 Bar = tuple[str, float | None, str, float | None, bool]
 """system; told; how sure (`none`: the paper says nothing of it); predicted; whether it can be predicted at all"""
@@ -47,7 +47,7 @@ def bars(axes: Axes, groups: Sequence[Group]) -> None:
                 if predicted is None:
                     axes.text(x, 0.01 * top, "×", ha="center", va="bottom", fontsize=8, color=colour)
                 else:
-                    axes.bar(x, predicted, 0.9, color=colour, edgecolor=INK, linewidth=0.4)
+                    axes.bar(x, predicted, 0.9, facecolor=colour, hatch=HATCHES.get(system, ""), edgecolor=INK, linewidth=0.4)
                     axes.text(x, predicted + 0.01 * top, f"{predicted:.0f}", ha="center", va="bottom", fontsize=7, color=MUTED, rotation=90)
                 x += 1
         ticks.append(((start + x - 1) / 2, group.label))

@@ -31,7 +31,7 @@ def draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], end_s: floa
                 runs[-1] = (span.kind, runs[-1][1], end)
             else:
                 runs.append((span.kind, start, end))
-        for kind in {kind for kind, _, _ in runs}:
+        for kind in sorted({kind for kind, _, _ in runs}):
             bars = [(start, end - start) for name, start, end in runs if name == kind]
             axes.broken_barh(
                 bars, (row - 0.4, 0.8), facecolor=KIND_COLOURS.get(kind, "#c9b27c"), edgecolor="#1f2933", linewidth=0.15, hatch=_HATCHES.get(kind, "")

@@ -49,6 +49,8 @@ LOOKS = {
     "gemini": Look("Gemini", "#8a949e", "X", "-"),
 }  # fmt: skip
 LOOKS["megatrain_code"] = LOOKS["code"]
+HATCHES = {"ours": "\\\\\\", "zero3_offload": "---"}
+"""of bars that are alike in grey"""
 
 
 def canvas(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
@@ -135,7 +137,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def bar_handles(systems: Sequence[str]) -> list[Patch]:
     """Legend entries of `bars`."""
-    made = [Patch(facecolor=LOOKS[name].colour, edgecolor=INK, linewidth=0.4, label=LOOKS[name].label) for name in systems]
+    made = [Patch(facecolor=LOOKS[name].colour, hatch=HATCHES.get(name, ""), edgecolor=INK, linewidth=0.4, label=LOOKS[name].label) for name in systems]
     return [
         *made,
         Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (dotted: doubtful)"),
