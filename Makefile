@@ -1,4 +1,4 @@
-# make demo | test | lint | format | venv
+# make demo | figures | test | lint | format | venv
 #
 # The first of them makes .venv with the first Python >= 3.11 found; PYTHON=/path/to/python names another. The same command later
 # installs again only when pyproject.toml or constraints.txt has changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are obeyed.
@@ -17,10 +17,11 @@ PYTHON ?= $(shell for program in 'import venv, ensurepip; $(NEW)' '$(NEW)'; do f
 	$$name -c "$$program" >/dev/null 2>&1 && { command -v $$name; exit; }; done; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format venv
+.PHONY: help demo figures test lint format venv
 
 help:
 	@echo "make demo    train a small model whose weights stream, and compare the prediction with the measurement"
+	@echo "make figures draw the paper's figures from stored results, into figures/"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy, import rules"
 	@echo "make format  rewrite the code in the house format"
@@ -28,6 +29,9 @@ help:
 
 demo: venv
 	$(RUN) megatrain.experiments.demo --out demo
+
+figures: venv
+	$(RUN) megatrain.experiments.cli figures --out figures
 
 test: venv
 	$(RUN) pytest -n 2

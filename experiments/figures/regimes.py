@@ -1,0 +1,31 @@
+"""Regimes: our best plan over tokens a step and device memory, 7B on an H200 with 512 GiB of host memory. Some 4 min.
+
+A plan for less memory is one for more of it too, so a cell takes over the best of those below it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatrain.experiments.figures.answers import Answer, ours
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.specs import ModelSpec, Workload
+
+MODEL, MACHINE, SEQUENCE = "qwen2.5-7b", "h200-4x", 1024
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEVICE_GIB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 139)
+
+
+def simulate() -> Any:
+    model, machine = ModelSpec.load(MODEL), HardwareSpec.load(MACHINE)
+    cells, best = [], dict[int, Answer]()
+    for gib in DEVICE_GIB:
+        hardware = msgspec.structs.replace(machine, device_bytes=gib * 2**30)
+        for batch in BATCHES:
+            found = [best[batch]] if batch in best else []
+            found.append(ours(model, hardware, Workload(batch=batch, sequence=SEQUENCE)))
+            best[batch] = max(found, key=lambda each: (each.fits, each.tokens_per_s))
+            cells.append({"device_limit_gib": gib, "tokens": batch * SEQUENCE, **msgspec.to_builtins(best[batch])})
+    return {"model": MODEL, "machine": MACHINE, "host_gib": machine.host_bytes / 2**30, "cells": cells}

@@ -1,0 +1,45 @@
+"""Stored: a simulation's data as a file that says how it was made: command, date, and a digest of all that went in.
+
+The digest is of the simulator's sources and library, the published figures and their validation, and the simulation's own code: where it differs from
+today's, running it again may give other numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megatrain.simulator.files import read_json, write_json
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+_INPUTS = (
+    "simulator/**/*.py",
+    "simulator/library/**/*.*",
+    "experiments/published/*.*",
+    "experiments/validation/*.py",
+    "experiments/figures/answers.py",
+    "experiments/figures/beside.py",
+)
+
+
+def digest(name: str) -> str:
+    """Of today's inputs of a simulation, 16 hexadecimal digits."""
+    sha = hashlib.sha256()
+    for path in sorted({path for pattern in (*_INPUTS, f"experiments/figures/{name}.py") for path in ROOT.glob(pattern) if path.is_file()}):
+        sha.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+def store(folder: Path, name: str, data: Any, date: str) -> Path:
+    """Writes `figures/NAME.json` in the results folder `folder`, whole or not at all."""
+    path = folder / "figures" / f"{name}.json"
+    write_json(path, {"command": f"megatrain figures {name} --rerun", "date": date, "inputs": digest(name), "data": data})
+    return path
+
+
+def is_stale(folder: Path, name: str) -> bool:
+    """The stored result was made from other inputs than today's. Raises UserError where it is missing or malformed."""
+    found = read_json(folder / "figures" / f"{name}.json")
+    return not isinstance(found, dict) or found.get("inputs") != digest(name)

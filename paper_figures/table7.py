@@ -1,0 +1,109 @@
+"""Table 7: contexts of 1K to 512K tokens at 7B, and by which rule its TFLOPS can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.paper_figures import style
+from megatrain.paper_figures.results import Record, Results
+from megatrain.paper_figures.table import Drawn, Row, rows_of, value_of
+from megatrain.simulator.specs import ModelSpec
+
+PEAK = 989.4
+"""TFLOPS of the GH200 in bf16, dense"""
+
+
+def rules(record: Record, seconds: float) -> tuple[float, float]:
+    """TFLOPS by 6 N T / s, and by (6 N + 12 L h S) T / s, attention counted without the causal half."""
+    assert record.code is not None
+    tokens, model = record.code.batch * record.code.sequence, ModelSpec.load(record.model)
+    attention = 12 * model.layers * model.hidden * record.code.sequence
+    return 6 * record.parameters * tokens / seconds / 1e12, (6 * record.parameters + attention) * tokens / seconds / 1e12
+
+
+def draw(results: Results) -> Drawn:
+    records, date = results.typed("table7", list[Record])
+    steps = [record for record in records if record.quantity == "step_s"]
+    told = {record.item: record for record in records if record.quantity == "tflops"}
+    names = [record.item.partition(", ")[2] for record in steps]
+    x = list(range(len(steps)))
+    figure, (left, right) = style.canvas(style.PAGE, 3.2, ncols=2)
+    style.plain(left, "step time, batches as told", "context (tokens)", "seconds a step (log scale)")
+    left.set_yscale("log")
+    left.set_ylim(10, 1600)
+    for name in ("megatrain_code", "paper_schedule", "ours"):
+        values = [_seconds(record, name) for record in steps]
+        style.predicted(left, x, [value for value, _ in values], name)
+        for place, (value, fits) in zip(x, values, strict=True):
+            if value is not None and not fits:
+                left.plot([place], [value], marker="x", color="black", markersize=5, linestyle="none", zorder=8)
+    style.told(left, x, [record.paper or 0 for record in steps], [record.sure for record in steps], "o")
+    left.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
+    _rates(right, x, steps, told)
+    found = measured(results)
+    style.measured(left, [index for index, name in enumerate(names) if name in found], [found[name] for name in names if name in found], "ours")
+    for axes in (left, right):
+        axes.set_xticks(x, names)
+        axes.minorticks_off()
+    style.legend(figure, [*style.handles(("megatrain_code", "paper_schedule", "ours"), stars=bool(found)), *right.get_legend_handles_labels()[0]], 4)
+    made = f"Predictions of {date} from the library's GH200; a black cross: above its memory. Ours on an H200: {'measured at ' + ', '.join(found) if found else 'not measured yet'}."
+    style.footer(figure, made)
+    rows = rows_of(records)
+    rows += [Row(item=f"ours, 7b, {name}, on an H200, the batch told", quantity="step_s", unit="s", measured=value) for name, value in found.items()]
+    for record in steps:
+        for rule, rate in zip(("6N", "6N + 12 L h S"), rules(record, record.paper or 1), strict=True):
+            rows.append(
+                Row(
+                    item=f"{record.item}: told seconds by {rule}",
+                    quantity="tflops_by_rule",
+                    unit="TFLOPS",
+                    paper=told[record.item].paper,
+                    sure=told[record.item].sure,
+                    published_code=None,
+                    note=f"{rate:.1f} TFLOPS",
+                )
+            )
+    impossible = rules(steps[3], steps[3].paper or 1)[1]
+    most = max(abs((told[record.item].paper or 0) / rules(record, record.paper or 1)[0] - 1) for record in steps[:2])
+    longest = next(record for record in reversed(steps) if record.ours and record.ours.fits)
+    return Drawn(
+        figure, rows, "Table 7: long contexts",
+        claim="7B trains with 512K tokens of context on one GH200, at 284 to 407 TFLOPS.",
+        finding=f"The table follows no single rule: 256K and 512K are 6N + 12 L h S, 1K and 8K are within {most:.0%} of 6N, 32K and 128K are neither, and 128K in 26 s would be {impossible:,.0f} TFLOPS by the longer rule, above the chip's {PEAK:g}; 1K to 32K take almost the same time, as if attention were free, which padding that attention skips would explain. "
+        f"Seconds at 256K and 512K are met within {max(abs((record.code.value if record.code else 0) / (record.paper or 1) - 1) for record in steps[4:]):.0%}; ours fits up to {longest.item.partition(', ')[2]}, because 512K was run with a chunked MLP, which neither the published code nor this runtime has.",
+        made=made,
+    )  # fmt: skip
+
+
+def _seconds(record: Record, name: str) -> tuple[float | None, bool]:
+    if name == "megatrain_code":
+        return (record.code.value, record.code.fits) if record.code else (None, True)
+    answer = record.ours if name == "ours" else record.paper_schedule
+    if answer is None:
+        return None, True
+    value = value_of(answer, "step_s", record.code.batch * record.code.sequence if record.code else 1)
+    return value if answer.fits else answer.step_s, answer.fits
+
+
+def _rates(axes: Any, x: list[int], steps: list[Record], told: dict[str, Record]) -> None:
+    style.plain(axes, "told seconds, by two rules", "context (tokens)", "TFLOPS")
+    found = [rules(record, record.paper or 1) for record in steps]
+    axes.plot(x, [rate for rate, _ in found], color="#0072B2", marker="s", markersize=4, linestyle="--", label="told seconds by 6N")
+    axes.plot(x, [rate for _, rate in found], color="#D55E00", marker="^", markersize=4, linestyle=":", label="... by 6N + 12 L h S")
+    axes.axhline(PEAK, color=style.MUTED, linewidth=0.9)
+    axes.text(0, PEAK + 15, f"peak of the chip, {PEAK:g}", fontsize=7, color=style.MUTED)
+    style.told(axes, x, [told[record.item].paper or 0 for record in steps], [told[record.item].sure for record in steps], "o")
+    axes.set_ylim(0, 1150)
+
+
+def measured(results: Results) -> dict[str, float]:
+    """Context -> seconds of ours on an H200 for as many tokens as the paper's step has, where `experiments/figures/measure.py` was run."""
+    found = {}
+    for name, tokens in (("1K", 158 * 1024), ("8K", 25 * 8192), ("32K", 6 * 32768), ("128K", 131072)):
+        file = results.measured(f"table7-{name.lower()}")
+        if file is None:
+            continue
+        for system in file["systems"]:
+            if system["system"] == "ours" and not system["failure"]:
+                found[name] = system["step_seconds_median"] * tokens / file["tokens_per_step"]
+    return found

@@ -1,0 +1,111 @@
+"""The simulations behind the figures: the same workload for every contender, results that say how they were made, and the command that runs and draws them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatrain.experiments.figures import figure6, measure, rerun, stored
+from megatrain.experiments.figures.answers import ours, paper_schedule, workloads
+from megatrain.experiments.figures.beside import beside, published
+from megatrain.experiments.validate_published import load_settings, predict
+from megatrain.experiments.validation.rows import Row
+from megatrain.paper_figures.gallery import FIGURES
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.specs import ModelSpec, Workload
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def test_a_workload_is_split_before_it_is_cut() -> None:
+    assert workloads(6) == [(6, 1), (3, 2), (2, 3), (1, 6), (3, 1), (2, 1), (1, 1)]
+    assert workloads(1) == [(1, 1)]
+    for batch in (7, 96, 158, 203):
+        whole = [size * accumulation for size, accumulation in workloads(batch) if accumulation > 1 or size == batch]
+        assert all(batch <= sequences < batch + 16 for sequences in whole)
+
+
+def test_the_papers_schedule_takes_the_largest_interval_that_fits() -> None:
+    model, roomy = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    wide = paper_schedule(model, roomy, 8, 1024)
+    assert (wide.fits, wide.policy, wide.interval, wide.batch, wide.accumulation) == (True, "double_buffer", 4, 8, 1)
+    tight = paper_schedule(model, msgspec.structs.replace(roomy, device_bytes=int(0.8 * wide.device_gib * 2**30)), 8, 1024)
+    assert tight.fits
+    assert (tight.interval, tight.accumulation) != (4, 1)
+    assert tight.device_gib <= 0.8 * wide.device_gib
+    none = paper_schedule(model, msgspec.structs.replace(roomy, host_bytes=2**30), 8, 1024)
+    assert not none.fits
+
+
+def test_ours_fits_or_says_that_it_does_not() -> None:
+    model, roomy = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    found = ours(model, roomy, Workload(batch=8, sequence=1024))
+    assert found.fits
+    assert found.tokens_per_s >= paper_schedule(model, roomy, 8, 1024).tokens_per_s
+    assert not ours(model, msgspec.structs.replace(roomy, host_bytes=2**30, device_bytes=2**30), Workload(batch=2, sequence=1024)).fits
+
+
+def test_a_published_row_is_predicted_by_the_validation_and_by_nothing_else() -> None:
+    row: Row = published("paper Table 8")[0]
+    (record,) = beside([row])
+    found = predict(row, load_settings()[row.setting])
+    assert found is not None
+    assert record["code"] == {"value": found.value, "fits": found.fits, "batch": found.batch, "sequence": found.sequence}
+    assert (record["paper"], record["sure"]) == (row.value, row.sure)
+    assert record["ours"]["batch"] * record["ours"]["accumulation"] == pytest.approx(found.batch, abs=16)
+
+
+def test_widths_keep_the_models_proportions() -> None:
+    assert figure6.shape(3584, 1.0) == {"hidden_size": "3584", "intermediate_size": "18944", "num_attention_heads": "28", "num_key_value_heads": "4"}
+    assert all(int(figure6.shape(base, 3.5)["num_attention_heads"]) % int(figure6.shape(base, 3.5)["num_key_value_heads"]) == 0 for base in figure6.BASES)
+
+
+def test_every_stored_result_has_a_figure_and_says_how_it_was_made() -> None:
+    names = {path.stem for path in (stored.RESULTS / "figures").glob("*.json")}
+    assert names == set(rerun.SIMULATIONS) <= set(FIGURES)
+    for name in names:
+        found = json.loads((stored.RESULTS / "figures" / f"{name}.json").read_text())
+        assert found["command"] == f"megatrain figures {name} --rerun"
+        assert found["date"] >= "2026-11-21"
+        assert len(found["inputs"]) == 16
+
+
+def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command) -> None:
+    results, out = tmp_path / "results", tmp_path / "out"
+    status, text, _ = command("figures", "fig4", "--rerun", "--results", results, "--out", out)
+    assert status == 0
+    assert "figure4: simulated in" in text
+    assert sorted(path.name for path in (out / "pictures").iterdir()) == ["figure4.csv", "figure4.pdf", "figure4.png"]
+    assert not (out / "README.md").exists(), "the page is of all figures"
+    committed = json.loads((stored.RESULTS / "figures" / "figure4.json").read_text())
+    assert json.loads((results / "figures" / "figure4.json").read_text())["data"] == committed["data"]
+    path = results / "figures" / "figure4.json"
+    path.write_text(path.read_text().replace(stored.digest("figure4"), "0" * 16))
+    assert "megatrain figures figure4 --rerun" in command("figures", "fig4", "--results", results, "--out", out)[1]
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, command: Command) -> None:
+    for words, found in ((("fig99",), "fig99"), (("fig5", "--results", tmp_path / "none"), "figure5.json")):
+        status, _, err = command("figures", *words, "--out", tmp_path / "out")
+        assert status == 2
+        assert found in err
+        assert "\n" not in err.strip()
+
+
+@pytest.mark.parametrize("case", measure.CASES)
+def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> None:
+    """On the H200 that was calibrated, in 118 GiB of host memory."""
+    from megatrain.experiments import benchmark
+
+    hardware = str(stored.RESULTS / "h200-qwen2.5-7b-whole" / "hardware.toml")
+    args = benchmark.parser().parse_args(measure.arguments(case, hardware, "118GiB", tmp_path / f"{case}.json"))
+    plan, _ = benchmark.planned(args)
+    assert plan.prediction is not None
+    assert plan.prediction.device_peak_bytes <= plan.device_limit_bytes
+    assert plan.prediction.host_peak_bytes <= 118 * 2**30
+    if case == "table4-no-residency":
+        assert not any(plan.placed(name) for name in ("weights", "low", "moments", "gradients"))
