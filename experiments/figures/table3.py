@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus
+from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.executor import Executor, lane_threads
 from megatrain.runtime.model_files import ModelState, hub_name, random_weights
 from megatrain.runtime.optimizer import AdamW, round_to_bf16
@@ -64,14 +65,16 @@ class Bf16Only(Reference):
         return found
 
 
-def texts() -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-    """Tokens to train on before, to fine-tune on, and held out; and a digest of all of them."""
+def texts() -> tuple[Documents, Documents, Documents, str]:
+    """What to train on before, to fine-tune on, and held out, bytes as tokens; and a digest of all of them."""
     library = Path(sysconfig.get_paths()["stdlib"])
     code = b"".join(path.read_bytes() for path in sorted((library / "email").glob("*.py")))
     prose = (library / "pydoc_data" / "topics.py").read_bytes()
-    first, second = (np.frombuffer(text, dtype=np.uint8).astype(np.uint16) for text in (code, prose))
-    cut = len(second) - HELD
-    return first, second[:cut], second[cut:], hashlib.sha256(code + prose).hexdigest()[:16]
+    first, second, held = (
+        Documents(tokens=np.frombuffer(text, dtype=np.uint8).astype(np.uint16), begins=np.array([0]), ends=np.array([len(text)]))
+        for text in (code, prose[:-HELD], prose[-HELD:])
+    )
+    return first, second, held, hashlib.sha256(code + prose).hexdigest()[:16]
 
 
 def planned(policy: str, knobs: Knobs) -> Plan:
@@ -110,7 +113,7 @@ def evaluate(judge: PreTrainedModel, masters: Masters, held: Corpus) -> tuple[fl
         for name, tensor in tensors.items():
             names[hub_name(layer, name)].copy_(round_to_bf16(tensor))
     losses, right = [], []
-    for number in range(1, held.windows // WORK.batch + 1):
+    for number in range(1, held.rows // WORK.batch + 1):
         batch: Batch = held.step(number)[0]
         logits = judge(batch.ids).logits.float().flatten(0, 1)
         losses.append(float(torch.nn.functional.cross_entropy(logits, batch.labels.flatten())))
@@ -144,7 +147,7 @@ def one_thread() -> Iterator[None]:
 def simulate() -> Any:
     before, after, held_out, digest = texts()
     with one_thread():
-        corpora = [Corpus(tokens, WORK, seed=0) for tokens in (before, after, held_out)]
+        corpora = [Corpus(text, WORK, seed=0, packing="plain") for text in (before, after, held_out)]
         weights = random_weights(0)
         start: Masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in MODEL.stack.values()}
         for _, masters in reference(Reference, start, corpora[0], BEFORE, RATE_BEFORE):
