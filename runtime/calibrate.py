@@ -113,7 +113,7 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: S
     before = torch.cuda.memory_allocated(device) if cuda else 0
     generator = torch.Generator().manual_seed(0)
     with Executor(plan, config, AdamW(), device, schedule=schedule or lower(plan)) as executor:
-        ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0, device))
+        ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0, device))
         timelines, seconds = [], []
         number, steady_since = 0, 0.0
         while number < _WARM_UP + _STEPS or time.monotonic() - steady_since < _SECONDS:

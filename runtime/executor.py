@@ -19,6 +19,7 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
+from megatrain.runtime.documents import trained_labels
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, Origin, StreamMark, Task
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import Templates
@@ -115,11 +116,14 @@ class Executor:
         work = self.plan.workload
         assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
         begin = time.perf_counter()
-        labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        labels = [trained_labels(batch) for batch in batches]
+        labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)
         self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
-        for micro, batch in enumerate(batches):
-            self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
+        for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+            assert work.documents or batch.documents is None, "the plan's workload has no documents"
+            rows = [batch.ids, each] + ([torch.zeros_like(batch.ids) if batch.documents is None else batch.documents] if work.documents else [])
+            self._binder.tokens(micro).copy_(torch.stack(rows))
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)

@@ -6,31 +6,25 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.checkpoint_names import CheckpointNames, hub_name
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec
+from megatrain.simulator.specs import LayerSpec
 
 _SHARD_BYTES = 4 * 10**9
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
-
-
-def hub_name(layer: str, tensor: str) -> str:
-    """The tensor's name in a Hugging Face checkpoint."""
-    if tensor == "lm_head.weight":
-        return tensor
-    return f"model.{tensor}" if layer in (EMBEDDING, HEAD) else f"model.layers.{layer}.{tensor}"
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -68,13 +62,17 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
                     str(file), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again"
                 ) from None
 
+        names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True))
+        value_of = names.reader(where, lambda key: where[key].get_tensor(key))
+
         def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-            name = hub_name(layer, tensor)
-            if name not in where:
+            name = hub_name(layer, tensor, names.prefix)
+            try:
+                value = value_of(name)
+            except KeyError:
                 raise UserError(
                     str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix="use weights that belong to this config.json"
-                )
-            value: torch.Tensor = where[name].get_tensor(name)
+                ) from None
             if tuple(value.shape) != shape:
                 raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix="use weights that belong to this config.json")
             return value
@@ -85,8 +83,9 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
 class ModelState:
     """A schedule's persistent model state, wherever the schedule keeps it: fp32 masters in, fp32 masters out."""
 
-    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas) -> None:
-        self._plan, self._schedule, self._arenas = plan, schedule, arenas
+    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> None:
+        """`buffers`: what decoder layers have besides parameters that belongs into a checkpoint, by layer and name: `Templates.persistent`."""
+        self._plan, self._schedule, self._arenas, self._buffers = plan, schedule, arenas, buffers or {}
         self._dtype = TORCH_DTYPE[plan.workload.dtype]
 
     def home(self, name: str, layer: str) -> str | None:
@@ -107,7 +106,7 @@ class ModelState:
         return flat, None if low is None else self._arenas.flat(low, torch.int16, layer.elements)
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes every layer's weights and zeroes its moments; `progress` hears of each layer's parameters."""
+        """Writes every layer's weights and buffers and zeroes its moments; `progress` hears of each layer's parameters."""
         for layer in self._plan.model.stack.values():
             high, low = self._planes(layer)
             offset = 0
@@ -122,6 +121,8 @@ class ModelState:
             moments = self.home("moments", layer.name)
             assert moments is not None
             self._arenas.flat(moments, torch.float32, 2 * layer.elements).zero_()
+            for name, buffer in self._buffers.get(layer.name, {}).items():
+                buffer.copy_(weights(layer.name, name, tuple(buffer.shape)))
             progress(layer.parameters)
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
@@ -133,6 +134,10 @@ class ModelState:
             made[tensor.name] = master[offset : offset + tensor.elements].view(tensor.shape)
             offset += tensor.padded
         return made
+
+    def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
+        """The layer's buffers by name."""
+        return self._buffers.get(layer.name, {})
 
 
 def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path) -> None:
@@ -160,7 +165,7 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
 
 
 def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path) -> None:
-    dtype, total = TORCH_DTYPE[plan.workload.dtype], 0
+    dtype, total, names = TORCH_DTYPE[plan.workload.dtype], 0, CheckpointNames(config)
     shard: dict[str, torch.Tensor] = {}
     index: dict[str, str] = {}
     shards: list[str] = []
@@ -173,10 +178,10 @@ def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
         shard.clear()
 
     for layer in plan.model.stack.values():
-        for name, master in state.masters(layer).items():
-            value = (optimizer.round_to_bf16(master) if dtype == torch.bfloat16 else master).cpu().contiguous()
-            shard[hub_name(layer.name, name)] = value
-            total += value.nbytes
+        values = {name: optimizer.round_to_bf16(master) if dtype == torch.bfloat16 else master for name, master in state.masters(layer).items()}
+        made = names.saved({hub_name(layer.name, name, names.prefix): value.cpu() for name, value in [*values.items(), *state.buffers(layer).items()]})
+        shard |= made
+        total += sum(value.nbytes for value in made.values())
         if sum(value.nbytes for value in shard.values()) >= _SHARD_BYTES:
             flush()
     if shard:

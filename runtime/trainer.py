@@ -83,7 +83,7 @@ def train(
     fit or is not its digest's, a missing model or corpus, or an `out` that is taken.
     """
     plan = Plan.load(plan_path)
-    refuse_unsupported(plan.model)
+    refuse_unsupported(plan.model, plan.workload)
     schedule = executable(plan)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
@@ -99,7 +99,7 @@ def train(
     forget_device_memory(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with Executor(plan, config, options.settings, device, schedule=schedule) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
+        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
         if options.random_init:
             state.load(random_weights(options.seed, device), on_load)
         else:

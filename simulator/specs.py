@@ -311,6 +311,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """layers through torch.compile: faster, a third less activations, and other roundings than eager ones"""
     loss_chunk: int = 1024
     """tokens whose logits exist at one time; part of the arithmetic, because the head's gradient is summed chunk by chunk"""
+    documents: bool = False
+    """rows may hold several documents, or padding: attention stays inside a document, and reads a mask for it"""
 
     def __post_init__(self) -> None:
         for field, most in (("batch", 2**20), ("sequence", 2**24), ("accumulation", _MOST_MICRO_BATCHES), ("loss_chunk", 2**31)):
@@ -328,5 +330,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.tokens * self.accumulation
 
     @property
+    def token_rows(self) -> int:
+        """Numbers a token that are copied to the device: its id, its label and, where rows hold several, its document."""
+        return 3 if self.documents else 2
+
+    @property
     def shape(self) -> str:
-        return f"{self.batch}x{self.sequence}-{self.dtype}" + ("-compiled" if self.compiled else "")
+        return f"{self.batch}x{self.sequence}-{self.dtype}" + ("-compiled" if self.compiled else "") + ("-documents" if self.documents else "")

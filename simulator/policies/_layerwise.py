@@ -113,7 +113,7 @@ class _Compute:
         builder.slots("device.activations", longest, saved, dynamic=True)
         builder.slots("device.stored", len(self.stored), saved, dynamic=True)
         self.homes = {index: builder.persistent("host.parked", str(index), self.hidden_bytes) for index in sorted(self.parked)}
-        self.tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
+        self.tokens = [builder.persistent("device.tokens", str(micro), work.token_rows * 8 * work.tokens) for micro in range(work.accumulation)]
         self.losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
         self.costs: dict[tuple[str, str], dict[str, Any]] = {}
         self.inputs: dict[int, str] = {}
