@@ -139,8 +139,19 @@ class Templates:
                 kinds[found] = _Kind(layer, recorder and recorder.target_class, recorder.index if recorder else 0, workload.compiled)
             self._kinds.append(kinds[found])
         self._edges = Edges(whole, model.hidden, self.dtype, device)
+        if workload.documents:
+            self._refuse_what_does_not_pack()
         self._chunk_loss = torch.compile(self._token_losses, dynamic=False) if workload.compiled else self._token_losses
         self._arguments: dict[int, list[Arguments]] = {}
+
+    def _refuse_what_does_not_pack(self) -> None:
+        try:
+            _ = self._edges.packs
+        except ValueError as error:
+            raise UserError(
+                f"model {self.model.name}: model_type", found=f"{self.model.family}, whose model has {error}", allowed="rows of one document",
+                fix="make a plan without documents",
+            ) from None  # fmt: skip
 
     @functools.cached_property
     def _causal(self) -> list[Arguments]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,17 +11,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_families import config_of as tiny_config
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.checkpoint_names import hub_name
 from megatrain.runtime.model_files import export, folder_weights
+from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.runtime.skeleton import kind_of, skeleton, widen_buffers
 from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.specs import ModelSpec
 
@@ -54,16 +58,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 16, "full_attention_interval": 2, "mlp_only_layers": [2]},
     "phi3": {"sliding_window": 8},
     "starcoder2": {"sliding_window": 8},
+    "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
     "gpt_neox": {"rotary_pct": 0.5},
 }
 """on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
          "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
-ZERO_IN_TRUTH = 0.01
-"""a tensor whose gradient is that much smaller than its layer's largest is measured by that: a bias of keys moves no attention"""
-BF16_BOUND = 0.06
-"""of the largest element: a tensor's gradient is rounded to 8 bits, ours in other places than theirs (head in chunks, embedding summed in fp32)"""
+BF16_BOUND = 0.02
+"""of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
+the embedding's rows and the micro-batches
+"""
 
 
 def model_of(family: str, **changes: Any) -> ModelSpec:
@@ -88,7 +93,8 @@ def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
     with torch.no_grad():
         for layer in plan.model.stack.values():
             for tensor in layer.tensors:
-                model.get_parameter(hub_name(layer.name, tensor.name, prefix)).copy_(weights(layer.name, tensor.name, tensor.shape))
+                master = weights(layer.name, tensor.name, tensor.shape)  # its high plane is rounded with ties away from zero
+                model.get_parameter(hub_name(layer.name, tensor.name, prefix)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
         for index, layer in enumerate(model.base_model.layers):
             for name, buffer in layer.named_buffers():
                 buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
@@ -119,12 +125,10 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
     return found
 
 
-def difference(ours: Tensors, theirs: Tensors, floor: float = 0.0) -> float:
-    """The largest over the tensors of the largest difference, relative to the tensor's largest element, or to `floor` x its layer's if that is larger."""
+def difference(ours: Tensors, theirs: Tensors) -> float:
+    """The largest over the tensors of the largest difference, relative to the tensor's largest element."""
     assert ours.keys() == theirs.keys()
-    largest = {name: float(tensor.abs().max()) for name, tensor in theirs.items()}
-    of_layer = {layer: max(value for (other, _), value in largest.items() if other == layer) for layer, _ in theirs}
-    return max(float((ours[name] - theirs[name]).abs().max()) / max(largest[name], floor * of_layer[name[0]], 1e-30) for name in theirs)
+    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30)) for name in theirs)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -151,8 +155,8 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
     """A session of one resident model with the weights of this file; `run(model, ...)`."""
 
     def make(model: ModelSpec, **changes: Any) -> Any:
-        plan = make_plan("resident", **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes})
-        return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=changes.get("weights", weights))
+        plan = make_plan(changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes})
+        return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
 
     return make
 
@@ -162,8 +166,8 @@ def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, 
     result = running.executor.step(batches, rate=0.0, number=1)
     loss.backward()
     assert result.loss == pytest.approx(float(loss.detach()), rel=bound)
-    found = difference(gradients_of(running), their_gradients(running.plan, model), ZERO_IN_TRUTH if bound == BF16_BOUND else 0.0)
-    print("MEASURED", running.plan.model.family, running.plan.workload.dtype, float(abs(result.loss / loss.detach() - 1)), found)
+    found = difference(gradients_of(running), their_gradients(running.plan, model))
+    logging.getLogger(__name__).info("%s: loss %.1e, gradients %.1e", running.plan.model.family, abs(result.loss / float(loss.detach()) - 1), found)
     assert found < bound
 
 
@@ -175,3 +179,162 @@ def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any]
         model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
         loss = sum(token_losses(model(batch.ids).logits, batch.labels) for batch in batches) * scale_of(batches)
         compare(running, batches, loss, model, bound)
+
+
+# ---- documents and padding
+
+PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
+LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
+RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
+DOCUMENTED = [family for family in FAMILIES if family != "qwen3_next"]
+
+
+def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
+    """Labels stand at padding too, and at a document's end: the first must not count."""
+    ids, labels, _ = drawn(plan)[0]
+    return Batch(ids, labels, documents)
+
+
+def labelled(batch: Batch) -> Batch:
+    assert batch.documents is not None
+    return batch._replace(labels=batch.labels.masked_fill(batch.documents < 0, IGNORED))
+
+
+@pytest.mark.parametrize("family", DOCUMENTED)
+def test_a_packed_row_trains_as_its_documents_alone(run: Callable[..., Any], family: str) -> None:
+    """Theirs sees each document by itself, without a mask, positions or padding."""
+    with run(model_of(family), documents=True) as running:
+        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, PACKED)
+        loss = torch.zeros(())
+        for ids, labels, documents in zip(*labelled(batch), strict=True):
+            for document in range(int(documents.max()) + 1):
+                here = documents == document
+                loss = loss + token_losses(model(ids[None, here]).logits, labels[None, here])
+        compare(running, [batch], loss * scale_of([labelled(batch)]), model, 1e-5)
+
+
+@pytest.mark.parametrize("family", DOCUMENTED)
+def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(run: Callable[..., Any], family: str) -> None:
+    """By its position ids: documents alone are other matrix products, which in bf16 round differently."""
+    with run(model_of(family), dtype="bf16", documents=True) as running:
+        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, PACKED)
+        position_ids = torch.cat([torch.arange(length) for length in (9, 1, 14, 12, 7, 5)]).view(2, SEQUENCE)
+        masks = None
+        if family == "gpt_oss":  # its model does not show the positions to its masks
+            inputs = {"config": model.config, "inputs_embeds": torch.empty(2, SEQUENCE, 1, dtype=torch.bfloat16), "attention_mask": None, "past_key_values": None}
+            masks = {
+                kind: made(**inputs, position_ids=position_ids)
+                for kind, made in (("full_attention", create_causal_mask), ("sliding_attention", create_sliding_window_causal_mask))
+            }
+        logits = model(batch.ids, position_ids=position_ids, attention_mask=masks).logits
+        compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, BF16_BOUND)
+
+
+@pytest.mark.parametrize("family", DOCUMENTED)
+@pytest.mark.parametrize("documents", [LEFT, RIGHT], ids=["left", "right"])
+def test_padding_is_transformers_attention_mask(run: Callable[..., Any], family: str, documents: torch.Tensor) -> None:
+    with run(model_of(family), documents=True) as running:
+        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, documents)
+        mask = (documents >= 0).long()
+        logits = model(batch.ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, 1e-5)
+
+
+def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[..., Any]) -> None:
+    with run(model_of("qwen3_next")) as running:
+        model, batch = whole_model(running.plan, config_of(running.plan.model)), labelled(with_documents(running.plan, RIGHT))
+        logits = model(batch.ids, attention_mask=(RIGHT >= 0).long()).logits
+        compare(running, [batch._replace(documents=None)], token_losses(logits, batch.labels) * scale_of([batch]), model, 1e-5)
+
+
+# ---- routers
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
+    """The mean of the micro-batches' own, with theirs taken from the whole model; one layer's graph is kept from the forward, the others' are not."""
+    if padded and family not in DOCUMENTED:
+        pytest.skip("linear attention has no documents")
+    model_spec = model_of(family, output_router_logits=True, router_aux_loss_coef=0.7)
+    with run(model_spec, accumulation=2, documents=padded, placement=Placement(stored="1", weights="all", gradients="all"), policy="overlapped") as running:
+        config = config_of(running.plan.model)
+        assert config.output_router_logits
+        model, batches = whole_model(running.plan, config), drawn(running.plan)
+        mask = None
+        if padded:
+            batches, mask = [batch._replace(documents=RIGHT) for batch in batches], (RIGHT >= 0).long()
+        trained = [labelled(batch) if padded else batch for batch in batches]
+        outputs = [model(batch.ids, attention_mask=mask) for batch in batches]
+        loss = sum(token_losses(output.logits, batch.labels) for output, batch in zip(outputs, trained, strict=True)) * scale_of(trained)
+        routed = 0.7 * sum(output.aux_loss for output in outputs) / len(outputs)
+        assert float(routed) > 0.1
+        compare(running, batches, loss + routed, model, 1e-5)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any], tmp_path: Path, family: str, dtype: str) -> None:
+    """In transformers' folder and out: tensors of the same names and bits; what is reloaded from ours has the loss and gradients that we have."""
+    model_spec = model_of(family)
+    with run(model_spec, dtype=dtype) as running:
+        plan, config = running.plan, config_of(model_spec)
+        model = whole_model(plan, config)
+        model.save_pretrained(tmp_path / "theirs")
+        with folder_weights(tmp_path / "theirs") as read:
+            running.state.load(read)
+        export(running.state, plan, config, tmp_path / "ours")
+        theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
+        batches = drawn(plan)
+        running.executor.step(batches, rate=1e-2, number=1)
+        export(running.state, plan, config, tmp_path / "trained")
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
+        loss = token_losses(reloaded(batches[0].ids).logits, batches[0].labels) * scale_of(batches)
+        compare(running, batches, loss, reloaded, 1e-5 if dtype == "fp32" else BF16_BOUND)
+
+
+# ---- what a layer is
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
+    model = model_of(family)
+    whole = skeleton(config_of(model), torch.bfloat16, torch.device("cpu"))
+    kinds = [kind_of(layer) for layer in whole.base_model.layers]
+    assert len(set(kinds)) == KINDS.get(family, 1)
+    for layer, kind in zip(model.decoders, kinds, strict=True):
+        same = [other.signature for other, its in zip(model.decoders, kinds, strict=True) if its == kind]
+        assert set(same) == {layer.signature}, "what is computed alike costs alike"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
+    config = config_of(model_of(family))
+    whole, real = skeleton(config, torch.bfloat16, torch.device("cpu")), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    widen_buffers(real)
+    expected = dict(real.named_buffers())
+    found = dict(whole.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, buffer in expected.items():
+        assert found[name].dtype == buffer.dtype
+        assert torch.equal(found[name], buffer), name
+
+
+# ---- what is refused
+
+
+def test_a_family_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"model_type: found 'mamba'; allowed: llama, .*gpt_neox; fix: "):
+        ModelSpec.from_config({"model_type": "mamba", "hidden_size": 64}, "config.json")
+
+
+def test_linear_attention_over_documents_is_refused_by_name(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    plan = make_plan("resident", model=model_of("qwen3_next"), documents=True)
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
+    with pytest.raises(UserError, match=r"model qwen3_next: layer 0: found linear_attention, which .*; allowed: rows of one document; fix: make a plan without"):
+        session(plan)
