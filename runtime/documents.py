@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from transformers import PretrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from megatrain.runtime.batch import IGNORED, Batch
 
@@ -21,3 +25,10 @@ def positions(documents: torch.Tensor) -> torch.Tensor:
 def trained_labels(batch: Batch) -> torch.Tensor:
     """The labels [batch, sequence] int64, with padding IGNORED whatever stands there."""
     return batch.labels if batch.documents is None else batch.labels.masked_fill(batch.documents < 0, IGNORED)
+
+
+def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+    """The masks that keep documents apart, by attention type, for a model that takes them so and does not show the positions to its own."""
+    made = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    inputs = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": None, "position_ids": position_ids}
+    return {kind: made[kind](**inputs) for kind in set(config.layer_types)}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from megatrain.runtime.documents import masks
 
 Arguments = dict[str, Any]
 """what the model hands to a decoder layer besides the hidden states: mask, positions and their embeddings"""
@@ -101,29 +102,24 @@ class Edges:
         Layers of one attention type are handed the same tensors. With documents the mask is [batch, 1, sequence, sequence].
         """
         rows = torch.empty((), dtype=self._dtype, device=self._device).expand(batch, sequence, self._hidden)
-        masks = None if positions is None or self.packs else self._masks(rows, positions)
-        return self._noted(rows, positions, masks)
+        return self._noted(rows, positions, helped=positions is not None and not self.packs)
 
-    def _noted(self, rows: torch.Tensor, positions: torch.Tensor | None, masks: dict[str, Any] | None) -> list[Arguments]:
+    def _noted(self, rows: torch.Tensor, positions: torch.Tensor | None, *, helped: bool) -> list[Arguments]:
         with torch.no_grad():
-            self._run(self._way_to_layers, inputs_embeds=rows, position_ids=positions, attention_mask=masks)
+            prepared = masks(self._way_to_layers.config, rows, positions) if helped and positions is not None else None
+            self._run(self._way_to_layers, inputs_embeds=rows, position_ids=positions, attention_mask=prepared)
         return [noted.arguments for noted in self._noting]
-
-    def _masks(self, rows: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """What a model that takes masks by attention type builds for itself, where it forgets the positions (gpt_oss in transformers 5.23)."""
-        base = self._way_to_layers
-        made = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        inputs = {"config": base.config, "inputs_embeds": rows, "attention_mask": None, "past_key_values": None, "position_ids": positions}
-        return {kind: made[kind](**inputs) for kind in set(base.config.layer_types)}
 
     @functools.cached_property
     def packs(self) -> bool:
-        """Whether the model keeps documents apart by their positions alone, tried on two documents of one token. Raises ValueError where it cannot be made to."""
+        """Whether the model keeps documents apart by itself, tried on two documents of one token; otherwise its masks are made for it (gpt_oss, in
+        transformers 5.23). Raises ValueError where that does not help either.
+        """
         rows = torch.zeros(1, 2, self._hidden, dtype=self._dtype, device=self._device)
         positions = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
-        if all(map(_apart, self._noted(rows, positions, None))):
+        if all(map(_apart, self._noted(rows, positions, helped=False))):
             return True
-        if not getattr(self._way_to_layers.config, "layer_types", None) or not all(map(_apart, self._noted(rows, positions, self._masks(rows, positions)))):
+        if not getattr(self._way_to_layers.config, "layer_types", None) or not all(map(_apart, self._noted(rows, positions, helped=True))):
             raise ValueError("attention across documents")
         return False
 

@@ -11,7 +11,6 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -125,8 +124,7 @@ class Templates:
         """each decoder layer's own, by layer and name, on the device"""
         saved = whole.state_dict().keys()
         self.persistent = {
-            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self.prefix) in saved}
-            for layer, buffers in self.buffers.items()
+            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self.prefix) in saved} for layer, buffers in self.buffers.items()
         }
         """those of them that a checkpoint has"""
         self.routing = _router_loss(config, workload, device)

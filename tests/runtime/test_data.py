@@ -42,7 +42,7 @@ def test_an_epoch_shows_every_window_once_and_the_next_begins_again() -> None:
 
 def test_a_step_is_a_function_of_seed_and_number() -> None:
     def step(seed: int, number: int) -> torch.Tensor:
-        return torch.stack([ids for ids, _ in corpus_of(1000, seed=seed).step(number)])
+        return torch.stack([ids for ids, *_ in corpus_of(1000, seed=seed).step(number)])
 
     assert torch.equal(step(0, 5), step(0, 5))
     assert not torch.equal(step(0, 5), step(0, 6))

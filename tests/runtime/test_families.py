@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_families import config_of as tiny_config
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.checkpoint_names import hub_name
+from megatrain.runtime.documents import masks
 from megatrain.runtime.model_files import export, folder_weights
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.runtime.skeleton import kind_of, skeleton, widen_buffers
@@ -155,7 +155,9 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
     """A session of one resident model with the weights of this file; `run(model, ...)`."""
 
     def make(model: ModelSpec, **changes: Any) -> Any:
-        plan = make_plan(changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes})
+        plan = make_plan(
+            changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes}
+        )
         return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
 
     return make
@@ -219,14 +221,9 @@ def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(run: Callable[...,
     with run(model_of(family), dtype="bf16", documents=True) as running:
         model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, PACKED)
         position_ids = torch.cat([torch.arange(length) for length in (9, 1, 14, 12, 7, 5)]).view(2, SEQUENCE)
-        masks = None
-        if family == "gpt_oss":  # its model does not show the positions to its masks
-            inputs = {"config": model.config, "inputs_embeds": torch.empty(2, SEQUENCE, 1, dtype=torch.bfloat16), "attention_mask": None, "past_key_values": None}
-            masks = {
-                kind: made(**inputs, position_ids=position_ids)
-                for kind, made in (("full_attention", create_causal_mask), ("sliding_attention", create_sliding_window_causal_mask))
-            }
-        logits = model(batch.ids, position_ids=position_ids, attention_mask=masks).logits
+        inputs = {"inputs_embeds": torch.empty(2, SEQUENCE, 1, dtype=torch.bfloat16), "position_ids": position_ids}
+        prepared = masks(model.config, **inputs) if family == "gpt_oss" else None  # its model does not show the positions to its masks
+        logits = model(batch.ids, position_ids=position_ids, attention_mask=prepared).logits
         compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, BF16_BOUND)
 
 
@@ -336,5 +333,7 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
 def test_linear_attention_over_documents_is_refused_by_name(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> None:
     plan = make_plan("resident", model=model_of("qwen3_next"), documents=True)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
-    with pytest.raises(UserError, match=r"model qwen3_next: layer 0: found linear_attention, which .*; allowed: rows of one document; fix: make a plan without"):
+    with pytest.raises(
+        UserError, match=r"model qwen3_next: layer 0: found linear_attention, which .*; allowed: rows of one document; fix: make a plan without"
+    ):
         session(plan)
