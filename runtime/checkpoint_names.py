@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -53,7 +54,7 @@ class CheckpointNames:
             first = sources[name][0][1]
             if first is None:
                 return tensor_of(sources[name][0][0])
-            converter = copy.deepcopy(by_pattern[first])
+            converter: Any = copy.deepcopy(by_pattern[first])
             for key, pattern in sources[name]:
                 assert pattern is not None
                 converter.collected_tensors[pattern].append(tensor_of(key))

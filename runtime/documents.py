@@ -30,5 +30,5 @@ def trained_labels(batch: Batch) -> torch.Tensor:
 def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
     """The masks that keep documents apart, by attention type, for a model that takes them so and does not show the positions to its own."""
     made = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    inputs = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": None, "position_ids": position_ids}
+    inputs: dict[str, Any] = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": None, "position_ids": position_ids}
     return {kind: made[kind](**inputs) for kind in set(config.layer_types)}

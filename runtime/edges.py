@@ -75,14 +75,14 @@ class Edges:
     def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         base = whole.base_model
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._noting = nn.ModuleList(_Noting(last=index == len(base.layers) - 1) for index in range(len(base.layers)))
+        self._noting = [_Noting(last=index == len(base.layers) - 1) for index in range(len(base.layers))]
         self._giving = _Giving()
         self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
         self.padding: int | None = base._modules[self._table].padding_idx
         table = _beside(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by number, not by token
         bare = {"rotary_emb": _Nothing()}
-        self._way_to_layers = _beside(base, layers=self._noting)
+        self._way_to_layers = _beside(base, layers=nn.ModuleList(self._noting))
         self._entrance = _beside(base, layers=nn.ModuleList([_Noting(last=True)]), **bare, **{self._table: table})
         self._exit = _beside(whole, **{whole.base_model_prefix: _beside(base, layers=nn.ModuleList([self._giving]), **bare)})
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built

@@ -11,6 +11,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -51,7 +52,8 @@ def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})
     config.use_cache = False
-    fused = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
     config._attn_implementation = "sdpa" if fused else "eager"
     return config
 
@@ -100,7 +102,7 @@ class _Kind:
         for part in module.modules() if router else ():
             if isinstance(part, router or ()):
                 part.register_forward_hook(lambda _module, _input, outputs: self._routed.append(outputs[output]))
-        self.run = torch.compile(self.eager, dynamic=False, isolate_recompiles=True) if compiled else self.eager
+        self.run = torch.compile(self.eager, dynamic=False) if compiled else self.eager
 
     def eager(self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's output and its router's logits. `tensors`: its parameters and buffers."""
@@ -162,7 +164,7 @@ class Templates:
         With documents transformers looks whether there are several, which waits for the device once a micro-batch.
         """
         if documents is not None:
-            self._arguments[micro] = self._edges.arguments(*documents.shape, positions(documents))
+            self._arguments[micro] = self._edges.arguments(self.workload.batch, self.workload.sequence, positions(documents))
         if self.routing:
             self.routing.begin(micro, documents)
 
