@@ -97,7 +97,7 @@ class _Kind:
     """The decoder layers of one kind: a module without memory."""
 
     def __init__(self, module: torch.nn.Module, router: type | None, output: int, compiled: bool) -> None:
-        self._module = module
+        self._module = module.to("meta")  # its buffers too: they come with each layer, and one that is its own would be another graph
         self._routed: list[torch.Tensor] = []
         for part in module.modules() if router else ():
             if isinstance(part, router or ()):

@@ -251,6 +251,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         width = DTYPE_BYTES[dtype]
         return max(width * (layer.elements + 3 * tokens * layer.inner) for layer in self.decoders)
 
+    def mask_bytes(self, workload: Workload) -> int:
+        """Bytes of what says which token sees which, where causality alone does not: with documents, or a window shorter than a row.
+
+        A byte a pair for each type of attention, S S, and with documents for each row, B S S; and in a layer that reads one, the same for each
+        row in the compute dtype, as it is added to the scores, B S S b. Linear attention has none.
+        """
+        pairs, masks = workload.sequence**2, dict[str, int]()
+        for layer in self.decoders:
+            windowed = 0 < self._part(layer.name).window < workload.sequence
+            if layer.attention != "linear_attention" and (workload.documents or windowed):
+                masks[layer.attention] = pairs * (workload.batch if workload.documents else 1)
+        return sum(masks.values()) + (workload.batch * pairs * DTYPE_BYTES[workload.dtype] if masks else 0)
+
     def saved(self, layer: str, tokens: int, dtype: Dtype) -> Saved:
         """What each way of keeping a decoder layer's activations takes."""
         row = tokens * self.hidden * DTYPE_BYTES[dtype]

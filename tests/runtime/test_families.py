@@ -15,18 +15,20 @@ from safetensors.torch import load_file
 from tiny_families import config_of as tiny_config
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from megatrain.runtime import calibrate as calibration
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.checkpoint_names import hub_name
 from megatrain.runtime.documents import masks
 from megatrain.runtime.model_files import export, folder_weights
 from megatrain.runtime.optimizer import round_to_bf16
+from megatrain.runtime.rates import Rates
 from megatrain.runtime.skeleton import kind_of, skeleton, widen_buffers
-from megatrain.runtime.templates import config_of
+from megatrain.runtime.templates import Templates, config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.specs import ModelSpec, Workload
 
 TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
@@ -320,6 +322,45 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
     for name, buffer in expected.items():
         assert found[name].dtype == buffer.dtype
         assert torch.equal(found[name], buffer), name
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_compiled_there_is_one_graph_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch, family: str, documents: bool) -> None:
+    """And one for the head; none of them broken, and none made anew for another layer, another micro-batch, or other documents."""
+    graphs: list[torch.fx.GraphModule] = []
+    compiled = torch.compile
+
+    def counted(function: Any, **options: Any) -> Any:
+        return compiled(function, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    torch._dynamo.reset()
+    model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="fp32", compiled=True, loss_chunk=SEQUENCE, documents=documents)
+    templates = Templates(model, work, config_of(model), torch.device("cpu"))
+    x = torch.randn(2, SEQUENCE, model.hidden)
+    for micro, packed in enumerate((PACKED, LEFT)):
+        templates.begin(micro, packed if documents else None)
+        for layer in model.decoders:
+            x = templates.forward(layer.name, {tensor.name: weights(layer.name, tensor.name, tensor.shape) for tensor in layer.tensors}, x, micro)
+        assert len(graphs) == KINDS.get(family, 1)
+    head = {tensor.name: weights("h", tensor.name, tensor.shape) for tensor in model.stack[model.head].tensors}
+    templates.head(head, x, torch.zeros(2, SEQUENCE, dtype=torch.int64), 1.0, torch.empty_like(x))
+    assert len(graphs) == KINDS.get(family, 1) + 1
+
+
+def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_SECONDS", 0.05)
+    monkeypatch.setattr(calibration, "_STEPS", 2)
+    copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
+    monkeypatch.setattr(calibration, "measure_rates", lambda *_: Rates(copies, {}, None, 1e11, 1e10, 1e10, 1e10, 1e8))
+    model, work = model_of("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[0, 1, 2, 3]), Workload(batch=1, sequence=SEQUENCE)
+    hardware = calibration.calibrate("here", model, work, config_of(model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32)
+    assert hardware.costs is not None
+    signatures = {f"{layer.signature}/{work.shape}" for layer in model.decoders}
+    assert len(signatures) == 2
+    for kind in ("forward", "recompute", "backward"):
+        assert hardware.costs.compute[kind].keys() == signatures
 
 
 # ---- what is refused
