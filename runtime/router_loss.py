@@ -11,8 +11,10 @@ Each micro-batch has its own loss. The step's is their mean, times `router_aux_l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from transformers import PretrainedConfig
 
 
 @dataclass
@@ -34,6 +36,14 @@ class RouterLoss:
     def __init__(self, *, coefficient: float, experts: int, chosen: int, micro_batches: int, device: torch.device) -> None:
         self._weight, self._experts, self._chosen, self._device = coefficient / micro_batches, experts, chosen, device
         self._sums: dict[int, _Sums] = {}
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, micro_batches: int, device: torch.device) -> Self | None:
+        """Where the config asks for it and the family has one."""
+        if not getattr(config, "output_router_logits", False) or not hasattr(config, "router_aux_loss_coef"):
+            return None
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        return cls(coefficient=config.router_aux_loss_coef, experts=experts, chosen=config.num_experts_per_tok, micro_batches=micro_batches, device=device)
 
     def begin(self, micro: int, documents: torch.Tensor | None) -> None:
         """A micro-batch's forward begins. `documents` [batch, sequence], -1 for padding, which does not count."""

@@ -129,7 +129,7 @@ class Templates:
             layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self.prefix) in saved} for layer, buffers in self.buffers.items()
         }
         """those of them that a checkpoint has"""
-        self.routing = _router_loss(config, workload, device)
+        self.routing = RouterLoss.of(config, workload.accumulation, device)
         recorder = whole._can_record_outputs[_ROUTERS] if self.routing else None
         kinds: dict[object, _Kind] = {}
         self._kinds: list[_Kind] = []
@@ -291,16 +291,6 @@ class Templates:
         """Sum of the tokens' losses, in fp32: [tokens, hidden], [tokens] int64 -> 0-dimensional."""
         logits = self._edges.leave(named, row)
         return torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
-
-
-def _router_loss(config: PretrainedConfig, workload: Workload, device: torch.device) -> RouterLoss | None:
-    """Where the config asks for it and the family has one."""
-    if not getattr(config, "output_router_logits", False) or not hasattr(config, "router_aux_loss_coef"):
-        return None
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    return RouterLoss(
-        coefficient=config.router_aux_loss_coef, experts=experts, chosen=config.num_experts_per_tok, micro_batches=workload.accumulation, device=device
-    )
 
 
 def _rebind(arenas: Arenas, where: list[str]) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:

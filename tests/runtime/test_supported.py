@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from megatrain.experiments.commands import calibrate as command
@@ -66,3 +67,12 @@ def test_a_plan_alone_rebuilds_the_model(
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     assert model.parameters == sum(parameter.numel() for parameter in skeleton.parameters())
+
+
+def test_a_multimodal_folder_is_refused_by_name(make_model: Callable[..., ModelSpec], tmp_path: Path) -> None:
+    text = make_model(family="gemma3_text", head_dim=16, sliding_window=8)
+    transformers.Gemma3Config(text_config=dict(text.config)).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"config\.json: model_type: found 'gemma3'; allowed: the language model alone, 'gemma3_text'; fix: save the language model"
+    ):
+        config_of(ModelSpec.load(str(tmp_path)), str(tmp_path))
