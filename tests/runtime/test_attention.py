@@ -61,10 +61,10 @@ def test_a_kept_attention_gives_the_bits_of_one_computed_again(make_plan: Callab
     weights, x, gradient = drawn(plan, slot, templates)
     layer = plan.model.stack["0"]
     plain = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone()), gradient)
-    output, kept = templates.forward_and_attention({name: tensor.detach() for name, tensor in weights.items()}, x.clone())
+    output, kept = templates.forward_and_attention("0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone())
     assert torch.equal(output, plain[0])
-    assert torch.equal(output, templates.forward({name: tensor.detach() for name, tensor in weights.items()}, x.clone()))
-    again = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone(), kept), gradient)
+    assert torch.equal(output, templates.forward("0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()))
+    again = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone(), kept=kept), gradient)
     assert all(map(torch.equal, again, plain))
     assert [tuple(tensor.shape) for tensor in kept] == [(2, 33, 4, plan.model.hidden // 4), (2, 4, 33)]
     bytes_kept = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype)
@@ -76,11 +76,11 @@ def test_a_kept_attention_is_taken_and_not_computed(make_plan: Callable[..., Pla
     plan = make_plan(dtype="fp32")
     templates = made(plan)
     weights, x, gradient = drawn(plan, slot, templates)
-    _, kept = templates.forward_and_attention({name: tensor.detach() for name, tensor in weights.items()}, x)
+    _, kept = templates.forward_and_attention("0", {name: tensor.detach() for name, tensor in weights.items()}, x)
     monkeypatch.setattr(attention, "_forward", None)
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     right, wrong = (
-        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept._replace(output=output)), gradient)
+        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept._replace(output=output)), gradient)
         for output in (kept.output, kept.output + 1)
     )
     assert not torch.equal(right[0], wrong[0])
@@ -103,13 +103,13 @@ def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: 
     templates = made(plan)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    templates._layer = torch.compile(templates.decoder, fullgraph=True, dynamic=False, backend="eager")
+    templates._kinds[0].run = torch.compile(templates._kinds[0].eager, fullgraph=True, dynamic=False, backend="eager")
     graphs = []
     for _ in range(2):
         weights, x, gradient = drawn(plan, slot, templates)
         detached = {name: tensor.detach() for name, tensor in weights.items()}
-        _, kept = templates.forward_and_attention(detached, x.clone())
-        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept), gradient)
+        _, kept = templates.forward_and_attention("0", detached, x.clone())
+        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept), gradient)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [1, 1]
     assert not torch._dynamo.utils.counters["graph_break"]
