@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from tiny_families import config_of as tiny_config
 
 from megatrain.runtime import attention
 from megatrain.runtime.arenas import Arenas
@@ -19,6 +21,7 @@ from megatrain.runtime.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.specs import ModelSpec
 
 CPU = torch.device("cpu")
 SLOT = "device.weights:0"
@@ -140,3 +143,55 @@ def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]
     kept = msgspec.structs.replace(plan.knobs, placement=Placement(attention="1"))
     with pytest.raises(UserError, match=r"knobs.placement: attention: found layer 1 of a gemma2 model"):
         refuse_attention(msgspec.structs.replace(plan, knobs=kept, workload=msgspec.structs.replace(plan.workload, attention=None)), CPU)
+
+
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}], ids=["full", "sliding above"])
+def test_layers_beside_a_kept_one_are_masked_as_ever(executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]) -> None:
+    """Layers 1 and up slide: their masks are PyTorch's own whether or not layer 0 is kept."""
+    bits = []
+    for kept in ("", "0"):
+        model = ModelSpec.from_config(tiny_config("qwen2", num_hidden_layers=3, **window).to_dict(), "qwen2", "qwen2")
+        plan = executable("overlapped", model=model, placement=Placement(attention=kept), device_limit_bytes=2**30, host_limit_bytes=2**30)
+        with session(plan) as running:
+            arguments = running.executor.templates._causal
+            bits.append(running.bits())
+        assert [each["attention_mask"] is None for each in arguments] == [True] + [not window] * 2
+    assert bits[0] == bits[1]
+
+
+def test_each_way_of_calling_is_one_graph_a_kind(make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled: with the attention taken, with the kept one, and without either; none broken, none made again for another layer."""
+    compiled, graphs = torch.compile, list[object]()
+
+    def counted(function: Any, **options: Any) -> Any:
+        return compiled(function, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    torch._dynamo.reset()
+    plan = make_plan(family="qwen2", dtype="bf16", compiled=True)
+    templates, counts = made(plan), []
+    for layer in ("0", "1"):
+        weights, x, gradient = drawn(plan, slot, templates)
+        detached = {name: tensor.detach() for name, tensor in weights.items()}
+        _, kept = templates.forward_and_attention(layer, detached, x.clone())
+        both_ways(templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone(), kept=kept), gradient)
+        both_ways(templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone()), gradient)
+        counts.append(len(graphs))
+    assert counts == [3, 3]
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"attention": "flash"}, "true, beside attention = 'flash'"), ({"placement": Placement(attention="1")}, "true, beside knobs.placement.attention = '1'"),
+])  # fmt: skip
+def test_neither_a_kernel_nor_a_kept_attention_has_a_mask_for_documents(make_plan: Callable[..., Plan], changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(UserError, match=f"workload: documents: found {found}"):
+        refuse_attention(make_plan(documents=True, **changes), CPU)
+
+
+def test_cudnn_is_refused_in_deterministic_mode(make_plan: Callable[..., Plan]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UserError, match="workload: attention: found cudnn in deterministic mode"):
+            refuse_attention(make_plan(attention="cudnn"), CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)

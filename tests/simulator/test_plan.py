@@ -62,7 +62,7 @@ def test_a_plan_is_a_small_file_that_people_can_read(tmp_path: Path, make_plan: 
     assert 'policy = "double_buffer"' in written
     assert "[knobs]\nweight_slots = 2" in written
     assert "[prediction]" not in written
-    assert len(written.splitlines()) < 50
+    assert len(written.splitlines()) <= 50
 
 
 def table_of(plan: Plan) -> dict[str, Any]:
