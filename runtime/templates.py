@@ -8,7 +8,6 @@ layer*, and looked up at backward in whichever slot then holds the layer, so tha
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,8 +107,12 @@ class Templates:
         self.routing = RouterLoss.of(config, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
         self._edges = Edges(whole, model.hidden, self.dtype, device)
+        self._causal: list[Arguments] = []
+        """what each decoder layer is handed where every row is one document; made here, since making masks waits for the device"""
         if workload.documents:
             self._refuse_what_does_not_pack()
+        else:
+            self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
         self._chunk_loss = torch.compile(self._token_losses, dynamic=False) if workload.compiled else self._token_losses
         self._arguments: dict[int, list[Arguments]] = {}
 
@@ -121,11 +124,6 @@ class Templates:
                 f"model {self.model.name}: model_type", found=f"{self.model.family}, whose model has {error}", allowed="rows of one document",
                 fix="make a plan without documents",
             ) from None  # fmt: skip
-
-    @functools.cached_property
-    def _causal(self) -> list[Arguments]:
-        """What each decoder layer is handed where every row is one document."""
-        return self._edges.arguments(self.workload.batch, self.workload.sequence, None)
 
     def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
         """A micro-batch begins: masks and positions for its `documents` [batch, sequence] int64, on the device.

@@ -175,11 +175,13 @@ def assert_invariant(plan: Plan) -> None:
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept."""
+    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept that can be."""
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
+    able = all(map(model.keeps_attention, decoders))
     some = {
         name: st.lists(st.sampled_from(decoders if name in ("stored", "parked", "attention") else list(model.stack)), unique=True)
         for name in Placement.__struct_fields__
+        if name != "attention" or able
     }
     return Placement(**{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()})
 

@@ -107,6 +107,7 @@ def test_every_family_s_loss_is_the_step_s(executable: Callable[..., Plan], sess
     with session(plan) as running:
         batches = [Batch(batch.ids, batch.labels, packed if documents else None) for batch in running.batches(1)]
         found = running.executor.evaluate(batches)
+        assert not running.executor.templates._arguments, "every micro-batch has ended"
         assert found.loss == running.executor.evaluate(batches).loss == running.executor.step(batches, rate=1e-2, number=1).loss
         assert found.labelled == 2 * (28 if documents else 32)
         assert not running.executor.templates._arguments, "every micro-batch has ended"
