@@ -28,6 +28,7 @@ from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, LaneErro
 from megatrain.runtime.out_of_memory import out_of_memory
 from megatrain.runtime.steadiness import Steadiness
 from megatrain.runtime.templates import Templates
+from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, evaluation, executable
 from megatrain.simulator.policies._layerwise import ATTENTION
@@ -213,7 +214,8 @@ class Executor:
         labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)
         for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
-            assert work.documents or batch.documents is None, "the plan's workload has no documents"
+            if batch.documents is not None and not work.documents:
+                raise UserError("data", found="rows of several documents", allowed="rows of one, as planned", fix="make the plan with --documents")
             rows = [batch.ids, each] + ([torch.zeros_like(batch.ids) if batch.documents is None else batch.documents] if work.documents else [])
             self._binder.tokens(micro).copy_(torch.stack(rows))
         return labelled

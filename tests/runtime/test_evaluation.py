@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from tiny_families import config_of as tiny_config
 
+from megatrain.experiments import options
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
 from megatrain.runtime.templates import config_of
+from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import evaluation, lower, names
@@ -124,3 +127,17 @@ def test_the_routers_loss_is_left_out(executable: Callable[..., Plan], session: 
             stepped.append(running.step(1).loss)
     assert evaluated[0] == evaluated[1] == stepped[0]
     assert stepped[1] > stepped[0] + 0.1
+
+
+def test_documents_that_were_not_planned_are_refused(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    with session(executable()) as running:
+        (batch,) = running.batches(1)
+        with pytest.raises(UserError, match="data: found rows of several documents; .*; fix: make the plan with --documents"):
+            running.executor.step([batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_command_line_plans_them(documents: bool) -> None:
+    parser = argparse.ArgumentParser()
+    options.add_workload(parser)
+    assert options.workload(parser.parse_args(["--documents"] if documents else [])).documents is documents
