@@ -18,17 +18,14 @@ import pytest
 import torch
 import xxhash
 from safetensors.torch import load_file
-from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, restore, save, verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
-from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.tensor_stream import Source, write_tensors
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.specs import ModelSpec
 
 SETTINGS = {"rate": 1e-2, "seed": 0}
 
@@ -96,33 +93,6 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
             result = running.step(3)
             assert (result.loss, result.gradient_norm) == expected[new][0][2], f"{old} -> {new}"
             assert everything(running) == expected[new][1], f"{old} -> {new}"
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str
-) -> None:
-    """Training leaves it as it is, so no checkpoint holds it: loading the model, which goes before every restore, does."""
-    model = ModelSpec.from_config(tiny_config(family, num_hidden_layers=3).to_dict(), family, family)
-    plan = executable("overlapped", model=model, device_limit_bytes=2**30, host_limit_bytes=2**30)
-    drawn = random_weights(0)
-
-    def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.arange(8.0).sin() if tensor.endswith("e_score_correction_bias") else drawn(layer, tensor, shape)
-
-    with session(plan, weights=weights) as running:
-        for step in (1, 2):
-            running.step(step)
-        save(running.executor, running.state, run_of(2), tmp_path / "saved")
-        expected = (running.step(3).loss, everything(running))
-        (bias,) = running.state.buffers(model.stack["2"]).values()
-        assert torch.equal(bias, torch.arange(8.0).sin())
-    with session(plan, weights=weights) as running:
-        restore(running.executor, running.state, tmp_path / "saved", SETTINGS)
-        assert (running.step(3).loss, everything(running)) == expected
-    with session(plan) as running:  # without it the same checkpoint goes another way
-        restore(running.executor, running.state, tmp_path / "saved", SETTINGS)
-        assert running.step(3).loss != expected[0]
 
 
 def test_a_running_executor_goes_back(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:

@@ -132,7 +132,7 @@ def test_the_routers_loss_is_left_out(executable: Callable[..., Plan], session: 
 def test_documents_that_were_not_planned_are_refused(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
     with session(executable()) as running:
         (batch,) = running.batches(1)
-        with pytest.raises(UserError, match="data: found rows of several documents; .*; fix: make the plan with --documents"):
+        with pytest.raises(UserError, match=r"data: found rows of several documents; .*; fix: make the plan with --documents"):
             running.executor.step([batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1)
 
 
