@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.experiments import options
 from megatrain.runtime.batch import Batch
+from megatrain.runtime.checkpoint_names import hub_name
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.machine import describe, device_bytes, host_bytes
-from megatrain.runtime.model_files import ModelState, hub_name, random_weights
+from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
@@ -70,7 +71,7 @@ class Class(msgspec.Struct, frozen=True, kw_only=True):
 def run_ours(plan: Plan, config: PretrainedConfig, feed: Feed, rates: Sequence[float], device: torch.device) -> Run:
     begin, losses = time.perf_counter(), []
     with Executor(plan, config, SETTINGS, device) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
+        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
         state.load(random_weights(0, device))
         for number, rate in enumerate(rates, 1):
             losses.append(executor.step([feed(number)], rate=rate, number=number).loss)

@@ -94,6 +94,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", choices=("flash", "cudnn"), help="the attention kernel; each rounds otherwise (default: the one that PyTorch picks)")
     group.add_argument("--loss-chunk", type=whole("--loss-chunk"), default=1024, help="tokens whose logits exist at one time (default 1024)")
     group.add_argument("--compile", action="store_true", help="layers through torch.compile: faster, less activations, rounds otherwise than eager layers")
+    group.add_argument("--documents", action="store_true", help="rows may hold several documents, or padding: attention stays inside a document")
 
 
 def workload(args: argparse.Namespace) -> Workload:
@@ -101,7 +102,7 @@ def workload(args: argparse.Namespace) -> Workload:
 
     return Workload(
         batch=args.batch, sequence=args.seq, accumulation=args.accumulation, dtype=args.dtype, clipping=args.clipping, loss_chunk=args.loss_chunk,
-        compiled=args.compile, attention=args.attention,
+        compiled=args.compile, attention=args.attention, documents=args.documents,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch.backends import cuda as sdp
 from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
@@ -82,13 +83,26 @@ def refuse_attention(plan: Plan, device: torch.device) -> None:
             "workload: attention", found=f"{plan.workload.attention} for a {plan.model.family} model", allowed="full causal attention in every layer, as in Llama",
             fix="leave `attention` out of the workload",
         )  # fmt: skip
-    if plan.workload.attention or plan.placed("attention"):
+    special = plan.workload.attention or plan.placed("attention")
+    if special and plan.workload.documents:
+        kept = f"knobs.placement.attention = {plan.knobs.placement.attention!r}"
+        raise UserError(
+            "workload: documents", found=f"true, beside {f'attention = {plan.workload.attention!r}' if plan.workload.attention else kept}",
+            allowed="a kernel of choice, and attention that is kept, for rows of one document", fix="make a plan without documents, or without these",
+        )  # fmt: skip
+    if plan.workload.attention == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        raise UserError(
+            "workload: attention", found="cudnn in deterministic mode, whose backward sums in any order", allowed="flash, or no kernel of choice",
+            fix="leave `attention` out of the workload, or train without deterministic mode",
+        )  # fmt: skip
+    if special:
         kernel_of(plan.model, plan.workload, device)
 
 
 def take_over(config: PretrainedConfig) -> None:
-    """Has layers that are built from `config` attend by `attend`."""
+    """Has layers that are built from `config` attend by `attend`, with the masks that they have with PyTorch's attention."""
     AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     config._attn_implementation = NAME
 
 

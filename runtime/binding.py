@@ -16,7 +16,7 @@ from megatrain.runtime.templates import Saved, Templates, layer_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._clipping import RATIO_ROW
 from megatrain.simulator.policies._layerwise import ATTENTION, contributions
-from megatrain.simulator.schedule import Op, Schedule, whole
+from megatrain.simulator.schedule import Op, Schedule, parse_id, whole
 from megatrain.simulator.specs import EMBEDDING
 
 Run = Callable[[], object]
@@ -50,9 +50,9 @@ class Binder:
         return run
 
     def tokens(self, micro: int) -> torch.Tensor:
-        """[2, batch, sequence] int64: ids and labels of a micro-batch, on the device."""
+        """[2 or 3, batch, sequence] int64: ids, labels and, where the workload has them, documents of a micro-batch, on the device."""
         work = self.plan.workload
-        return self.arenas.tensor(f"device.tokens:{micro}", torch.int64, (2, work.batch, work.sequence))
+        return self.arenas.tensor(f"device.tokens:{micro}", torch.int64, (work.token_rows, work.batch, work.sequence))
 
     def _hidden(self, buffer: str) -> torch.Tensor:
         work = self.plan.workload
@@ -119,20 +119,25 @@ class Binder:
 
     def _embed(self, op: Op) -> Run:
         weights, tokens = op.reads
-        table, output = self._weights(EMBEDDING, weights)["embed_tokens.weight"], self._hidden(op.writes[0])
-        ids = self.tokens(int(tokens.partition(":")[2]))[0]
-        return lambda: output.copy_(self.templates.embed(table, ids))
+        (table, *_), output, micro = self._weights(EMBEDDING, weights).values(), self._hidden(op.writes[0]), _micro(op)
+        ids, _, *documents = self.tokens(int(tokens.partition(":")[2]))
+
+        def run() -> None:
+            self.templates.begin(micro, *documents)
+            output.copy_(self.templates.embed(table, ids))
+
+        return run
 
     def _forward(self, op: Op) -> Run:
         slot, source = op.reads
         target, *kept = op.writes
         weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(target)
-        layer = self.plan.model.stack[op.layer]
+        layer, micro = self.plan.model.stack[op.layer], _micro(op)
         if kept and self.schedule.buffer[kept[0]].pool == ATTENTION:
             attention = self._attention(op.layer, kept[0])
 
             def run_and_keep_attention() -> None:
-                made, left = self.templates.forward_and_attention(weights, x)
+                made, left = self.templates.forward_and_attention(op.layer, weights, x, micro)
                 output.copy_(made)
                 for place, tensor in zip(attention, left, strict=True):
                     place.copy_(tensor)
@@ -140,10 +145,10 @@ class Binder:
             return run_and_keep_attention
 
         def run() -> None:
-            output.copy_(self.templates.forward(weights, x))
+            output.copy_(self.templates.forward(op.layer, weights, x, micro))
 
         def run_and_keep() -> None:
-            self.state.saved[kept[0]] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source))
+            self.state.saved[kept[0]] = made = self.templates.keep(self.arenas, layer, slot, self._hidden(source), micro)
             output.copy_(made.output.detach())
 
         return run_and_keep if kept else run
@@ -152,10 +157,10 @@ class Binder:
         slot, source, *attention = op.reads
         saved, *outputs = op.writes
         kept = self._attention(op.layer, attention[0]) if attention else None
-        layer, output = self.plan.model.stack[op.layer], self._hidden(outputs[0]) if outputs else None
+        layer, output, micro = self.plan.model.stack[op.layer], self._hidden(outputs[0]) if outputs else None, _micro(op)
 
         def run() -> None:
-            self.state.saved[saved] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source), kept)
+            self.state.saved[saved] = made = self.templates.recompute(self.arenas, layer, slot, self._hidden(source), micro, kept)
             if output is not None:
                 output.copy_(made.output.detach())
 
@@ -169,6 +174,7 @@ class Binder:
 
         def run() -> None:
             dx, *gradients = self.templates.backward(self.state.saved.pop(saved), slot, upper)
+            assert dx is not None
             lower_gradient.copy_(dx)
             put(gradients)
 
@@ -177,35 +183,27 @@ class Binder:
     def _head(self, op: Op) -> Run:
         slot, source, tokens = op.reads[:3]
         target, below, loss = op.writes
-        head = self.plan.model.head
-        names = [tensor.name for tensor in self.plan.model.stack[head].tensors]
+        head, micro = self.plan.model.head, _micro(op)
         labels = self.tokens(int(tokens.partition(":")[2]))[1]
         x, dx, total = self._hidden(source), self._hidden(below), self.arenas.flat(loss, torch.float32, 1)
         put = self._gradient_sink(head, op, target)
 
         def run() -> None:
-            weights = self._head_weights(slot)
-            value, norm_gradient, projection_gradient = self.templates.head(weights, x, labels, self.state.scale, dx)
+            value, gradients = self.templates.head(self._weights(head, slot), x, labels, self.state.scale, dx, micro)
             total[0] = value
-            put([{"norm.weight": norm_gradient, self._projection: projection_gradient}[name] for name in names])
+            put(gradients)
 
         return run
-
-    @property
-    def _projection(self) -> str:
-        return "embed_tokens.weight" if self.plan.model.head == EMBEDDING else "lm_head.weight"
-
-    def _head_weights(self, slot: str) -> dict[str, torch.Tensor]:
-        tensors = self._weights(self.plan.model.head, slot)
-        return {"norm": tensors["norm.weight"], "projection": tensors[self._projection]}
 
     def _loss(self, op: Op) -> Run:
         slot, source, tokens = op.reads
         labels = self.tokens(int(tokens.partition(":")[2]))[1]
         x, total = self._hidden(source), self.arenas.flat(op.writes[0], torch.float32, 1)
+        head, micro = self.plan.model.head, _micro(op)
 
         def run() -> None:
-            total[0] = self.templates.loss(self._head_weights(slot), x, labels, self.state.scale)
+            total[0] = self.templates.loss(self._weights(head, slot), x, labels, self.state.scale)
+            self.templates.end(micro)
 
         return run
 
@@ -213,8 +211,13 @@ class Binder:
         tokens, gradient = op.reads[:2]
         ids, dx = self.tokens(int(tokens.partition(":")[2]))[0], self._hidden(gradient)
         others: list[torch.Tensor | None] = [None] * (len(self.plan.model.stack[EMBEDDING].tensors) - 1)
-        put = self._gradient_sink(EMBEDDING, op, op.writes[0])
-        return lambda: put([self.templates.embed_backward(dx, ids), *others])
+        put, micro = self._gradient_sink(EMBEDDING, op, op.writes[0]), _micro(op)
+
+        def run() -> None:
+            put([self.templates.embed_backward(dx, ids), *others])
+            self.templates.end(micro)
+
+        return run
 
     def _gradient_sink(self, layer: str, op: Op, buffer: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
         """Where the layer's gradients go, in the order of its tensors: rounded to the compute dtype, then written or, if `op` reads `buffer`, added."""
@@ -360,3 +363,8 @@ class Binder:
         return run
 
     _cpu_update = _update
+
+
+def _micro(op: Op) -> int:
+    """The micro-batch of a compute op."""
+    return parse_id(op.id).micro or 0

@@ -22,11 +22,13 @@ from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.checksum import checksum
+from megatrain.runtime.documents import trained_labels
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, LaneError, Origin, StreamMark, Task
 from megatrain.runtime.out_of_memory import out_of_memory
 from megatrain.runtime.steadiness import Steadiness
 from megatrain.runtime.templates import Templates
+from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, evaluation, executable
 from megatrain.simulator.policies._layerwise import ATTENTION
@@ -182,8 +184,8 @@ class Executor:
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """The loss of `accumulation` micro-batches, forward only, by the weights that every step so far makes: an owed update is applied first.
 
-        Weights and moments stay as they are. The loss is that of a step on these batches, bit for bit (compiled: in deterministic mode). It may be
-        infinite or NaN. Raises LaneError with the op's name where one fails, UserError where it was for want of memory.
+        Weights and moments stay as they are. The loss is that of a step on these batches, bit for bit (compiled: in deterministic mode), but for the
+        routers' balancing loss where the model has one: here it is left out, as the language model's loss is what is compared. It may be infinite or NaN. Raises LaneError with the op's name where one fails, UserError where it was for want of memory.
         """
         self.drain()
         program = self._beside("evaluation", lambda: evaluation(self.plan))
@@ -208,10 +210,14 @@ class Executor:
         """Copies the micro-batches to where ops read them; returns how many tokens have a label."""
         work = self.plan.workload
         assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
-        labelled = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        labels = [trained_labels(batch) for batch in batches]
+        labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)
-        for micro, batch in enumerate(batches):
-            self._binder.tokens(micro).copy_(torch.stack([batch.ids, batch.labels]))
+        for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+            if batch.documents is not None and not work.documents:
+                raise UserError("data", found="rows of several documents", allowed="rows of one, as planned", fix="make the plan with --documents")
+            rows = [batch.ids, each] + ([torch.zeros_like(batch.ids) if batch.documents is None else batch.documents] if work.documents else [])
+            self._binder.tokens(micro).copy_(torch.stack(rows))
         return labelled
 
     def _play(self, program: _Program) -> Timeline:

@@ -1,7 +1,8 @@
 """Groups: which weight decay and which learning rate each tensor gets, and a layer's flat buffer cut into stretches that get the same.
 
-By default matrices decay by the settings' `weight_decay`, and what has one dimension (norms, biases) or belongs to the embedding table does not;
-a head that is tied to the table counts as embedding.
+By default matrices decay by the settings' `weight_decay`, and norms, biases (of experts too, which have two dimensions) and what
+belongs to the embedding table do not; a head that is tied to the table counts as embedding. Patterns are matched against names that begin with `model.`
+whatever the family, since a plan's groups are known before its transformers model is.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from megatrain.runtime.checkpoint_names import hub_name
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.model_files import hub_name
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import LayerSpec, ModelSpec, TensorSpec
 
@@ -25,7 +26,7 @@ class Treatment(NamedTuple):
 
 def treatment(settings: AdamW, layer: LayerSpec, tensor: TensorSpec) -> Treatment:
     """Of one tensor: its group's, or the default."""
-    plain = len(tensor.shape) < 2 or layer.kind == "embedding"
+    plain = len(tensor.shape) < 2 or tensor.name.endswith("bias") or layer.kind == "embedding"
     decay = 0.0 if plain else settings.weight_decay
     name = hub_name(layer.name, tensor.name)
     for group in settings.groups:

@@ -8,45 +8,29 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.checkpoint_names import CheckpointNames, hub_name
 from megatrain.runtime.model_folder import COMPANIONS, INDEX, inside, weight_files
 from megatrain.runtime.tensor_file import read_entries
 from megatrain.runtime.tensor_stream import Source, write_tensors
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import EMBEDDING, HEAD, Dtype, LayerSpec
+from megatrain.simulator.specs import Dtype, LayerSpec
 
 _SHARD_BYTES = 4 * 10**9
 _PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
-
-
-def hub_name(layer: str, tensor: str, prefix: str = "model") -> str:
-    """The tensor's name in a Hugging Face checkpoint of a model whose class has this `name_prefix`. The only place that makes such names."""
-    if tensor.startswith("lm_head."):
-        return tensor
-    return f"{prefix}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{prefix}.layers.{layer}.{tensor}"
-
-
-def name_prefix(config: PretrainedConfig) -> str:
-    """transformers' name of what lies below the head, in the class that `config` belongs to. Raises KeyError where there is none."""
-    return str(_model_class(config).base_model_prefix)
-
-
-def _model_class(config: PretrainedConfig) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -70,23 +54,23 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
     """The tensors of a Hugging Face folder, by memory map, one at a time; of its files one is open at a time.
 
     Raises UserError, before any tensor is read, where a file is missing, malformed, a pickle or outside the folder, or two files have the same tensor;
-    and where a tensor is missing or of another shape.
+    and where a tensor is missing or of another shape. A tensor that the folder has in parts (experts) is a copy, and maps the files of its parts.
     """
     where: dict[str, Path] = {}
     for file in weight_files(folder):
         for name in read_entries(file):
             if where.setdefault(name, file) is not file:
                 raise UserError(str(file), found=f"tensor {name}, which {where[name].name} has too", allowed="each tensor once", fix="fetch the model again")
-    prefix, opened = _prefix(folder), _OneFile()
+    opened = _OneFile()
+    prefix, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = hub_name(layer, tensor, prefix)
-        if name not in where:
-            raise UserError(
-                str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix="use weights that belong to this config.json"
-            )
-        value = opened.tensor(where[name], name)
         fix = "use weights that belong to this config.json"
+        try:
+            value = value_of(name)
+        except KeyError:
+            raise UserError(str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix=fix) from None
         if tuple(value.shape) != shape:
             raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix=fix)
         if not value.is_floating_point():
@@ -122,19 +106,28 @@ class _OneFile:
         self._path = self._file = None
 
 
-def _prefix(folder: Path) -> str:
-    """What tensors' names begin with in the folder's model; `model` where its config does not tell."""
+def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[str, Callable[[str], torch.Tensor]]:
+    """The prefix of names in the folder's model, and what reads a tensor of it; where its config does not tell, `model` and the files' own names."""
     try:
-        return name_prefix(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError):
-        return "model"
+        held = frozenset(keys)
+
+        def read(name: str) -> torch.Tensor:
+            if name not in held:
+                raise KeyError(name)
+            return tensor_of(name)
+
+        return "model", read
+    return names.prefix, names.reader(keys, tensor_of)
 
 
 class ModelState:
     """A schedule's persistent model state, wherever the schedule keeps it: fp32 masters in, fp32 masters out."""
 
-    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas) -> None:
-        self._plan, self._schedule, self._arenas = plan, schedule, arenas
+    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> None:
+        """`buffers`: what decoder layers have besides parameters that belongs into a checkpoint, by layer and name: `Templates.persistent`."""
+        self._plan, self._schedule, self._arenas, self._buffers = plan, schedule, arenas, buffers or {}
         self._dtype = TORCH_DTYPE[plan.workload.dtype]
 
     def home(self, name: str, layer: str) -> str | None:
@@ -155,7 +148,7 @@ class ModelState:
         return flat, None if low is None else self._arenas.flat(low, torch.int16, layer.elements)
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes every layer's weights and zeroes its moments; `progress` hears of each layer's parameters."""
+        """Writes every layer's weights and buffers and zeroes its moments; `progress` hears of each layer's parameters."""
         for layer in self._plan.model.stack.values():
             high, low = self._planes(layer)
             offset = 0
@@ -172,6 +165,8 @@ class ModelState:
             moments = self.home("moments", layer.name)
             assert moments is not None
             self._arenas.flat(moments, torch.float32, 2 * layer.elements).zero_()
+            for name, buffer in self._buffers.get(layer.name, {}).items():
+                buffer.copy_(weights(layer.name, name, tuple(buffer.shape)))
             progress(layer.parameters)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -207,6 +202,10 @@ class ModelState:
             offset += tensor.padded
         return made
 
+    def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
+        """The layer's buffers by name."""
+        return self._buffers.get(layer.name, {})
+
 
 def _converted(high: torch.Tensor, low: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for start in range(0, high.numel(), _PIECE):
@@ -223,7 +222,8 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
 
     A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
-    `source`, where the model came from. Streamed: no second copy of a tensor is made. Raises UserError where `folder` exists or cannot be written.
+    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one
+    under way that a checkpoint has in parts (a layer's experts). Raises UserError where `folder` exists or cannot be written.
     """
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
@@ -248,13 +248,14 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
 
 
 def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
-    prefix = name_prefix(config)
+    names = CheckpointNames(config)
     shards: list[dict[str, Source]] = [{}]
     for layer in plan.model.stack.values():
-        for name, stored in state.sources(layer, dtype).items():
+        held = {**state.sources(layer, dtype), **{name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}}
+        for name, stored in names.saved({hub_name(layer.name, name, names.prefix): source for name, source in held.items()}).items():
             if shards[-1] and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES:
                 shards.append({})
-            shards[-1][hub_name(layer.name, name, prefix)] = stored
+            shards[-1][name] = stored
     files = ["model.safetensors"] if len(shards) == 1 else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
         write_tensors(folder / file, shard)
@@ -263,6 +264,6 @@ def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
         total = sum(stored.bytes for shard in shards for stored in shard.values())
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
     exported = copy.deepcopy(config)
-    exported.architectures = exported.architectures or [_model_class(config).__name__]
+    exported.architectures = exported.architectures or [names.architecture]
     exported.dtype, exported.use_cache = dtype, True  # training has no cache, who loads it wants one
     exported.save_pretrained(folder)

@@ -139,6 +139,9 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
     flat = {name: arenas.flat(name, torch.uint8, chunk) for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")}
     total, gradient = arenas.flat("host.layer:0", torch.float32, layer.elements), torch.randn(layer.elements).to(templates.dtype)
 
+    templates.begin(0)
+    templates.forward(layer.name, weights, x)  # its router's choices, where their loss is asked for
+
     def layer_both_ways() -> None:
         saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
         templates.backward(saved, "device.layer:0", x)
@@ -191,7 +194,7 @@ def _turns(templates: Templates, arenas: Arenas, layer: LayerSpec, both_ways: Wo
         return _together({lane: work}, threads, device)[lane]
 
     def forward() -> None:
-        templates.forward(weights, x)
+        templates.forward(layer.name, weights, x)
 
     forwards, both, waits = alone("compute", forward), alone("compute", both_ways), []
     for count in (_UPDATED, min(layer.elements, _MOST_UPDATED)):

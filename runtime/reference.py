@@ -1,4 +1,4 @@
-"""The yardstick: the same training step in plain PyTorch. Whole model resident, one autograd graph, fp32 masters, no slots, no lanes.
+"""The yardstick: the same training step in plain PyTorch. transformers' whole model resident, one autograd graph, fp32 masters, no slots, no lanes.
 
 It shares with the runtime what *defines* the arithmetic (the loss chunk, gradients rounded to the compute dtype and summed in fp32, the
 order of the norm's additions, the rounding of the master) and nothing of how the work is scheduled or stored.
@@ -6,20 +6,36 @@ order of the norm's additions, the rounding of the master) and nothing of how th
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.checkpoint_names import hub_name
+from megatrain.runtime.documents import masks, positions, trained_labels
 from megatrain.runtime.groups import Treatment, treatment
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.optimizer import clip_coefficient, round_to_bf16, rounded_sqrt, sum_by_rows, sum_of_squares
-from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
+from megatrain.runtime.skeleton import widen_buffers
+from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
 """fp32 weights by layer and tensor name"""
+
+
+class _Normed(torch.nn.Module):
+    """In place of the decoder: what it is given is its result."""
+
+    def forward(self, _ids: None = None, *, inputs_embeds: torch.Tensor, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class Reference:
@@ -28,7 +44,10 @@ class Reference:
     def __init__(self, model: ModelSpec, workload: Workload, config: PretrainedConfig, settings: AdamW, masters: Masters, device: torch.device) -> None:
         self.spec, self.work, self.settings = model, workload, settings
         self.dtype = TORCH_DTYPE[workload.dtype]
-        self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).to(device).train()
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=self.dtype).to(device).train()
+        widen_buffers(self.model)
+        self._top = copy.copy(self.model)
+        self._top._modules = {**self.model._modules, self.model.base_model_prefix: _Normed()}
         self.masters = {layer: {name: tensor.to(device, copy=True) for name, tensor in tensors.items()} for layer, tensors in masters.items()}
         self.moments = {layer: {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in tensors.items()} for layer, tensors in self.masters.items()}
         self._parameters = {layer.name: {t.name: self._find(layer.name, t.name) for t in layer.tensors} for layer in model.stack.values()}
@@ -37,9 +56,8 @@ class Reference:
         self._write_back()
 
     def _find(self, layer: str, tensor: str) -> torch.nn.Parameter:
-        if tensor == "lm_head.weight":
-            return self.model.get_parameter(tensor)
-        return self.model.get_parameter(f"model.{tensor}" if layer in (EMBEDDING, HEAD) else f"model.layers.{layer}.{tensor}")
+        found: torch.nn.Parameter = self.model.get_parameter(hub_name(layer, tensor, self.model.base_model_prefix))
+        return found
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -49,12 +67,11 @@ class Reference:
                 parameter.copy_(round_to_bf16(master) if self.dtype == torch.bfloat16 else master)
 
     def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> tuple[float, float | None]:
-        """One optimizer step over the micro-batches (ids and labels [batch, sequence] int64): mean loss, and gradient norm with clipping by it or by
-        layers' norms, else None.
-        """
+        """One optimizer step over the micro-batches: mean loss, and gradient norm with clipping by it or by layers' norms, else None."""
+        batches = [batch._replace(labels=trained_labels(batch)) for batch in batches]
         scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
         total: dict[str, list[dict[str, torch.Tensor]]] = {layer: [] for layer in self._parameters}
-        losses = [self._micro_batch(ids, labels, scale, total) for ids, labels, _ in batches]
+        losses = [self._micro_batch(batch, scale, total) for batch in batches]
         gradients = {layer: self._sum(self.spec.stack[layer], parts) for layer, parts in total.items()}
         factors: dict[str, torch.Tensor] = {}
         norm = None
@@ -71,43 +88,66 @@ class Reference:
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
 
-    def _micro_batch(self, ids: torch.Tensor, labels: torch.Tensor, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]) -> torch.Tensor:
-        inner = self.model.model
-        x = torch.nn.functional.embedding(ids, inner.embed_tokens.weight.float(), inner.embed_tokens.padding_idx).to(self.dtype)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        rotary = inner.rotary_emb(x, positions)
-        for layer in inner.layers:
-            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary)
-        top = x.detach().requires_grad_()
-        loss, head = self._head(top, labels, scale)
+    def _micro_batch(self, batch: Batch, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]) -> torch.Tensor:
+        base = self.model.base_model
+        inputs: dict[str, Any] = {"inputs_embeds": self._embedded(batch.ids)}
+        if batch.documents is not None:
+            inputs["position_ids"] = positions(batch.documents)
+            if self.spec.family == "gpt_oss":  # its model does not show the positions to its masks
+                inputs["attention_mask"] = masks(base.config, **inputs)
+        tops: list[torch.Tensor] = []
+        hook = base.layers[-1].register_forward_hook(lambda _layer, _input, output: tops.append(output[0] if isinstance(output, tuple) else output))
+        outputs = base(**inputs)
+        hook.remove()
+        ends, top = tops, tops[0].detach().requires_grad_()
+        loss, head = self._head(top, batch.labels, scale)
+        seeds = [top.grad]
+        if getattr(outputs, "router_logits", None) and hasattr(self.model, "router_aux_loss_coef"):
+            ends, seeds = [*ends, self._router_loss(outputs.router_logits, batch)], [*seeds, None]
+            loss = loss + ends[-1].detach()
         names = [(layer, name) for layer, tensors in self._parameters.items() for name in tensors]
-        below = torch.autograd.grad(x, [self._parameters[layer][name] for layer, name in names], top.grad, allow_unused=True)
-        if self.spec.tied:
-            total[EMBEDDING].append(head)
-        else:
-            total[HEAD].append(head)
-        for layer in self._parameters:
+        below = torch.autograd.grad(ends, [self._parameters[layer][name] for layer, name in names], seeds, allow_unused=True)
+        total[self.spec.head].append(head)
+        for layer, parameters in self._parameters.items():
             parts = {name: gradient for (owner, name), gradient in zip(names, below, strict=True) if owner == layer and gradient is not None}
+            if self.spec.stack[layer].kind == "decoder":  # what has no gradient is as good as zero there
+                parts = {name: parts.get(name, torch.zeros_like(parameter)) for name, parameter in parameters.items()}
             if parts:
                 total[layer].append(parts)
         return loss
 
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the model's embedding makes of the tokens' rows. A row's gradient is summed over its tokens in fp32."""
+        embedding = copy.copy(self.model.get_input_embeddings())
+        rows = torch.nn.functional.embedding(ids, embedding.weight.float(), embedding.padding_idx).to(self.dtype)
+        embedding.padding_idx = None
+        numbers = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+        embedded: torch.Tensor = functional_call(embedding, {"weight": rows.flatten(0, 1)}, (numbers,))
+        return embedded
+
+    def _router_loss(self, logits: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+        """transformers' own, a micro-batch's part of the step's mean."""
+        balance = sys.modules[type(self.model).__module__].load_balancing_loss_func
+        mask = None if batch.documents is None else (batch.documents >= 0).long()
+        loss: torch.Tensor = balance(logits, self.model.num_experts, self.model.num_experts_per_tok, mask)
+        return loss * (self.model.router_aux_loss_coef / self.work.accumulation)
+
     def _head(self, x: torch.Tensor, labels: torch.Tensor, scale: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss, its gradient left in `x.grad`, and the gradients of norm and projection, chunk by chunk summed in fp32."""
-        parameters = [self.model.model.norm.weight, self.model.lm_head.weight]
+        """The loss, its gradient left in `x.grad`, and the gradients of the head's weights, chunk by chunk summed in fp32."""
+        norm, weights = getattr(self.model.base_model, FAMILIES[self.spec.family].norm_name), self._parameters[self.spec.head]
+        parameters = list(weights.values())
         flat, targets, loss = x.detach().flatten(0, 1), labels.flatten(), torch.zeros((), device=x.device)
         sums, pieces = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters], []
         for rows, target in zip(flat.split(self.work.loss_chunk), targets.split(self.work.loss_chunk), strict=True):
             rows = rows.detach().requires_grad_()
-            logits = self.model.lm_head(self.model.model.norm(rows))
+            logits = self._top(inputs_embeds=norm(rows)[None]).logits[0]
             part = torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=IGNORED, reduction="sum") * scale
             piece, *gradients = torch.autograd.grad(part, [rows, *parameters])
             pieces.append(piece)
             sums = [so_far + gradient.float() for so_far, gradient in zip(sums, gradients, strict=True)]
             loss = loss + part.detach()
         x.grad = torch.cat(pieces).view_as(x)
-        projection = "embed_tokens.weight" if self.spec.tied else "lm_head.weight"
-        return loss, {"norm.weight": sums[0].to(self.dtype), projection: sums[1].to(self.dtype)}
+        return loss, {name: total.to(self.dtype) for name, total in zip(weights, sums, strict=True)}
 
     def _sum(self, layer: LayerSpec, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """fp32 sums in the order of arrival; a single gradient stays in the compute dtype."""

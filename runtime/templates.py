@@ -1,39 +1,59 @@
 """Stateless layers: transformers' own modules, built once without memory, called functionally on tensors in a slot.
 
-One decoder layer serves all; what makes layer 12 out of it is the bytes in the slot. Autograd saves weights with the graph of a
-layer; those are saved as *where in the layer*, and looked up at backward in whichever slot then holds the layer, so that a slot may
-be reused between a layer's recompute and its backward.
+One decoder layer serves all of its kind (`skeleton.kind_of`); what makes layer 12 out of it is the bytes in the slot, the layer's own buffers,
+and the arguments that the model hands it (`edges.py`). Autograd saves weights with the graph of a layer; those are saved as *where in the
+layer*, and looked up at backward in whichever slot then holds the layer, so that a slot may be reused between a layer's recompute and its backward.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime import attention
 from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.attention import Attention
 from megatrain.runtime.batch import IGNORED
+from megatrain.runtime.checkpoint_names import hub_name
+from megatrain.runtime.documents import positions
+from megatrain.runtime.edges import Arguments, Edges
+from megatrain.runtime.layer_kinds import layer_kinds
+from megatrain.runtime.rebinding import rebind
+from megatrain.runtime.router_loss import RouterLoss
+from megatrain.runtime.skeleton import skeleton
 from megatrain.runtime.supported import refuse_unsupported
+from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import with_nulls
-from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
 
 
 def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
-    """transformers' config of `model`: from its folder, or from the spec's own where there is none. Raises UserError for one that cannot be executed."""
+    """transformers' config of `model`: from its folder, or from the spec's own where there is none. Raises UserError for one that cannot be executed.
+
+    Attention is PyTorch's fused one, or written out where a family has scores that it does not compute (soft caps, sinks). Experts stay with
+    transformers' default, grouped products: in bf16 no transfer to the host, and the same bits every time.
+    """
     refuse_unsupported(model)
     if folder is not None:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if config.model_type != model.family:
+            raise UserError(
+                f"{folder}/config.json: model_type", found=repr(config.model_type), allowed=f"the language model alone, {model.family!r}",
+                fix="save the language model by itself and train that",
+            )  # fmt: skip
     else:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})
     config.use_cache = False
-    config._attn_implementation = "sdpa"
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
+    config._attn_implementation = "sdpa" if fused else "eager"
     return config
 
 
@@ -57,16 +77,9 @@ class Saved:
     weights: list[str]
     """the slot that holds the layer's weights, set anew before backward. In a list, which the graph's hooks hold instead of this object: a graph
     that holds itself is never freed where no backward follows, 7 GiB a 7B layer"""
-
-
-@dataclass(frozen=True)
-class _InSlot:
-    """A saved tensor that lies in a weight slot: where, from the slot's start."""
-
-    byte_offset: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    micro: int = 0
+    router_logits: torch.Tensor | None = None
+    """[tokens, experts] where their loss is asked for"""
 
 
 class Templates:
@@ -74,95 +87,156 @@ class Templates:
 
     def __init__(self, model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, *, keeps: bool = False) -> None:
         """`keeps`: some layer's attention is kept from forward to backward."""
+        refuse_unsupported(model, workload)
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        whole.train()
+        quiet = copy.deepcopy(config)
+        quiet.output_router_logits = False
+        whole = skeleton(quiet, self.dtype, device)
         self._kernel = attention.kernel_of(model, workload, device) if workload.attention or keeps else None
         if self._kernel:
             attention.take_over(whole.config)
-        self._decoder, self._norm, self._head = whole.model.layers[0], whole.model.norm, whole.lm_head
-        self._padding = whole.model.embed_tokens.padding_idx
-        rotary = type(whole.model.rotary_emb)(config).to(device)  # on the meta device its frequencies have no values
-        positions = torch.arange(workload.sequence, device=device)[None]
-        self._positions = positions
-        self._layer = torch.compile(self.decoder, dynamic=False) if workload.compiled else self.decoder
-        self._attending = torch.compile(self._decoder_and_attention, dynamic=False) if workload.compiled else self._decoder_and_attention
+        self.prefix: str = whole.base_model_prefix
+        self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(whole.base_model.layers)}
+        """each decoder layer's own, by layer and name, on the device"""
+        saved = whole.state_dict().keys()
+        self.persistent = {
+            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self.prefix) in saved} for layer, buffers in self.buffers.items()
+        }
+        """those of them that a checkpoint has"""
+        self.routing = RouterLoss.of(config, workload.accumulation, device)
+        self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
+        self._edges = Edges(whole, model.hidden, self.dtype, device)
+        self._causal: list[Arguments] = []
+        """what each decoder layer is handed where every row is one document; made here, since making masks waits for the device"""
+        if workload.documents:
+            self._refuse_what_does_not_pack()
+        else:
+            self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
         self._chunk_loss = torch.compile(self._token_losses, dynamic=False) if workload.compiled else self._token_losses
-        self._rotary: tuple[torch.Tensor, torch.Tensor] = rotary(torch.empty(1, 1, model.hidden, dtype=self.dtype, device=device), positions)
+        self._arguments: dict[int, list[Arguments]] = {}
 
-    def forward(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """One decoder layer, causal attention, no graph kept: [batch, sequence, hidden] -> the same.
+    def _refuse_what_does_not_pack(self) -> None:
+        try:
+            _ = self._edges.packs
+        except ValueError as error:
+            raise UserError(
+                f"model {self.model.name}: model_type", found=f"{self.model.family}, whose model has {error}", allowed="rows of one document",
+                fix="make a plan without documents",
+            ) from None  # fmt: skip
+
+    def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
+        """A micro-batch begins: masks and positions for its `documents` [batch, sequence] int64, on the device.
+
+        With documents transformers looks whether there are several, which waits for the device once a micro-batch.
+        """
+        if documents is not None:
+            self._arguments[micro] = self._edges.arguments(self.workload.batch, self.workload.sequence, positions(documents))
+        if self.routing:
+            self.routing.begin(micro, documents)
+
+    def end(self, micro: int) -> None:
+        """The micro-batch's backward is done."""
+        self._arguments.pop(micro, None)
+        if self.routing:
+            self.routing.end(micro)
+
+    def forward(self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0) -> torch.Tensor:
+        """One decoder layer, no graph kept: [batch, sequence, hidden] -> the same.
 
         Compiled with and without gradients it is two programs that round differently. In deterministic mode the one with gradients runs here too
         (7B, 32 x 1024 tokens on an H200: 24.6 ms, not 23.1), so that a recomputed layer and a stored one see the same bits.
         """
-        if self.workload.compiled and torch.are_deterministic_algorithms_enabled():
-            with torch.enable_grad():
-                return self._layer({name: tensor.requires_grad_() for name, tensor in weights.items()}, x.requires_grad_()).detach()
-        with torch.no_grad():
-            return self._layer(weights, x)
+        output, logits = self._without_graph(self._kinds[int(layer)].run, layer, weights, x, self._handed(layer, micro))
+        self._count(micro, logits)
+        return output.detach()
 
-    def forward_and_attention(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
+    def forward_and_attention(self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0) -> tuple[torch.Tensor, Attention]:
         """`forward`, and what `recompute` needs to leave the attention out."""
-        if self.workload.compiled and torch.are_deterministic_algorithms_enabled():
-            with torch.enable_grad():
-                made = self._attending({name: tensor.requires_grad_() for name, tensor in weights.items()}, x.requires_grad_())
-        else:
-            with torch.no_grad():
-                made = self._attending(weights, x)
-        output, *left = (tensor.detach() for tensor in made)
-        return output, Attention(*left)
+        arguments = self._handed(layer, micro) | {"kernel": self._kernel, "kept": None}
+        output, logits, left = self._without_graph(self._kinds[int(layer)].attend, layer, weights, x, arguments)
+        self._count(micro, logits)
+        return output.detach(), Attention(*(tensor.detach() for tensor in left))
 
-    def _decoder_and_attention(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        taken: list[torch.Tensor] = []
-        return self.decoder(weights, x, taken=taken), *taken
+    def _without_graph(self, run: Callable[..., Any], layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments) -> Any:
+        tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
+        with torch.set_grad_enabled(tracked):
+            if tracked:
+                weights, x = {name: tensor.requires_grad_() for name, tensor in weights.items()}, x.requires_grad_()
+            return run(weights | self.buffers[layer], x, arguments)
 
     def decoder(
-        self, weights: dict[str, torch.Tensor], x: torch.Tensor, kept: Attention | None = None, taken: list[torch.Tensor] | None = None
+        self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0, kept: Attention | None = None
     ) -> torch.Tensor:  # fmt: skip
-        """The same as autograd sees it, never compiled. Attention as `attention.attend` says."""
-        keywords: dict[str, Any] = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._rotary}
-        if self.workload.attention or kept is not None or taken is not None:
-            keywords |= {"kernel": self._kernel, "kept": kept, "taken": taken}
-        output = functional_call(self._decoder, weights, (x,), keywords)
-        return output[0] if isinstance(output, tuple) else output
+        """The same as autograd sees it, never compiled; with the attention that was `kept` of its forward."""
+        return self._kinds[int(layer)].eager(weights | self.buffers[layer], x, self._handed(layer, micro, kept))[0]
+
+    def _handed(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
+        """What the layer gets besides its input: from the model, and where its attention is not left to PyTorch for `attention.attend`."""
+        arguments = (self._arguments.get(micro) or self._causal)[int(layer)]
+        chosen = self.workload.attention or kept is not None
+        return arguments | {"kernel": self._kernel, "kept": kept, "taken": None} if chosen else arguments
+
+    def _count(self, micro: int, logits: torch.Tensor | None) -> None:
+        if self.routing and logits is not None:
+            self.routing.add(micro, logits.detach())
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[vocabulary, hidden], [batch, sequence] int64 -> [batch, sequence, hidden]"""
-        return torch.nn.functional.embedding(ids, table)
+        """[vocabulary, hidden], [batch, sequence] int64 -> the first layer's input [batch, sequence, hidden]."""
+        rows = torch.nn.functional.embedding(ids, table)
+        if self._edges.plain:
+            return rows
+        with torch.no_grad():
+            return self._edges.enter(rows)
 
     def embed_backward(self, gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The table's gradient [vocabulary, hidden] fp32: a token's rows are summed in fp32, since a frequent one has thousands."""
-        padding = -1 if self._padding is None else self._padding
+        if not self._edges.plain:
+            with torch.enable_grad():
+                rows = torch.zeros_like(gradient).requires_grad_()  # what is linear has one gradient everywhere
+                (gradient,) = torch.autograd.grad(self._edges.enter(rows), rows, gradient)
+        padding = -1 if self._edges.padding is None else self._edges.padding
         summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, self.model.vocabulary, padding, False)
         return summed
 
-    def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, kept: Attention | None = None) -> Saved:
+    def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, micro: int = 0, kept: Attention | None = None) -> Saved:
         """Runs the layer and keeps its graph; with the attention that was `kept` of its forward, which has to stay until the backward is over."""
         weights = {name: tensor.requires_grad_() for name, tensor in layer_tensors(arenas, layer, slot, self.dtype).items()}
         x.requires_grad_()
         where = [slot]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*_rebind(arenas, where)):
-            output = self._layer(weights, x, kept)
-        return Saved(output, (x, *weights.values()), where)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*rebind(arenas, where)):
+            output, logits = self._kinds[int(layer.name)].run(weights | self.buffers[layer.name], x, self._handed(layer.name, micro, kept))
+        return Saved(output, (x, *weights.values()), where, micro, logits)
 
-    def backward(self, saved: Saved, slot: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of the layer's input and of its parameters, from `gradient` of its output; `slot` holds its weights now."""
+    def keep(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, micro: int) -> Saved:
+        """`forward` and `recompute` at once."""
+        saved = self.recompute(arenas, layer, slot, x, micro)
+        self._count(micro, saved.router_logits)
+        return saved
+
+    def backward(self, saved: Saved, slot: str, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the layer's input and of its parameters, from `gradient` of its output; `slot` holds its weights now.
+
+        None for a parameter that the layer has not used.
+        """
         saved.weights[0] = slot
-        return torch.autograd.grad(saved.output, saved.inputs, gradient)
+        ends: tuple[list[torch.Tensor], list[torch.Tensor | None]] = [saved.output], [gradient]
+        if self.routing and saved.router_logits is not None:
+            with torch.enable_grad():
+                ends[0].append(self.routing.share(saved.micro, saved.router_logits))
+            ends[1].append(None)
+        return torch.autograd.grad(ends[0], saved.inputs, ends[1], allow_unused=True)
 
     def head(
-        self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float, input_gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float, input_gradient: torch.Tensor, micro: int = 0
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Final norm, output projection and cross-entropy, forward and backward, `loss_chunk` tokens at a time.
 
-        `weights`: the norm's and the projection's [vocabulary, hidden]; x [batch, sequence, hidden]; labels [batch, sequence] int64.
-        Writes the input's gradient; returns `scale` x the sum of the tokens' losses (0-dimensional fp32) and the gradients of norm and
-        projection, summed in fp32 where there are several chunks.
+        `weights`: the tensors of the layer that the head reads; x [batch, sequence, hidden]; labels [batch, sequence] int64. Writes the input's
+        gradient; returns `scale` x the sum of the tokens' losses, with the routers' loss where it is asked for (0-dimensional fp32), and the
+        weights' gradients, summed in fp32 where there are several chunks.
         """
-        norm, projection = (tensor.requires_grad_() for tensor in weights.values())
+        named = {self._name_in_head(name): tensor.requires_grad_() for name, tensor in weights.items()}
         rows, targets, dx = x.view(-1, x.shape[-1]), labels.reshape(-1), input_gradient.view(-1, x.shape[-1])
         chunk = self.workload.loss_chunk
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -171,8 +245,8 @@ class Templates:
             part = slice(start, start + chunk)
             with torch.enable_grad():
                 row = rows[part].detach().requires_grad_()
-                chunk_loss = self._chunk_loss(norm, projection, row, targets[part]) * scale
-            dx[part], *gradients = torch.autograd.grad(chunk_loss, (row, norm, projection))
+                chunk_loss = self._chunk_loss(named, row, targets[part]) * scale
+            dx[part], *gradients = torch.autograd.grad(chunk_loss, (row, *named.values()))
             loss += chunk_loss.detach()
             if rows.shape[0] <= chunk:
                 sums = gradients
@@ -182,43 +256,32 @@ class Templates:
                 for total, gradient in zip(sums, gradients, strict=True):
                     total += gradient
         assert sums is not None
-        return loss, sums[0], sums[1]
+        if self.routing:
+            loss += self.routing.value(micro)
+        return loss, sums
 
     def loss(self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
-        """`head` without its backward, the same bits: `scale` x the sum of the tokens' losses, 0-dimensional fp32.
+        """`head` without its backward and without the routers' loss, the same bits: `scale` x the sum of the tokens' losses, 0-dimensional fp32.
 
         Compiled layers round differently without gradients; in deterministic mode, as in `forward`, the program with gradients runs here too.
         """
-        norm, projection = weights.values()
-        kept = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
+        tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
+        named = {self._name_in_head(name): tensor.requires_grad_(tracked) for name, tensor in weights.items()}
         rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, rows.shape[0], self.workload.loss_chunk):
             part = slice(start, start + self.workload.loss_chunk)
-            with torch.set_grad_enabled(kept):
-                row = rows[part].detach().requires_grad_(kept)
-                loss += self._chunk_loss(norm.requires_grad_(kept), projection.requires_grad_(kept), row, targets[part]).detach() * scale
+            with torch.set_grad_enabled(tracked):
+                loss += self._chunk_loss(named, rows[part].detach().requires_grad_(tracked), targets[part]).detach() * scale
         return loss
 
-    def _token_losses(self, norm: torch.Tensor, projection: torch.Tensor, row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _name_in_head(self, tensor: str) -> str:
+        """The parameter that the head uses a tensor of its layer as: the embedding's table is the projection where they are tied."""
+        if tensor == self.model.stack[EMBEDDING].tensors[0].name:
+            return "lm_head.weight"
+        return hub_name(HEAD, tensor, self.prefix)
+
+    def _token_losses(self, named: dict[str, torch.Tensor], row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the tokens' losses, in fp32: [tokens, hidden], [tokens] int64 -> 0-dimensional."""
-        logits = functional_call(self._head, {"weight": projection}, (functional_call(self._norm, {"weight": norm}, (row,)),))
+        logits = self._edges.leave(named, row)
         return torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
-
-
-def _rebind(arenas: Arenas, where: list[str]) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
-    """Hooks that save a tensor of the weight slot as its place in the slot, and find it again in the slot that `where` then names."""
-    pool, start = arenas.start_of(where[0])
-
-    def pack(tensor: torch.Tensor) -> object:
-        if tensor.untyped_storage().data_ptr() != pool:
-            return tensor
-        return _InSlot(int(tensor.storage_offset()) * tensor.itemsize - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    def unpack(packed: object) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        assert isinstance(packed, _InSlot)
-        return arenas.strided(where[0], packed.dtype, packed.size, packed.stride, packed.byte_offset)
-
-    return pack, unpack

@@ -68,7 +68,7 @@ class Trainer:
         self._origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self._folder = self._origin / self.plan.source if model is None else Path(model)
         self._data, self._evaluation_data = data, evaluation_data
-        refuse_unsupported(self.plan.model)
+        refuse_unsupported(self.plan.model, self.plan.workload)
         refuse_attention(self.plan, self.device)
         self.schedule = executable(self.plan)
         refuse_unmatched(self.config.optimizer, self.plan.model)
@@ -114,7 +114,7 @@ class Trainer:
         forget_device_memory(self.device)
         self.device_bytes_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with Executor(self.plan, self.model_config, self.config.optimizer, self.device, schedule=self.schedule) as self.executor:
-            self.state = ModelState(self.plan, self.executor.schedule, self.executor.arenas)
+            self.state = ModelState(self.plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
             self._load(folder)
             try:
                 self._tell("on_start", self)

@@ -119,7 +119,7 @@ def _structs(annotation: Any) -> list[Any]:
     return [found for arm in getattr(annotation, "__args__", ()) for found in _structs(arm)]
 
 
-def write_toml(path: Path, value: msgspec.Struct, heading: str = "") -> None:
+def write_toml(path: Path, value: msgspec.Struct | dict[str, Any], heading: str = "") -> None:
     """`value` as TOML at `path`, atomically; None-valued keys are left out."""
     text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
     write_text(path, "".join(f"# {line}\n" for line in heading.splitlines()) + text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -134,7 +135,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )  # fmt: skip
 
     def save(self, path: Path) -> None:
-        write_toml(path, self, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")
+        told: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.workload.documents:
+            del told["workload"]["documents"]
+        write_toml(path, told, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")
 
     @classmethod
     def load(cls, path: Path) -> Plan:

@@ -284,6 +284,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         width = DTYPE_BYTES[dtype]
         return max(width * (layer.elements + 3 * tokens * layer.inner) for layer in self.decoders)
 
+    def mask_bytes(self, workload: Workload) -> int:
+        """Bytes of what says which token sees which, where causality alone does not: with documents, or a window shorter than a row.
+
+        A byte a pair for each type of attention, S S, and with documents for each row, B S S; and in a layer that reads one, the same for each
+        row in the compute dtype, as it is added to the scores, B S S b. Linear attention has none.
+        """
+        pairs, masks = workload.sequence**2, dict[str, int]()
+        for layer in self.decoders:
+            windowed = 0 < self._part(layer.name).window < workload.sequence
+            if layer.attention != "linear_attention" and (workload.documents or windowed):
+                masks[layer.attention] = pairs * (workload.batch if workload.documents else 1)
+        return sum(masks.values()) + (workload.batch * pairs * DTYPE_BYTES[workload.dtype] if masks else 0)
+
     def saved(self, layer: str, tokens: int, dtype: Dtype) -> Saved:
         """What each way of keeping a decoder layer's activations takes."""
         row = tokens * self.hidden * DTYPE_BYTES[dtype]
@@ -347,6 +360,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """the kernel; each rounds otherwise. None: the one that PyTorch's `scaled_dot_product_attention` takes, cuDNN's or flash on an H200 by its version and mode"""
     loss_chunk: int = 1024
     """tokens whose logits exist at one time; part of the arithmetic, because the head's gradient is summed chunk by chunk"""
+    documents: bool = False
+    """rows may hold several documents, or padding: attention stays inside a document, and reads a mask for it"""
 
     def __post_init__(self) -> None:
         for field, most in (("batch", 2**20), ("sequence", 2**24), ("accumulation", _MOST_MICRO_BATCHES), ("loss_chunk", 2**31)):
@@ -364,5 +379,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.tokens * self.accumulation
 
     @property
+    def token_rows(self) -> int:
+        """Numbers a token that are copied to the device: its id, its label and, where rows hold several, its document."""
+        return 3 if self.documents else 2
+
+    @property
     def shape(self) -> str:
-        return f"{self.batch}x{self.sequence}-{self.dtype}" + ("-compiled" if self.compiled else "") + (f"-{self.attention}" if self.attention else "")
+        compiled, attention = "-compiled" if self.compiled else "", f"-{self.attention}" if self.attention else ""
+        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + ("-documents" if self.documents else "")

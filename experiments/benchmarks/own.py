@@ -36,7 +36,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
         if ceiling:
             fill(executor, weights)
         else:
-            ModelState(plan, schedule, executor.arenas).load(weights)
+            ModelState(plan, schedule, executor.arenas, executor.templates.persistent).load(weights)
 
         def step(number: int) -> Reading:
             batches = [Batch(ids, labels) for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)]

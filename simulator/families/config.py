@@ -12,12 +12,14 @@ MOST_LAYERS = 1024
 _FIX = "correct config.json"
 _NOISE = frozenset((
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
-    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "problem_type",
-    "quantization_config", "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache", "use_return_dict",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states", "problem_type",
+    "quantization_config", "return_dict", "torch_dtype", "transformers_version", "use_cache", "use_return_dict",
 ))  # fmt: skip
 """keys that decide neither the shape nor the arithmetic of a training step"""
 
 
+_ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""keys that matter where the first one is true"""
 ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
 """keys whose null says *none*, not *the default*"""
 
@@ -122,7 +124,8 @@ class Config:
 
 def essential(config: dict[str, Any]) -> dict[str, Any]:
     """The keys that matter, in a form that TOML can hold: no null anywhere, no noise. Where null means something, 0 stands for it."""
-    told = {key: 0 if value is None and key in ZERO_FOR_NULL else value for key, value in config.items() if isinstance(key, str) and key not in _NOISE}
+    noise = _NOISE if config.get(_ROUTER_LOSS[0]) is True else _NOISE.union(_ROUTER_LOSS)
+    told = {key: 0 if value is None and key in ZERO_FOR_NULL else value for key, value in config.items() if isinstance(key, str) and key not in noise}
     return {key: _without_none(value) for key, value in told.items() if value is not None}
 
 

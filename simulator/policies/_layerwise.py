@@ -108,7 +108,7 @@ class _Compute:
         attention = max((model.kept_attention(str(index), work.tokens, work.dtype).bytes for index in self.attended), default=0)
         builder.slots(ATTENTION, len(self.attended), attention)
         self.homes = {index: builder.persistent("host.parked", str(index), self.hidden_bytes) for index in sorted(self.parked)}
-        self.tokens = [builder.persistent("device.tokens", str(micro), 2 * 8 * work.tokens) for micro in range(work.accumulation)]
+        self.tokens = [builder.persistent("device.tokens", str(micro), work.token_rows * 8 * work.tokens) for micro in range(work.accumulation)]
         self.losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
         self.costs: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.inputs: dict[int, str] = {}

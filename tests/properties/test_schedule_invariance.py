@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.executor import Executor
@@ -58,7 +59,27 @@ class Trained(NamedTuple):
     """fp32, as bits: masters and both moments by name"""
 
 
+SIMPLE = ("llama", "qwen2", "qwen3", "mistral")
+OTHERS = ("gemma2", "gemma3_text", "granite", "phi", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""with layers of several kinds, scaled embeddings, capped logits, biases in the head, experts, buffers of a layer's own, linear attention"""
+
+
 def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: bool = False) -> ModelSpec:
+    if family in OTHERS:
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": layers,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "vocab_size": 301,
+        }
+        if family in ("gemma2", "gemma3_text", "gpt_oss"):
+            sizes |= {"layer_types": (["sliding_attention", "full_attention"] * 3)[:layers], "sliding_window": 8}
+        if family != "deepseek_v3":
+            sizes |= {"head_dim": 16}
+        config = tiny_config(family, **sizes, tie_word_embeddings=tied)
+        return ModelSpec.from_config(config.to_dict(), family, "tiny")
     return ModelSpec(
         name="tiny",
         config={
@@ -111,7 +132,7 @@ def as_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def execute(plan: Plan) -> Trained:
     """The runtime's answer."""
     with Executor(plan, config_of(plan.model), SETTINGS, CPU, threads=ONE_THREAD) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
+        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
         state.load(random_weights(0))
         results = [executor.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)]
         executor.drain()
@@ -154,11 +175,13 @@ def assert_invariant(plan: Plan) -> None:
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept."""
+    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept that can be."""
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
+    able = all(map(model.keeps_attention, decoders))
     some = {
         name: st.lists(st.sampled_from(decoders if name in ("stored", "parked", "attention") else list(model.stack)), unique=True)
         for name in Placement.__struct_fields__
+        if name != "attention" or able
     }
     return Placement(**{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()})
 
@@ -166,7 +189,7 @@ def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     model = model_of(
-        family=draw(st.sampled_from(["llama", "qwen2", "qwen3", "mistral"])),
+        family=draw(st.sampled_from([*SIMPLE, *OTHERS])),
         layers=draw(st.integers(3, 5)), hidden=draw(st.sampled_from([64, 48])), tied=draw(st.booleans()),
     )  # fmt: skip
     sequence = draw(st.sampled_from([16, 32]))
@@ -234,3 +257,12 @@ def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> Non
     placement = Placement(host_updated=host_updated, weights="2-3", low="3", moments="0,3")
     knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=1, weights_ahead=1, placement=placement)
     assert_invariant(planned("overlapped", model_of(tied=clipping == "update"), work, knobs))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_other_family(family: str, dtype: Any) -> None:
+    """Streamed through two slots that layers of all kinds share, one layer stored, the others recomputed."""
+    work = Workload(batch=2, sequence=16, accumulation=2 if dtype == "fp32" else 1, dtype=dtype, loss_chunk=13)
+    knobs = Knobs(weight_slots=2, gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3, placement=Placement(stored="1"))
+    assert_invariant(planned("overlapped", model_of(family=family), work, knobs))

@@ -37,7 +37,7 @@ class Session:
     def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int]) -> None:
         self.plan = plan
         self.executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.05, weight_decay=0.1), torch.device("cpu"), schedule=schedule, threads=threads)
-        self.state = ModelState(plan, self.executor.schedule, self.executor.arenas)
+        self.state = ModelState(plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
         try:
             self.state.load(weights)
         except BaseException:

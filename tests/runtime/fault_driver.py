@@ -54,7 +54,7 @@ def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_
     checkpoint.write_tensors = watched
     checkpoints = Checkpoints(Path(folder), keep_last=2)
     with Interruption() as interruption, _executor(policy) as executor:
-        state = ModelState(executor.plan, executor.schedule, executor.arenas)
+        state = ModelState(executor.plan, executor.schedule, executor.arenas, executor.templates.persistent)
         found = checkpoints.restore(executor, state, {})
         if found is None:
             state.load(random_weights(0))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from tiny_families import config_of as tiny_config
 
 from megatrain.runtime import attention
 from megatrain.runtime.arenas import Arenas
@@ -19,6 +21,7 @@ from megatrain.runtime.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.specs import ModelSpec
 
 CPU = torch.device("cpu")
 SLOT = "device.weights:0"
@@ -61,10 +64,10 @@ def test_a_kept_attention_gives_the_bits_of_one_computed_again(make_plan: Callab
     weights, x, gradient = drawn(plan, slot, templates)
     layer = plan.model.stack["0"]
     plain = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone()), gradient)
-    output, kept = templates.forward_and_attention({name: tensor.detach() for name, tensor in weights.items()}, x.clone())
+    output, kept = templates.forward_and_attention("0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone())
     assert torch.equal(output, plain[0])
-    assert torch.equal(output, templates.forward({name: tensor.detach() for name, tensor in weights.items()}, x.clone()))
-    again = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone(), kept), gradient)
+    assert torch.equal(output, templates.forward("0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()))
+    again = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone(), kept=kept), gradient)
     assert all(map(torch.equal, again, plain))
     assert [tuple(tensor.shape) for tensor in kept] == [(2, 33, 4, plan.model.hidden // 4), (2, 4, 33)]
     bytes_kept = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype)
@@ -76,11 +79,11 @@ def test_a_kept_attention_is_taken_and_not_computed(make_plan: Callable[..., Pla
     plan = make_plan(dtype="fp32")
     templates = made(plan)
     weights, x, gradient = drawn(plan, slot, templates)
-    _, kept = templates.forward_and_attention({name: tensor.detach() for name, tensor in weights.items()}, x)
+    _, kept = templates.forward_and_attention("0", {name: tensor.detach() for name, tensor in weights.items()}, x)
     monkeypatch.setattr(attention, "_forward", None)
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     right, wrong = (
-        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept._replace(output=output)), gradient)
+        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept._replace(output=output)), gradient)
         for output in (kept.output, kept.output + 1)
     )
     assert not torch.equal(right[0], wrong[0])
@@ -103,13 +106,13 @@ def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: 
     templates = made(plan)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    templates._layer = torch.compile(templates.decoder, fullgraph=True, dynamic=False, backend="eager")
+    templates._kinds[0].run = torch.compile(templates._kinds[0].eager, fullgraph=True, dynamic=False, backend="eager")
     graphs = []
     for _ in range(2):
         weights, x, gradient = drawn(plan, slot, templates)
         detached = {name: tensor.detach() for name, tensor in weights.items()}
-        _, kept = templates.forward_and_attention(detached, x.clone())
-        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept), gradient)
+        _, kept = templates.forward_and_attention("0", detached, x.clone())
+        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept), gradient)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [1, 1]
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -140,3 +143,55 @@ def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]
     kept = msgspec.structs.replace(plan.knobs, placement=Placement(attention="1"))
     with pytest.raises(UserError, match=r"knobs.placement: attention: found layer 1 of a gemma2 model"):
         refuse_attention(msgspec.structs.replace(plan, knobs=kept, workload=msgspec.structs.replace(plan.workload, attention=None)), CPU)
+
+
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}], ids=["full", "sliding above"])
+def test_layers_beside_a_kept_one_are_masked_as_ever(executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]) -> None:
+    """Layers 1 and up slide: their masks are PyTorch's own whether or not layer 0 is kept."""
+    bits = []
+    for kept in ("", "0"):
+        model = ModelSpec.from_config(tiny_config("qwen2", num_hidden_layers=3, **window).to_dict(), "qwen2", "qwen2")
+        plan = executable("overlapped", model=model, placement=Placement(attention=kept), device_limit_bytes=2**30, host_limit_bytes=2**30)
+        with session(plan) as running:
+            arguments = running.executor.templates._causal
+            bits.append(running.bits())
+        assert [each["attention_mask"] is None for each in arguments] == [True] + [not window] * 2
+    assert bits[0] == bits[1]
+
+
+def test_each_way_of_calling_is_one_graph_a_kind(make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled: with the attention taken, with the kept one, and without either; none broken, none made again for another layer."""
+    compiled, graphs = torch.compile, list[object]()
+
+    def counted(function: Any, **options: Any) -> Any:
+        return compiled(function, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    torch._dynamo.reset()
+    plan = make_plan(family="qwen2", dtype="bf16", compiled=True)
+    templates, counts = made(plan), []
+    for layer in ("0", "1"):
+        weights, x, gradient = drawn(plan, slot, templates)
+        detached = {name: tensor.detach() for name, tensor in weights.items()}
+        _, kept = templates.forward_and_attention(layer, detached, x.clone())
+        both_ways(templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone(), kept=kept), gradient)
+        both_ways(templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone()), gradient)
+        counts.append(len(graphs))
+    assert counts == [3, 3]
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"attention": "flash"}, "true, beside attention = 'flash'"), ({"placement": Placement(attention="1")}, "true, beside knobs.placement.attention = '1'"),
+])  # fmt: skip
+def test_neither_a_kernel_nor_a_kept_attention_has_a_mask_for_documents(make_plan: Callable[..., Plan], changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(UserError, match=f"workload: documents: found {found}"):
+        refuse_attention(make_plan(documents=True, **changes), CPU)
+
+
+def test_cudnn_is_refused_in_deterministic_mode(make_plan: Callable[..., Plan]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UserError, match="workload: attention: found cudnn in deterministic mode"):
+            refuse_attention(make_plan(attention="cudnn"), CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -76,7 +76,7 @@ def test_every_schedule_gives_the_reference_s_bits(make_plan: Callable[..., Plan
 def execute(plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> tuple[list[tuple[float, float | None]], list[Master]]:
     """Losses and norms, and the masters that the steps leave."""
     with Executor(plan, config_of(plan.model), settings, torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
+        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
         state.load(random_weights(0))
         results = [executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
         executor.drain()
@@ -239,7 +239,7 @@ def test_the_device_s_peak_is_foretold(machine: HardwareSpec, make_plan: Callabl
     forget_device_memory(device)
     before = torch.cuda.memory_allocated(device)
     with Executor(plan, config_of(MODEL), AdamW(), device) as executor:
-        ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
+        ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
         for number in range(1, 4):
             batches = [Batch(*torch.randint(MODEL.vocabulary, (2, work.batch, work.sequence))) for _ in range(accumulation)]
             executor.step(batches, rate=1e-4, number=number)

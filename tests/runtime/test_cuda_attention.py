@@ -108,7 +108,7 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of three steps, and the masters that they leave."""
     work, generator = plan.workload, torch.Generator().manual_seed(1)
     with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
+        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
         state.load(random_weights(0))
         losses = []
         for number in range(1, 4):

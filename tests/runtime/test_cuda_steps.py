@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ PLANS = [
 def opened(plan: Plan) -> Executor:
     """With random weights in it."""
     executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan))
-    ModelState(plan, executor.schedule, executor.arenas).load(random_weights(0))
+    ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
     return executor
 
 
@@ -47,11 +48,11 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While lanes play, from the third time on: before, kernels are compiled and libraries start."""
     play, played = Crew.play, dict[int, int]()
 
-    def strict(crew: Crew) -> None:
+    def strict(crew: Crew, queues: Any) -> None:
         played[id(crew)] = played.get(id(crew), 0) + 1
         torch.cuda.set_sync_debug_mode("error" if played[id(crew)] > 2 else "default")
         try:
-            play(crew)
+            play(crew, queues)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from tiny_families import config_of as tiny_config
 
-from megatrain.runtime.batch import IGNORED
+from megatrain.experiments import options
+from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
 from megatrain.runtime.templates import config_of
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import evaluation, lower, names
+from megatrain.simulator.specs import ModelSpec
 
 PLACEMENTS = {"": {}, "all resident": {"weights": "all"}, "some": {"weights": "0,2,h"}}
 
@@ -85,3 +91,53 @@ def test_it_needs_no_memory_that_the_step_has_not(executable: Callable[..., Plan
         assert (found.timeline.digest, [span.op for span in found.timeline.spans]) == (schedule.digest, [op.id for op in schedule.ops])
         assert {op.kind for op in schedule.ops} - {"load_weights"} == {"embed", "forward", "loss"}
         assert all(span.duration_ns > 0 for span in found.timeline.spans if span.lane == "compute")
+
+
+def of_family(executable: Callable[..., Plan], family: str, config: dict[str, Any], **changes: Any) -> Plan:
+    limits = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
+    model = ModelSpec.from_config(tiny_config(family, **{**sizes, **config}).to_dict(), family, family)
+    return executable("overlapped", model=model, accumulation=2, loss_chunk=13, **limits, **changes)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_s_loss_is_the_step_s(executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool) -> None:
+    if documents and family == "qwen3_next":
+        pytest.skip("linear attention has no documents")
+    plan = of_family(executable, family, {}, documents=documents)
+    packed = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [-1] * 4])
+    with session(plan) as running:
+        batches = [Batch(batch.ids, batch.labels, packed if documents else None) for batch in running.batches(1)]
+        found = running.executor.evaluate(batches)
+        assert not running.executor.templates._arguments, "every micro-batch has ended"
+        assert found.loss == running.executor.evaluate(batches).loss == running.executor.step(batches, rate=1e-2, number=1).loss
+        assert found.labelled == 2 * (28 if documents else 32)
+        assert not running.executor.templates._arguments, "every micro-batch has ended"
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_routers_loss_is_left_out(executable: Callable[..., Plan], session: Callable[..., Any], documents: bool) -> None:
+    """It is part of a step's loss; evaluation tells the language model's, the same number as for a model that has no routers' loss."""
+    evaluated, stepped = [], []
+    for routed in (False, True):
+        plan = of_family(executable, "qwen3_moe", {"output_router_logits": routed, "router_aux_loss_coef": 0.7}, documents=documents)
+        with session(plan) as running:
+            evaluated.append(running.executor.evaluate(running.batches(1)).loss)
+            stepped.append(running.step(1).loss)
+    assert evaluated[0] == evaluated[1] == stepped[0]
+    assert stepped[1] > stepped[0] + 0.1
+
+
+def test_documents_that_were_not_planned_are_refused(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    with session(executable()) as running:
+        (batch,) = running.batches(1)
+        with pytest.raises(UserError, match=r"data: found rows of several documents; .*; fix: make the plan with --documents"):
+            running.executor.step([batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_command_line_plans_them(documents: bool) -> None:
+    parser = argparse.ArgumentParser()
+    options.add_workload(parser)
+    assert options.workload(parser.parse_args(["--documents"] if documents else [])).documents is documents

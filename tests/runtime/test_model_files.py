@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime import model_files
+from megatrain.runtime.checkpoint_names import hub_name
 from megatrain.runtime.model_files import export, folder_weights, random_weights
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.runtime.templates import config_of
@@ -52,7 +53,7 @@ def test_an_export_has_the_logits_of_what_was_loaded(
     with folder_weights(tmp_path / "in") as weights, session(plan, weights=weights) as running:
         for layer in plan.model.stack.values():
             for name, master in running.state.masters(layer).items():
-                assert torch.equal(master, model.get_parameter(model_files.hub_name(layer.name, name))), f"{layer.name} {name}: not the fp32 master"
+                assert torch.equal(master, model.get_parameter(hub_name(layer.name, name))), f"{layer.name} {name}: not the fp32 master"
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -74,9 +75,7 @@ def test_trained_weights_are_what_is_exported(executable: Callable[..., Plan], s
         running.step()
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
         tensors = load_file(tmp_path / "out" / "model.safetensors")
-        masters = {
-            model_files.hub_name(layer.name, name): master for layer in plan.model.stack.values() for name, master in running.state.masters(layer).items()
-        }
+        masters = {hub_name(layer.name, name): master for layer in plan.model.stack.values() for name, master in running.state.masters(layer).items()}
     assert tensors.keys() == masters.keys()
     assert all(torch.equal(tensors[name], master) for name, master in masters.items())
     start = random_weights(0)("0", "mlp.up_proj.weight", (96, 32))

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from megatrain.runtime.model_files import export, folder_weights, hub_name, name_prefix
+from megatrain.runtime.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.model_files import export, folder_weights
 from megatrain.runtime.model_folder import model_folder, weight_files
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.runtime.templates import config_of
@@ -94,7 +95,7 @@ def test_names_are_those_of_transformers_own_model(make_model: Callable[..., Mod
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    prefix = name_prefix(config)
+    prefix = CheckpointNames(config).prefix
     assert {hub_name(layer.name, tensor.name, prefix): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
-import msgspec
 import pytest
 import tomli_w
 import torch
@@ -155,8 +155,8 @@ def plan(executable: Callable[..., Plan]) -> Plan:
 
 
 def read_a_plan(plan: Plan, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    good = json.loads(msgspec.json.encode(plan))
-    good = {key: value for key, value in good.items() if value is not None}
+    plan.save(tmp_path_factory.getbasetemp() / "good.toml")
+    good = tomllib.loads((tmp_path_factory.getbasetemp() / "good.toml").read_text())
     path = tmp_path_factory.getbasetemp() / "plan.toml"
     text = data.draw(spoiled(good) | spoiled_text(tomli_w.dumps(good).encode()))
     try:

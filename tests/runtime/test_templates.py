@@ -65,7 +65,7 @@ def test_a_decoder_layer_is_transformers_own(make_plan: Callable[..., Plan], fam
         assert list(weights) == [tensor.name for tensor in plan.model.stack["0"].tensors]
         assert [tuple(weight.shape) for weight in weights.values()] == [tensor.shape for tensor in plan.model.stack["0"].tensors]
         theirs = layer(x, attention_mask=None, position_ids=positions, position_embeddings=model.model.rotary_emb(x, positions))
-        assert torch.equal(templates.decoder({name: weight.detach() for name, weight in weights.items()}, x), theirs)
+        assert torch.equal(templates.decoder("0", {name: weight.detach() for name, weight in weights.items()}, x), theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,10 +77,10 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
     with torch.no_grad():
         x = templates.embed(model.model.embed_tokens.weight, ids[:, :-1])
         for layer in model.model.layers:
-            x = templates.decoder(dict(layer.named_parameters()), x)
-    weights = {"norm": model.model.norm.weight.detach(), "projection": model.lm_head.weight.detach()}
+            x = templates.decoder("0", dict(layer.named_parameters()), x)
+    weights = {"norm.weight": model.model.norm.weight.detach(), "lm_head.weight": model.lm_head.weight.detach()}
     labels = ids[:, 1:].contiguous()
-    loss, _, _ = templates.head(weights, x, labels, 1 / labels.numel(), torch.empty_like(x))
+    loss, _ = templates.head(weights, x, labels, 1 / labels.numel(), torch.empty_like(x))
     logits = model(ids[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
@@ -96,8 +96,8 @@ def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(make_plan: Cal
     labels[0, 3:9] = IGNORED
     scale = 1 / int((labels != IGNORED).sum())
     dx = torch.full_like(x, float("nan"))
-    weights = {"norm": model.model.norm.weight.detach().clone(), "projection": model.lm_head.weight.detach().clone()}
-    loss, *gradients = made(plan).head(weights, x, labels, scale, dx)
+    weights = {"norm.weight": model.model.norm.weight.detach().clone(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    loss, gradients = made(plan).head(weights, x, labels, scale, dx)
 
     top = x.clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(model.lm_head(model.model.norm(top)).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -133,7 +133,7 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
     fill(slots, plan, SLOTS[0], 1, dtype)
     weights = {name: tensor.clone().requires_grad_() for name, tensor in layer_tensors(slots, layer, SLOTS[0], dtype).items()}
     inputs = (x.clone().requires_grad_(), *weights.values())
-    wanted_output = templates.decoder(weights, inputs[0])
+    wanted_output = templates.decoder("0", weights, inputs[0])
     wanted = torch.autograd.grad(wanted_output, inputs, upper)
 
     saved = templates.recompute(slots, layer, SLOTS[0], x)

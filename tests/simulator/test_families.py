@@ -8,32 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import DTYPE_BYTES, Dtype, LayerSpec, ModelSpec, Workload
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SMALL: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 352,
-    "pad_token_id": None,
-}  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
-GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_group": 2, "topk_group": 1}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
-OWN: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {**LATENT, **GROUPED, "first_k_dense_replace": 1},
-    "glm4_moe": {**GROUPED, "n_group": 1},
-    "gpt_neox": {"num_key_value_heads": None},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 160},
-    "qwen3_moe": EXPERTS,
-    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 160},
-}
-"""what a family needs besides, so that the model is small"""
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIASED = {"attention_bias": True}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
@@ -69,10 +51,6 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
 }
 CASES = [(family, changes) for family in FAMILIES for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))]
 NAMES = [f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}" for family, changes in CASES]
-
-
-def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
-    return AutoConfig.for_model(family, **{**SMALL, **OWN.get(family, {}), **changes})
 
 
 def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:

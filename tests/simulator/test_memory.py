@@ -126,3 +126,17 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
     assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
     updating = msgspec.structs.replace(SCHEDULE, buffers=(*SCHEDULE.buffers, Buffer(id="device.moments:0", bytes=8, persistent=True)))
     assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
+
+
+def test_masks_are_counted_where_causality_alone_does_not_do(make_model: Callable[..., ModelSpec]) -> None:
+    plain, both = make_model(), make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=8)
+    work, packed = Workload(batch=3, sequence=16), Workload(batch=3, sequence=16, documents=True)
+    pairs = 16 * 16
+    assert plain.mask_bytes(work) == 0
+    assert plain.mask_bytes(packed) == 3 * pairs + 3 * pairs * 2
+    assert both.mask_bytes(work) == pairs + 3 * pairs * 2, "a window's, one for all rows"
+    assert both.mask_bytes(packed) == 2 * 3 * pairs + 3 * pairs * 2
+    assert both.mask_bytes(Workload(batch=3, sequence=8)) == 0, "a window as long as the row"
+    for model in (plain, both):
+        grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
+        assert grown == model.mask_bytes(packed) - model.mask_bytes(work)

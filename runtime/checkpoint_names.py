@@ -1,0 +1,102 @@
+"""CheckpointNames: what the model's tensors are called in a Hugging Face checkpoint, and how they are laid out there.
+
+transformers keeps a mixture's experts in one tensor that checkpoints have expert by expert, and renames some tensors when it loads. Its own
+conversions do so here too, a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion
+
+from megatrain.runtime.tensor_stream import Source
+from megatrain.simulator.specs import EMBEDDING, HEAD
+
+
+def hub_name(layer: str, tensor: str, prefix: str = "model") -> str:
+    """The name of a layer's tensor in transformers' model, whose decoder is its part `prefix`."""
+    if tensor.startswith("lm_head."):
+        return tensor
+    return f"{prefix}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{prefix}.layers.{layer}.{tensor}"
+
+
+class CheckpointNames:
+    """Of the model of `config`."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        with torch.device("meta"):
+            self._whole = AutoModelForCausalLM.from_config(config)
+        self.prefix: str = self._whole.base_model_prefix
+        self.architecture: str = type(self._whole).__name__
+
+    def reader(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        """A function from the name of a tensor of the model to its value, for a checkpoint with these `keys`. It raises KeyError for one that is missing."""
+        expected = self._whole.state_dict()
+        conversions = get_model_conversion_mapping(self._whole)
+        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+        for key in sorted(keys, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, self.prefix, expected)
+            if name not in expected and key in expected:
+                name, pattern = key, None
+            sources[name].append((key, pattern))
+
+        def read(name: str) -> torch.Tensor:
+            if name not in sources:
+                raise KeyError(name)
+            first = sources[name][0][1]
+            if first is None:
+                return tensor_of(sources[name][0][0])
+            converter: Any = copy.deepcopy(by_pattern[first])
+            for key, pattern in sources[name]:
+                assert pattern is not None
+                converter.collected_tensors[pattern].append(tensor_of(key))
+            value = converter.convert(name, model=self._whole, config=self._whole.config)[name]
+            return value[0] if isinstance(value, list) else value
+
+        return read
+
+    def saved(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
+        """Tensors of the model as a checkpoint has them, under its names.
+
+        What a checkpoint has as it is keeps its pieces. What it has in parts is put together when the first of them is written, and let go after
+        the last, so its parts are written one after another.
+        """
+        made: dict[str, Source] = {}
+        for name, source in tensors.items():
+            shape = torch.empty(source.shape, dtype=source.dtype, device="meta")
+            whole = _Whole(source, functools.partial(self._parts, name))
+            for key, part in self._parts(name, shape).items():
+                made[key] = source if part is shape else Source(part.dtype, tuple(part.shape), functools.partial(whole.part, key))
+        return made
+
+    def _parts(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = revert_weight_conversion(self._whole, {name: tensor})
+        return made
+
+
+class _Whole:
+    """A tensor that is written in parts, in memory from the first to the last of them."""
+
+    def __init__(self, source: Source, split: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
+        self._source, self._split, self._parts = source, split, dict[str, torch.Tensor]()
+
+    def part(self, key: str) -> Iterator[torch.Tensor]:
+        """One of them, flat; it is let go, and with the last one all."""
+        if not self._parts:
+            tensor, start = torch.empty(self._source.shape, dtype=self._source.dtype), 0
+            for piece in self._source.pieces():
+                tensor.view(-1)[start : start + piece.numel()].copy_(piece.view(-1))
+                start += piece.numel()
+            self._parts = self._split(tensor)
+        yield self._parts.pop(key).contiguous().view(-1)

@@ -1,0 +1,34 @@
+"""Documents: rows that hold several, or padding: where each position counts from, and which labels are trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from megatrain.runtime.batch import IGNORED, Batch
+
+
+def positions(documents: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence] int64, -1 for padding -> each position's distance from the start of its document, the same shape.
+
+    A run of padding is a document of its own: it sees itself alone, nothing sees it, and no row of the attention is empty, which would be NaN.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(1).values
+
+
+def trained_labels(batch: Batch) -> torch.Tensor:
+    """The labels [batch, sequence] int64, with padding IGNORED whatever stands there."""
+    return batch.labels if batch.documents is None else batch.labels.masked_fill(batch.documents < 0, IGNORED)
+
+
+def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+    """The masks that keep documents apart, by attention type, for a model that takes them so and does not show the positions to its own."""
+    made = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    inputs: dict[str, Any] = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": None, "position_ids": position_ids}
+    return {kind: made[kind](**inputs) for kind in set(config.layer_types)}

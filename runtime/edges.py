@@ -1,0 +1,151 @@
+"""Edges: what a model does before its first decoder layer and after its last one, by running its own forward without them.
+
+transformers' models scale embeddings, build masks and positions, normalise, project, cap and scale logits in code of their own. All of it is
+run as it stands: in place of the decoder layers are stand-ins, of which one notes what it is given and another one gives what it is told.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from megatrain.runtime.documents import masks
+
+Arguments = dict[str, Any]
+"""what the model hands to a decoder layer besides the hidden states: mask, positions and their embeddings"""
+
+
+class _Reached(Exception):
+    """Every layer's arguments are known: the rest of the forward is not needed."""
+
+
+class _Noting(nn.Module):
+    """Notes the input and the arguments of the layer that it stands for; the last one ends the forward."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last, self.rows, self.arguments = last, torch.empty(0), Arguments()
+
+    def forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        self.rows, self.arguments = rows, arguments
+        if self.last:
+            raise _Reached
+        return rows
+
+
+class _Giving(nn.Module):
+    """Returns `rows` whatever its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.empty(0)
+
+    def forward(self, _: torch.Tensor, **__: Any) -> torch.Tensor:
+        return self.rows
+
+
+class _Nothing(nn.Module):
+    """In place of positions' embeddings where no layer uses them."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _beside(module: Any, **parts: nn.Module) -> Any:
+    """The same module, buffers and parameters shared, but with these parts in place of its own."""
+    other = copy.copy(module)
+    other._modules = {**module._modules, **parts}
+    return other
+
+
+def _apart(arguments: Arguments) -> bool:
+    """Whether of two tokens the second does not see the first."""
+    mask = arguments.get("attention_mask")
+    return mask is not None and bool(mask[0, 0, 1, 0] == (False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min))
+
+
+class Edges:
+    """The two edges of a `skeleton`, on the device of its buffers."""
+
+    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        base = whole.base_model
+        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._noting = [_Noting(last=index == len(base.layers) - 1) for index in range(len(base.layers))]
+        self._giving = _Giving()
+        self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
+        self.padding: int | None = base._modules[self._table].padding_idx
+        table = _beside(base._modules[self._table])
+        table.padding_idx = None  # rows are looked up by number, not by token
+        bare = {"rotary_emb": _Nothing()}
+        self._way_to_layers = _beside(base, layers=nn.ModuleList(self._noting))
+        self._entrance = _beside(base, layers=nn.ModuleList([_Noting(last=True)]), **bare, **{self._table: table})
+        self._exit = _beside(whole, **{whole.base_model_prefix: _beside(base, layers=nn.ModuleList([self._giving]), **bare)})
+        self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built
+        self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.plain = self._is_plain()
+        """the first layer's input is the table's rows as they are"""
+
+    def _is_plain(self) -> bool:
+        row = torch.ones(1, 1, self._hidden, dtype=self._dtype, device=self._device)
+        first = self.enter(row)
+        assert torch.equal(self.enter(2 * row), 2 * first), "an embedding that is not linear in its rows"
+        return torch.equal(first, row)
+
+    def arguments(self, batch: int, sequence: int, positions: torch.Tensor | None) -> list[Arguments]:
+        """What each decoder layer is handed. `positions` [batch, sequence] int64: from each document's start; None: one document a row.
+
+        Layers of one attention type are handed the same tensors. With documents the mask is [batch, 1, sequence, sequence].
+        """
+        rows = torch.empty((), dtype=self._dtype, device=self._device).expand(batch, sequence, self._hidden)
+        return self._noted(rows, positions, helped=positions is not None and not self.packs)
+
+    def _noted(self, rows: torch.Tensor, positions: torch.Tensor | None, *, helped: bool) -> list[Arguments]:
+        with torch.no_grad():
+            prepared = masks(self._way_to_layers.config, rows, positions) if helped and positions is not None else None
+            self._run(self._way_to_layers, inputs_embeds=rows, position_ids=positions, attention_mask=prepared)
+        return [noted.arguments for noted in self._noting]
+
+    @functools.cached_property
+    def packs(self) -> bool:
+        """Whether the model keeps documents apart by itself, tried on two documents of one token; otherwise its masks are made for it (gpt_oss, in
+        transformers 5.23). Raises ValueError where that does not help either.
+        """
+        rows = torch.zeros(1, 2, self._hidden, dtype=self._dtype, device=self._device)
+        positions = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        if all(map(_apart, self._noted(rows, positions, helped=False))):
+            return True
+        if not getattr(self._way_to_layers.config, "layer_types", None) or not all(map(_apart, self._noted(rows, positions, helped=True))):
+            raise ValueError("attention across documents")
+        return False
+
+    def enter(self, rows: torch.Tensor) -> torch.Tensor:
+        """The first layer's input, of the tokens' rows of the embedding table: [batch, sequence, hidden] both. Linear in the rows."""
+        batch, sequence, hidden = rows.shape
+        numbers = torch.arange(batch * sequence, device=rows.device).view(batch, sequence)
+        tensors = {f"{self._table}.weight": rows.reshape(-1, hidden)}
+        noting = self._entrance.layers[0]
+        self._run(self._entrance, tensors, input_ids=numbers, position_ids=self._no_positions, attention_mask=self._no_mask)
+        first: torch.Tensor = noting.rows
+        noting.rows = torch.empty(0)
+        return first
+
+    def _run(self, model: Any, tensors: dict[str, torch.Tensor] | None = None, **inputs: Any) -> None:
+        try:
+            functional_call(model, tensors or {}, (), {**inputs, "use_cache": False})
+        except _Reached:
+            return
+        raise AssertionError("the model has not called its last layer")
+
+    def leave(self, tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """Logits [tokens, vocabulary] of the last layer's output `rows` [tokens, hidden]; `tensors`: final norm and projection by their full names."""
+        self._giving.rows = rows[None]
+        inputs = {"inputs_embeds": rows.detach()[None], "attention_mask": self._no_mask, "position_ids": self._no_positions, "use_cache": False}
+        output = functional_call(self._exit, tensors, (), inputs, tie_weights=False)
+        self._giving.rows = self._no_mask
+        logits: torch.Tensor = output.logits[0]
+        return logits

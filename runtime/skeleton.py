@@ -1,0 +1,55 @@
+"""Skeleton: transformers' whole model whose parameters have no memory and whose buffers (frequencies, scales, biases) have their values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of `config`, in training mode: parameters of `dtype` on the meta device, buffers on `device` with what transformers starts them with."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in whole.modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        for name, buffer in own.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if own:
+            whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
+    widen_buffers(whole)
+    return whole.train()
+
+
+def widen_buffers(whole: Any) -> None:
+    """Makes fp32 of the buffers that transformers keeps in fp32 when it loads a model (`from_config` does not)."""
+    for module in whole.modules():
+        for name in module._buffers.keys() & whole._keep_in_fp32_modules_strict:
+            module._buffers[name] = module._buffers[name].float()
+
+
+def kind_of(layer: torch.nn.Module) -> tuple[object, ...]:
+    """What a decoder layer really is: layers with the same value compute the same function of weights, buffers, input and arguments.
+
+    For each module inside: its name, its class, its plain attributes (sizes, window, scaling, rope or none, the attention's type), its
+    parameters and its buffers. Only `layer_idx` is left out, which addresses a cache. An attribute that is not plain counts by identity, so
+    that a doubt makes one kind more, never one too few.
+    """
+
+    def described(value: object) -> object:
+        if isinstance(value, list | tuple):
+            return tuple(described(entry) for entry in value)
+        if isinstance(value, functools.partial):
+            return (id(value.func), described(value.args), described(tuple(sorted(value.keywords.items()))))
+        return (type(value), value) if isinstance(value, bool | int | float | str | None | type | torch.dtype) else id(value)
+
+    def tensors(values: dict[str, Any]) -> tuple[object, ...]:
+        return tuple((name, None if value is None else (tuple(value.shape), value.dtype)) for name, value in values.items())
+
+    parts = []
+    for name, module in layer.named_modules():
+        plain = {key: described(value) for key, value in vars(module).items() if not key.startswith("_") and key != "layer_idx"}
+        parts.append((name, type(module), tuple(sorted(plain.items())), tensors(module._parameters), tensors(module._buffers)))
+    return tuple(parts)

@@ -1,0 +1,32 @@
+"""A tiny config of every family, for the tests of the simulator and of the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 352,
+    "pad_token_id": None,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_group": 2, "topk_group": 1}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**LATENT, **GROUPED, "first_k_dense_replace": 1},
+    "glm4_moe": {**GROUPED, "n_group": 1},
+    "gpt_neox": {"num_key_value_heads": None},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 160},
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 160},
+}
+"""what a family needs besides, so that the model is small"""
+
+
+def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    return AutoConfig.for_model(family, **{**SMALL, **OWN.get(family, {}), **changes})
