@@ -37,11 +37,10 @@ def find_data(options: DataOptions, plan: Plan, folder: Path | None, seed: int, 
     """
     numbered = bool(getattr(plan.workload, "documents", False))  # a field of plans that keep documents apart; without it attention is over whole rows
     chosen = msgspec.structs.replace(options, packing=options.packing or ("documents" if numbered else "plain"))
-    corpus, held_out = open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
-    if corpus.documents != numbered:
+    if (chosen.packing != "plain") != numbered:  # before anything is tokenised
         allowed = "documents or none, since the plan keeps documents apart" if numbered else "plain, since the plan attends over whole rows"
         raise UserError("data: packing", found=chosen.packing, allowed=allowed, fix="leave packing out, or make a plan for it")
-    return corpus, held_out
+    return open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
 
 
 def find_model(source: str, plan: Plan, *, needed: bool) -> Path | None:

@@ -84,7 +84,12 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (("--data", ""), r"megatrain train: found no --data; allowed: --data PATH, or data in \[data\] of a --config file"),
         (("--set", 'groups=[{match = "*nrom*"}]'), r"optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors"),
         (("--logging.tracker", "trackio"), r"logging: tracker: trackio: found no such package; allowed: an installed one; fix: pip install trackio"),
-        (("--data.evaluation_data", "gone"), r"corpus gone: found no such file or folder"),
+        (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),
+        (("--eval-data", "corpus", "--eval-fraction", "0.1"), r"config: data: evaluation: found more than one of a fraction, documents and a file"),
+        (("--packing", "documents"), r"data: packing: found documents; allowed: plain, since the plan attends over whole rows; fix: leave packing out"),
+        (("--columns", "csv"), r"config: data.columns: found 'csv'; allowed: 'auto', 'text', "),
+        (("--from-step", "2"), r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or --resume RUN"),
+        (("--resume", "run"), r"megatrain train: --out, --resume: found both"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(

@@ -15,13 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
+from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.config import Config, Training, full_name
 from megatrain.runtime.learning_rate import LearningRate
 from megatrain.runtime.model_files import random_weights
 from megatrain.runtime.run_folder import append
 from megatrain.runtime.templates import config_of
 from megatrain.runtime.trainer import Trainer
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.errors import RunError, UserError
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
@@ -157,7 +158,7 @@ def test_a_library_user_needs_few_lines(place: Path) -> None:
     recorder = Recorder()
     fitted = Trainer(place / "plan.toml", place / "small", place / "corpus", config, callbacks=[recorder], device=CPU).fit()
     assert (fitted.steps, fitted.loss, fitted.evaluation, fitted.stopped) == (3, recorder.steps[-1].loss, None, "")
-    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("save", 3), ("end", None)]
+    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
     assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], "no run folder was asked for"
 
 
@@ -179,15 +180,68 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
     assert found[-1]["evaluation_loss"] < found[0]["evaluation_loss"] < math.log(300)
     exported = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "both")]
     assert exported[0] == exported[1]
-    assert sorted(path.name for path in (place / "both" / "models").iterdir()) == ["step-3"]
-    AutoModelForCausalLM.from_pretrained(place / "both" / "models" / "step-3")
+    assert sorted(path.name for path in (place / "both" / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+    assert not (place / "straight" / "checkpoints").exists()
 
 
-def test_what_is_saved_in_between_is_what_a_shorter_run_ends_with(place: Path) -> None:
+def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path) -> None:
+    """Also of rows and of a step that are not full."""
+    (place / "held-out.txt").write_text(TEXT[:200])
+    evaluation = prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0).fit().evaluation
+    assert evaluation is not None
+    assert evaluation.tokens == 200
+    model = AutoModelForCausalLM.from_pretrained(place / "small")
+    ids, length, losses = [*TEXT[:200].encode(), 256], Plan.load(place / "plan.toml").workload.sequence, []
+    for start in range(0, 200, length):
+        row = torch.tensor([ids[start : min(start + length, 200) + 1]])
+        with torch.no_grad():
+            losses.append(float(torch.nn.functional.cross_entropy(model(row[:, :-1]).logits[0], row[0, 1:], reduction="sum")))
+    assert evaluation.loss == pytest.approx(sum(losses) / 200, rel=1e-5)
+
+
+def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path) -> None:
     run(place, "long", **{"saving.every_steps": 2, "steps": 4})
     run(place, "short", steps=2)
-    between, end = (place / name / "model.safetensors" for name in ("long/models/step-2", "short/model"))
+    config = Config.load(place / "long" / "config.toml", {"training.steps": 2})
+    assert Trainer(place / "long" / "plan.toml", None, None, config, out=place / "long", resume=2, device=CPU).fit().steps == 2
+    between, end = (place / name / "model" / "model.safetensors" for name in ("long", "short"))
     assert between.read_bytes() == end.read_bytes()
+
+
+def refuse_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
+    recorder = Recorder()
+    with pytest.raises(RunError, match=r"checkpoint .*step-00000002 was not saved: no space left on device; the ones before it are as they were"):
+        prepare(place, callbacks=[recorder], **{"saving.every_steps": 2}).fit()
+    assert recorder.told[-2:] == [("step", 2), ("end", recorder.told[-1][1])]
+
+
+def test_or_it_is_said_and_the_training_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
+    notes: list[str] = []
+    recorder = Recorder()
+    monkeypatch.setattr(recorder, "on_note", notes.append)
+    prepare(place, callbacks=[recorder], on_failure="go on", **{"saving.every_steps": 2}).fit()
+    assert sum("was not saved: no space left on device" in note for note in notes) == 3
+    assert (place / "run" / "model" / "model.safetensors").exists()
+
+
+def test_checkpoints_need_a_run_folder(place: Path) -> None:
+    with pytest.raises(UserError, match="training: out: found no run folder; allowed: one, for checkpoints to lie in"):
+        prepare(place, None, **{"saving.every_steps": 2})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_export_has_the_dtype_and_the_companions_that_were_asked_for(place: Path, dtype: str) -> None:
+    (place / "small" / "chat_template.jinja").write_text("{}")
+    run(place, steps=1, export_dtype=dtype)
+    assert AutoModelForCausalLM.from_pretrained(place / "run" / "model", dtype="auto").dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    assert (place / "run" / "model" / "chat_template.jinja").read_text() == "{}"
+    assert (place / "run" / "model" / "generation_config.json").read_text() == (place / "small" / "generation_config.json").read_text()
 
 
 def test_a_callback_may_stop_the_training(place: Path) -> None:
@@ -198,7 +252,7 @@ def test_a_callback_may_stop_the_training(place: Path) -> None:
                 trainer.stop("enough")
 
     stop = Stop()
-    fitted = prepare(place, callbacks=[stop]).fit()
+    fitted = prepare(place, callbacks=[stop], **{"saving.every_steps": 10}).fit()
     assert (fitted.steps, fitted.stopped) == (2, "enough")
     assert stop.told[-2:] == [("save", 2), ("end", None)]
     assert (place / "run" / "model" / "model.safetensors").exists()
@@ -228,7 +282,7 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(place: Path, even
 
     monkeypatch.setattr(Broken, event, fail)
     recorder = Recorder()
-    trainer = prepare(place, callbacks=[Broken(), recorder], evaluation_data=str(place / "corpus"), **{"evaluation.every_steps": 1})
+    trainer = prepare(place, callbacks=[Broken(), recorder], evaluation_data=str(place / "corpus"), **{"evaluation.every_steps": 1, "saving.every_steps": 1})
     threads = threading.active_count()
     with pytest.raises(CallbackError, match=rf"^callback Broken\.{event}: ZeroDivisionError: oh$"):
         trainer.fit()
@@ -296,10 +350,10 @@ def remove_plan(place: Path) -> None:
         (remove_model, r"model .*small: found no config\.json; allowed: a Hugging Face model folder; fix: check `source` in the plan, or pass --init random"),
         (remove_weights, r"small: found no \*\.safetensors file"),
         (truncate_weights, r"small/model\.safetensors: found a file that cannot be read"),
-        (empty_corpus, r"corpus .*corpus: found 5 tokens; allowed: at least the 65 of one step"),
-        (remove_corpus, r"corpus .*corpus: found a folder without text files"),
+        (empty_corpus, r"data .*corpus: found 5 tokens; allowed: at least the 65 of one step"),
+        (remove_corpus, r"data .*corpus: found a folder without data"),
         (wrong_digest, r"digest: found '0123456789abcdef'; allowed: "),
-        (small_device, r"device memory: found pools of .*; allowed: 9\.77 KiB; fix: raise the limit by "),
+        (small_device, r"device memory: found a plan whose peak is .*; allowed: 9\.77 KiB; fix: raise the limit by "),
         (broken_plan, r"plan\.toml.*unknown"),
         (remove_plan, r"plan\.toml: found "),
     ],
