@@ -110,3 +110,42 @@ def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
 def test_steps_must_be_said(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
     assert outcome.err == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in [training] of a --config file; fix: say how many\n"
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of less than 320 ids with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["how are you, I am well"], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<e>"], initial_alphabet=alphabet, show_progress=False)
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<e>")
+    fast.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}"
+    fast.save_pretrained(folder)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(command: Any) -> None:
+    make_tokenizer(Path("tiny"))
+    turns = [{"role": role, "content": f"{role} says something"} for role in ("user", "assistant") * 2]
+    lines = [json.dumps({"messages": turns}) for _ in range(40)]
+    Path("chat.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]))
+    words = ("train", "plan.toml", "--data", "chat.jsonl", "--loss", "last", "--eval-documents", 4, "--data-cache", "cache", "--steps", 3, "--device", "cpu")
+    outcome = command(*words, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "recognised: messages, chat template of the tokenizer, loss on the last assistant turn" in outcome.out
+    assert f"1 bad row left out, the first: {Path('chat.jsonl').resolve()}:4: invalid JSON" in outcome.out
+    assert "training: 36 documents, " in outcome.out
+    assert "evaluation: 4 documents, " in outcome.out
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("run/model")
+    answer = len(tokenizer("assistant says something<e>")["input_ids"])
+    assert re.search(rf"evaluation loss [\d.]+, perplexity [\d.,]+, over {4 * answer} tokens after step 3", outcome.out)
+    assert len(list(Path("cache").iterdir())) == 1
+    strict = command(*words, "--strict", "--out", "another")
+    assert re.match(r"megatrain: bad row .*chat.jsonl:4: found invalid JSON", strict.err), strict.err
