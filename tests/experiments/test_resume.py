@@ -27,7 +27,7 @@ TIMES = ("seconds", "tokens_per_second")
 
 def rows(run: str) -> list[dict[str, Any]]:
     """What metrics.jsonl says, but how long it took."""
-    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    lines = [line for line in (Path(run) / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 
 
@@ -149,14 +149,15 @@ class Process:
         given = [sys.executable, "-c", PROGRAM, *map(str, words)]
         self.process = subprocess.Popen(given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
 
-    def end(self, number: signal.Signals, when: Callable[[], bool]) -> str:
-        """Sends the signal as soon as it is time; what is on standard error."""
+    def end(self, number: signal.Signals, when: Callable[[], bool], after_s: float = 0.0) -> str:
+        """Sends the signal `after_s` seconds after it is time; what is on standard error."""
         try:
             deadline = time.monotonic() + 60
             while not when():
                 assert self.process.poll() is None, self.process.communicate()[1]
                 assert time.monotonic() < deadline, "it never came"
                 time.sleep(0.002)
+            time.sleep(after_s)
             self.process.send_signal(number)
             return self.process.communicate(timeout=30)[1]
         finally:
@@ -212,25 +213,22 @@ def test_a_signal_in_an_evaluation_leaves_it_for_later(command: Command, monkeyp
 
 
 def kill_and_resume(command: Command, kills: int) -> None:
+    """Each kill is at a random moment after two more checkpoints."""
     generator = random.Random(7)
     for number in range(kills):
-        words = ("--resume", "run") if number else ("plan.toml", *NEW[2:], "--steps", 10**6, "--out", "run")
-        process = Process("train", *words, *(("--device", "cpu") if number else ()))
-        before = saved("run")[-1] if number else 0
-        process.end(signal.SIGKILL, lambda: Path("run/checkpoints").exists() and max(saved_or_none(), default=0) > before + 2)  # noqa: B023
+        words = ("train", "--resume", "run", "--device", "cpu") if number else (*NEW, "--steps", 10**6, "--out", "run")
+        enough = newest() + 4
+        process = Process(*words)
+        process.end(signal.SIGKILL, lambda: newest() >= enough, generator.uniform(0, 0.05))  # noqa: B023
         assert process.process.returncode == -signal.SIGKILL
-        time.sleep(generator.uniform(0, 0.01))
-    last = rows_or_none()
-    assert_as_if_never_stopped(command, NEW, last + 3 - last % 3)
+    last = max(int(row["step"]) for row in rows("run"))
+    assert_as_if_never_stopped(command, NEW, last + 3)
 
 
-def saved_or_none() -> list[int]:
-    """Also while a run is writing there."""
-    return [int(path.name.removeprefix("step-")) for path in Path("run/checkpoints").iterdir() if path.name.startswith("step-")]
-
-
-def rows_or_none() -> int:
-    return max(saved_or_none())
+def newest() -> int:
+    """The last checkpoint of `run`, 0 before there is one; also while the run writes there."""
+    folder = Path("run/checkpoints")
+    return max([int(path.name.removeprefix("step-")) for path in folder.iterdir() if path.name.startswith("step-")], default=0) if folder.exists() else 0
 
 
 @pytest.mark.usefixtures("workplace")

@@ -112,24 +112,8 @@ def test_steps_must_be_said(command: Any) -> None:
     assert outcome.err == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in [training] of a --config file; fix: say how many\n"
 
 
-def make_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of less than 320 ids with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        ["how are you, I am well"], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<e>"], initial_alphabet=alphabet, show_progress=False)
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<e>")
-    fast.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}"
-    fast.save_pretrained(folder)
-
-
 @pytest.mark.usefixtures("workplace")
-def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(command: Any) -> None:
+def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(command: Any, make_tokenizer: Any) -> None:
     make_tokenizer(Path("tiny"))
     turns = [{"role": role, "content": f"{role} says something"} for role in ("user", "assistant") * 2]
     lines = [json.dumps({"messages": turns}) for _ in range(40)]

@@ -321,7 +321,7 @@ def test_another_run_is_refused_before_anything_is_changed(
 def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
     manifest = Manifest.load(saved[1] / "step-00000002")
     assert manifest.run == run_of(2)
-    assert manifest.optimizer == {"name": "AdamW", "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "max_norm": 0.05}
+    assert manifest.optimizer == {"name": "AdamW", "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "max_norm": 0.05, "groups": []}
     with pytest.raises(UserError, match="checkpoint: step: found -1"):
         msgspec.structs.replace(manifest.run, step=-1)
 
