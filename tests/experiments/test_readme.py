@@ -55,6 +55,6 @@ def test_the_commands_on_training_do_what_is_said(workplace: Path, command: Any,
     (workplace / "other-plan.toml").write_bytes((workplace / "plan.toml").read_bytes())
     for line in block.splitlines():
         words = re.split(r" {3,}", line)[0].split()[1:]
-        outcome = command(*[str(int(word) // 50) if word.isdigit() else word for word in words], "--device", "cpu")
+        outcome = command(*[str(int(word) // 50) if word.isdigit() else word for word in words], "--device", "cpu", "--data-cache", "cache")
         assert (outcome.status, outcome.err) == (0, ""), line
     assert sorted(path.name for path in (workplace / "RUN" / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.runtime import trainer as trainer_module
 from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.config import Config, Training, full_name
@@ -364,6 +365,27 @@ def test_a_refusal_is_one_line_and_writes_nothing(place: Path, spoil: Callable[[
         run(place)
     assert "\n" not in str(error.value)
     assert sorted(place.rglob("*")) == before
+
+
+def test_what_the_machine_lacks_is_refused_before_a_weight_is_read_unless_the_plan_knows_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for a calibrated machine brings its limit: a virtual machine may show less memory than it can grow to."""
+    monkeypatch.setattr(trainer_module, "host_bytes", lambda: 2**20)
+    remove_weights(place)  # nothing asks for them
+    with pytest.raises(UserError, match=r"host memory: found a plan whose peak is .*; allowed: 1\.00 MiB, what this machine has; fix: raise the limit by"):
+        run(place)
+    (place / "calibrated.toml").write_text("# a machine\n")
+    change_plan(place, hardware="calibrated.toml")
+    run(place, steps=1, export=False, init="random")
+
+
+def test_allocation_is_told_before_loading(place: Path) -> None:
+    told: list[tuple[int, int]] = []
+    recorder = Recorder()
+    recorder.on_allocate = lambda done, total: told.append((done, total))  # type: ignore[method-assign]
+    trainer = prepare(place, None, callbacks=[recorder], steps=1)
+    trainer.fit()
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (sum(trainer.executor.arenas.pool_bytes.values()),) * 2
 
 
 @pytest.mark.parametrize("taken", ["run", "run/precious"])
