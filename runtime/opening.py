@@ -33,14 +33,23 @@ class HeldOut(Protocol):
 def find_data(options: DataOptions, plan: Plan, folder: Path | None, seed: int, on_note: Callable[[str], None]) -> tuple[Corpus, Corpus | None]:
     """What is trained and what is evaluated on, where there is such, packed as the plan's workload has it unless `options` say how.
 
-    Raises UserError for what `open_data` does, and for a packing that the plan cannot execute.
+    Raises UserError for what `open_data` does, and for a packing that the plan cannot execute, before anything is tokenised.
     """
-    numbered = bool(getattr(plan.workload, "documents", False))  # a field of plans that keep documents apart; without it attention is over whole rows
-    chosen = msgspec.structs.replace(options, packing=options.packing or ("documents" if numbered else "plain"))
-    if (chosen.packing != "plain") != numbered:  # before anything is tokenised
-        allowed = "documents or none, since the plan keeps documents apart" if numbered else "plain, since the plan attends over whole rows"
-        raise UserError("data: packing", found=chosen.packing, allowed=allowed, fix="leave packing out, or make a plan for it")
+    chosen = msgspec.structs.replace(options, packing=options.packing or ("documents" if _keeps_documents_apart(plan) else "plain"))
+    refuse_packing(chosen.packing, plan)
     return open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
+
+
+def refuse_packing(packing: str, plan: Plan) -> None:
+    """Raises UserError where batches would number their documents and the plan does not keep them apart, or the other way round."""
+    apart = _keeps_documents_apart(plan)
+    if (packing != "plain") != apart:
+        allowed = "documents or none, since the plan keeps documents apart" if apart else "plain, since the plan attends over whole rows"
+        raise UserError("data: packing", found=packing, allowed=allowed, fix="leave packing out, or make a plan for it")
+
+
+def _keeps_documents_apart(plan: Plan) -> bool:
+    return bool(getattr(plan.workload, "documents", False))  # a workload without the field attends over whole rows
 
 
 def find_model(source: str, plan: Plan, *, needed: bool) -> Path | None:

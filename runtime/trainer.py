@@ -25,7 +25,7 @@ from megatrain.runtime.groups import refuse_unmatched
 from megatrain.runtime.interruption import Interruption
 from megatrain.runtime.machine import default_device, device_bytes, forget_device_memory, host_bytes, make_deterministic
 from megatrain.runtime.model_files import ModelState, folder_weights, random_weights
-from megatrain.runtime.opening import HeldOut, Source, find_data, find_model
+from megatrain.runtime.opening import HeldOut, Source, find_data, find_model, refuse_packing
 from megatrain.runtime.resumption import settings_of
 from megatrain.runtime.run_folder import RunFolder
 from megatrain.runtime.supported import refuse_unsupported
@@ -167,6 +167,8 @@ class Trainer:
         if data is None or isinstance(data, Path | str):
             found = find_data(self.config.data, self.plan, self.folder, self.config.training.seed, self._notes.append)
             data, held_out = found[0], held_out or found[1]
+        elif hasattr(data, "packing"):  # a Corpus
+            refuse_packing(data.packing, self.plan)
         self._settings = settings_of(self.config, data)
         return data, held_out
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from megatrain.runtime import trainer as trainer_module
 from megatrain.runtime.callback import Callback, Step
+from megatrain.runtime.config import Config, Training
+from megatrain.runtime.data import DataOptions, open_data
+from megatrain.runtime.learning_rate import LearningRate
+from megatrain.runtime.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 
@@ -124,3 +129,16 @@ def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(place: Pat
         run(place, "file/run", steps=1, callbacks=[listener])
     assert steps == []
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_keep_them_apart(place: Path) -> None:
+    plan = Plan.load(place / "plan.toml")
+    config = Config(training=Training(steps=1), schedule=LearningRate(warm_up_steps=0))
+    for packing, refused in (("none", True), ("documents", True), ("plain", False)):
+        corpus, _ = open_data(DataOptions(data=str(place / "corpus"), packing=packing), plan.workload, None, 300)
+        trainer = Trainer(place / "plan.toml", None, corpus, config, device=torch.device("cpu"))
+        if refused:
+            with pytest.raises(UserError, match=rf"data: packing: found {packing}; allowed: plain, since the plan attends over whole rows"):
+                trainer.fit()
+        else:
+            trainer.fit()
