@@ -122,6 +122,21 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(command:
 
 
 @pytest.mark.usefixtures("workplace")
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(command: Command) -> None:
+    good(command(*NEW, "--steps", 6, "--out", "straight"))
+    good(command(*NEW, "--steps", 4, "--out", "run"))
+    state = Path("run/checkpoints/step-00000004/state-00001.safetensors")
+    content = bytearray(state.read_bytes())
+    content[-100] ^= 1
+    state.write_bytes(content)
+    outcome = command("train", "--resume", "run", "--steps", 6, "--device", "cpu")
+    assert outcome.status == 2
+    assert "fix: resume from step 2, the newest sound one before it" in outcome.err
+    good(command("train", "--resume", "run", "--from-step", 2, "--steps", 6, "--device", "cpu"))
+    assert (rows("run"), weights("run")) == (rows("straight"), weights("straight"))
+
+
+@pytest.mark.usefixtures("workplace")
 def test_deterministic_mode_tells_a_checksum_a_step_that_goes_on_too(command: Command) -> None:
     import torch
 
