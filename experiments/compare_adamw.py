@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from megatrain.experiments import options
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint_names import hub_name
-from megatrain.runtime.data import Corpus
+from megatrain.runtime.data import DataOptions, open_data
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.machine import describe, device_bytes, host_bytes
 from megatrain.runtime.model_files import ModelState, random_weights
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     plan = Plan(policy=args.policy, hardware="", source="", device_limit_bytes=most[0], host_limit_bytes=most[1], model=model, workload=work, knobs=knobs)
     plan = msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
     config = config_of(model)
-    corpus = Corpus.read(args.data, work, vocabulary=model.vocabulary, seed=0)
+    corpus, _ = open_data(DataOptions(data=str(args.data), packing="plain"), work, None, model.vocabulary)
     rates = [args.rate * min(1.0, number / WARM_UP_STEPS) for number in range(1, args.steps + 1)]
 
     def feed(number: int) -> Batch:

@@ -1,12 +1,13 @@
-"""Progress: two bars on standard error's terminal, loading and training, with loss, speed and the time that is left."""
+"""Progress: what was found, then bars on the terminal: memory, loading and training, with loss, speed and the time that is left."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatrain.experiments.allocation_bar import allocation_bar
 from megatrain.runtime.callback import Callback, Evaluation, Step
 
 if TYPE_CHECKING:
@@ -22,29 +23,45 @@ class ProgressBars(Callback):
         self._loading = self._bars.add_task("load ", total=parameters, state="")
         self._training = self._bars.add_task("train", total=steps, state="", start=False)
         self._evaluated = ""
-        self.losses: list[float] = []
-        """of every step"""
+        self._notes: list[str] = []
+        self._allocation = ExitStack()
+        self._allocated = self._allocation.enter_context(allocation_bar())
 
     def on_note(self, text: str) -> None:
-        Console(stderr=True).print(text, markup=False)
+        self._notes.append(text)
+        if self._bars.live.is_started:
+            self._begin()
+
+    def on_allocate(self, done: int, total: int) -> None:
+        self._allocated(done, total)
 
     def on_load(self, parameters: int) -> None:
-        self._bars.start()
+        self._begin()
         self._bars.advance(self._loading, parameters)
 
     def on_start(self, trainer: Trainer) -> None:
+        self._begin()
         self._bars.update(self._training, completed=trainer.first_step - 1)
         self._bars.start_task(self._training)
 
+    def _begin(self) -> None:
+        self._allocation.close()
+        for note in self._notes:
+            self._bars.console.print(note, markup=False, highlight=False, soft_wrap=True)
+        self._notes.clear()
+        self._bars.start()
+
     def on_step(self, trainer: Trainer, step: Step) -> None:
-        self.losses.append(step.loss)
         state = f"loss {step.loss:.4f}{self._evaluated}  {step.tokens_per_second:,.0f} tokens/s"
         self._bars.update(self._training, completed=step.number, state=state)
+        if step.checksum is not None:
+            self._bars.console.print(f"step {step.number}: loss {step.loss!r}, checksum {step.checksum:016x}", markup=False, highlight=False, soft_wrap=True)
 
     def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
         self._evaluated = f" (evaluation {evaluation.loss:.4f})"
 
     def close(self) -> None:
         """Leaves the bars as they are."""
+        self._allocation.close()
         if self._bars.live.is_started:
             self._bars.stop()

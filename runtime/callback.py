@@ -55,6 +55,9 @@ class Callback:
     def on_note(self, text: str) -> None:
         """Something the user may want to read, one line."""
 
+    def on_allocate(self, done: int, total: int) -> None:
+        """Of `total` bytes of memory `done` are allocated and touched."""
+
     def on_load(self, parameters: int) -> None:
         """A layer's weights have been read."""
 
@@ -68,7 +71,7 @@ class Callback:
         """After every evaluation."""
 
     def on_save(self, trainer: Trainer, number: int) -> None:
-        """The time to save: after step `number`, with no update owed."""
+        """After step `number` a checkpoint was due, and is written where there is a run folder. No update is owed: the time to save more."""
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         """No further step comes, because of `error` where there is one. The weights are still there."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from megatrain.runtime.data_options import DataOptions
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.learning_rate import LearningRate
 from megatrain.simulator.errors import UserError
@@ -30,25 +31,24 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deterministic: Annotated[bool, Meta(description="only kernels that give the same bits every time; slower with CUDA")] = False
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is trained and evaluated on."""
-
-    data: Annotated[str, Meta(description="a text file, or a folder of them; byte-level tokens, packed")] = ""
-    evaluation_data: Annotated[str, Meta(description="the same to evaluate on; empty: no evaluation")] = ""
-
-
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When the loss on the evaluation data is measured: at the end, and in between."""
 
     every_steps: Annotated[int, Meta(ge=0, le=_MANY, description="optimizer steps between evaluations; 0: at the end alone")] = 0
-    over_steps: Annotated[int, Meta(ge=1, le=_MANY, description="how many steps' worth of tokens an evaluation is over")] = 8
+    over_steps: Annotated[int, Meta(ge=0, le=_MANY, description="at most as many steps' worth of tokens an evaluation is over; 0: all")] = 0
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the model is written: at the end, and in between."""
+    """What a run folder keeps: checkpoints, from which the run goes on, and the model at its end."""
 
-    every_steps: Annotated[int, Meta(ge=0, le=_MANY, description="optimizer steps between saves; 0: at the end alone")] = 0
-    export: Annotated[bool, Meta(description="write the model in Hugging Face format: `model/` at the end, `models/step-N/` in between")] = True
+    every_steps: Annotated[
+        int, Meta(ge=0, le=_MANY, description="optimizer steps between checkpoints, and one at the end; 0: only when a signal ends the run")
+    ] = 0
+    keep_last: Annotated[int, Meta(ge=1, le=_MANY, description="the newest checkpoints are kept, as many")] = 2
+    keep_best: Annotated[int, Meta(ge=0, le=_MANY, description="so are as many of least loss, on the evaluation data where there is some")] = 0
+    on_failure: Annotated[Literal["stop", "go on"], Meta(description="when a checkpoint cannot be written")] = "stop"
+    export: Annotated[bool, Meta(description="write `model/` at the end, in Hugging Face format")] = True
+    export_dtype: Annotated[Literal["", "bf16", "fp32"], Meta(description="its weights: fp32 are the masters; empty: what the plan computes in")] = ""
 
 
 class Logging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +66,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     training: Training
     optimizer: AdamW = AdamW()
     schedule: LearningRate = LearningRate()
-    data: Data = Data()
+    data: DataOptions = DataOptions()
     evaluation: Evaluation = Evaluation()
     saving: Saving = Saving()
     logging: Logging = Logging()
@@ -103,6 +103,11 @@ def checked(value: object, where: str = "config") -> Config:
     Raises UserError.
     """
     return convert(msgspec.to_builtins(value), Config, where)
+
+
+def with_data(config: Config, data: str) -> Config:
+    """`config` for other data."""
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, data=data))
 
 
 class Field(NamedTuple):

@@ -165,9 +165,14 @@ class ModelState:
             moments = self.home("moments", layer.name)
             assert moments is not None
             self._arenas.flat(moments, torch.float32, 2 * layer.elements).zero_()
-            for name, buffer in self._buffers.get(layer.name, {}).items():
-                buffer.copy_(weights(layer.name, name, tuple(buffer.shape)))
             progress(layer.parameters)
+        self.load_buffers(weights)
+
+    def load_buffers(self, weights: Weights) -> None:
+        """Writes the layers' buffers alone."""
+        for layer, buffers in self._buffers.items():
+            for name, buffer in buffers.items():
+                buffer.copy_(weights(layer, name, tuple(buffer.shape)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of the state where it lies, flat, by `LAYER.CLASS`: what a checkpoint holds, the same for every plan of a model and a workload."""

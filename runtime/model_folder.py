@@ -29,7 +29,10 @@ def model_folder(source: str) -> Path:
     if folder.exists() or not _HUB_NAME.fullmatch(source):
         if folder.is_dir():
             return folder
-        raise UserError(f"model {source}", found="no such folder", allowed="a Hugging Face model folder, or a name on the hub such as org/name", fix="check it")
+        raise UserError(
+            f"model {source}", found="no such folder", allowed="a Hugging Face model folder, or a name on the hub such as org/name",
+            fix="check `source` in the plan, or pass --model or --init random",
+        )  # fmt: skip
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,67 +1,66 @@
-"""What a run needs before its first step, each looked at before anything is allocated or written: does the plan fit, where is the model, the data."""
+"""What a run needs before its first step, each looked at before anything is allocated or written: where is the model, the data."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.config import Config
-from megatrain.runtime.data import Corpus
+from megatrain.runtime.data import Corpus, DataOptions, open_data
+from megatrain.runtime.model_folder import model_folder
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.units import format_bytes
 
 
 class Source(Protocol):
-    """Where batches come from."""
+    """Where batches to train on come from. One with a `digest` of what it holds is recognised when a run goes on."""
 
     def step(self, number: int) -> list[Batch]:
         """The micro-batches of step `number`, from 1: always the same."""
 
 
-def open_data(data: Source | Path | str, config: Config, plan: Plan) -> tuple[Source, Source | None]:
-    """What is trained and what is evaluated on, where there is such. Raises UserError where a file is missing or too short for one step."""
+class HeldOut(Protocol):
+    """Where batches to evaluate on come from."""
 
-    def read(path: Path) -> Corpus:
-        return Corpus.read(path, plan.workload, vocabulary=plan.model.vocabulary, seed=config.training.seed)
-
-    training = read(Path(data)) if isinstance(data, Path | str) else data
-    return training, read(Path(config.data.evaluation_data)) if config.data.evaluation_data else None
+    def batches(self) -> Iterable[Batch]:
+        """All micro-batches, the same every time."""
 
 
-def find_model(folder: Path, plan: Plan, *, random: bool) -> Path | None:
-    """`folder` where it holds the plan's model; None where it holds none and its weights are not needed, but `random` ones.
+def find_data(options: DataOptions, plan: Plan, folder: Path | None, seed: int, on_note: Callable[[str], None]) -> tuple[Corpus, Corpus | None]:
+    """What is trained and what is evaluated on, where there is such, packed as the plan's workload has it unless `options` say how.
+
+    Raises UserError for what `open_data` does, and for a packing that the plan cannot execute, before anything is tokenised.
+    """
+    chosen = msgspec.structs.replace(options, packing=options.packing or ("documents" if plan.workload.documents else "plain"))
+    refuse_packing(chosen.packing, plan)
+    return open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
+
+
+def refuse_packing(packing: str, plan: Plan) -> None:
+    """Raises UserError where batches would number their documents and the plan does not keep them apart, or the other way round."""
+    apart = plan.workload.documents
+    if (packing != "plain") != apart:
+        allowed = "documents or none, since the plan keeps documents apart" if apart else "plain, since the plan attends over whole rows"
+        raise UserError("data: packing", found=packing, allowed=allowed, fix="leave packing out, or make a plan for it")
+
+
+def find_model(source: str, plan: Plan, *, needed: bool) -> Path | None:
+    """The folder of `source`, a folder or a hub name, where it holds the plan's model; None where it holds none and its weights are not `needed`.
 
     Raises UserError where there is none but one is needed, or another one.
     """
+    if not needed and not Path(source).is_dir():
+        return None
+    folder = model_folder(source)
     if _is_model(folder, plan.model):
         return folder
-    if random:
+    if not needed:
         return None
     raise UserError(f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random")
-
-
-def refuse_what_does_not_fit(plan: Plan, schedule: Schedule) -> None:
-    """Activations and workspace included, as predicted; the pools themselves are checked where they are allocated. Raises UserError."""
-    if plan.prediction is None:
-        return
-    for place, peak, limit in (
-        ("device", plan.prediction.device_peak_bytes, plan.device_limit_bytes),
-        ("host", plan.prediction.host_peak_bytes, plan.host_limit_bytes),
-    ):
-        if peak > limit:
-            pools = Counter({buffer.pool: 0 for buffer in schedule.buffers})
-            for buffer in schedule.buffers:
-                pools[buffer.pool] += buffer.allocated if buffer.place == place else 0
-            (largest, size), *_ = pools.most_common(1)
-            raise UserError(
-                f"{place} memory", found=f"a plan whose peak is {format_bytes(peak)}, of which {largest} {format_bytes(size)}", allowed=format_bytes(limit),
-                fix=f"raise the limit by {format_bytes(peak - limit)}, or make a plan for this limit with `megatrain plan`",
-            )  # fmt: skip
 
 
 def _is_model(folder: Path, planned: ModelSpec) -> bool:

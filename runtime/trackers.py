@@ -54,7 +54,7 @@ class TensorBoard(_Metrics):
     def on_start(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder))
+        self._writer = SummaryWriter(str(self._folder), purge_step=trainer.first_step if trainer.first_step > 1 else None)
 
     def write(self, values: Mapping[str, float], number: int) -> None:
         for name, value in values.items():

@@ -5,20 +5,29 @@ Trainer("plan.toml", "models/qwen2.5-3b", "corpus/", Config(training=Training(st
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megatrain.runtime.attention import refuse_attention
+from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
-from megatrain.runtime.config import Config, checked
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+from megatrain.runtime.checkpoint.folder import Checkpoints
+from megatrain.runtime.checkpoint.manifest import Run
+from megatrain.runtime.config import Config, checked, with_data
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.fitting import refuse_what_does_not_fit
 from megatrain.runtime.groups import refuse_unmatched
-from megatrain.runtime.machine import default_device, forget_device_memory, make_deterministic
+from megatrain.runtime.interruption import Interruption
+from megatrain.runtime.machine import default_device, device_bytes, forget_device_memory, host_bytes, make_deterministic
 from megatrain.runtime.model_files import ModelState, folder_weights, random_weights
-from megatrain.runtime.opening import Source, find_model, open_data, refuse_what_does_not_fit
+from megatrain.runtime.opening import HeldOut, Source, find_data, find_model, refuse_packing
+from megatrain.runtime.resumption import settings_of
 from megatrain.runtime.run_folder import RunFolder
 from megatrain.runtime.supported import refuse_unsupported
 from megatrain.runtime.templates import config_of
@@ -53,28 +62,41 @@ class Trainer:
     state: ModelState
 
     def __init__(
-        self, plan: Plan | Path | str, model: Path | str | None, data: Source | Path | str, config: Config, *, out: Path | str | None = None,
-        callbacks: Sequence[Callback] = (), evaluation_data: Source | None = None, device: torch.device | None = None,
+        self, plan: Plan | Path | str, model: Path | str | None, data: Source | Path | str | None, config: Config, *, out: Path | str | None = None,
+        resume: Literal["newest"] | int | None = None, callbacks: Sequence[Callback] = (), evaluation_data: HeldOut | None = None,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """`plan`: or its file. `model`: a Hugging Face folder, None for the one that the plan names. `data`: a path, or anything with
-        `step(number) -> list[Batch]`; so too `evaluation_data`, else the config's. `out`: a new folder for the run, None for none. Its callbacks,
-        the config's trackers and then `callbacks` are told of everything, in this order.
+        """`plan`: or its file. `model`: a Hugging Face folder or a name on the hub, None for the one that the plan names. `data`: a path, None for the
+        config's, or anything with `step(number) -> list[Batch]`; `evaluation_data`: anything with `batches()`, else what the config says. `out`: a folder
+        for the run, None for none. It must be new, unless the run in it is to `resume`, from its newest checkpoint or that of a step; where it has none
+        yet, it begins. The run folder's callback, the config's trackers and then `callbacks` are told of everything, in this order.
 
         Raises UserError for a plan, a config or an `out` that cannot be used. Nothing is allocated or written yet.
         """
         self.plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-        self.config = checked(config)
+        self.config = checked(config if not isinstance(data, Path | str) else with_data(config, str(data)))
         self.device = device or default_device()
-        self._origin = Path() if isinstance(plan, Plan) else Path(plan).parent
-        self._folder = self._origin / self.plan.source if model is None else Path(model)
+        origin = Path() if isinstance(plan, Plan) else Path(plan).parent
+        self.source = str(model if model is not None else origin / self.plan.source if (origin / self.plan.source).exists() else self.plan.source)
+        """the model's folder, or its name on the hub"""
         self._data, self._evaluation_data = data, evaluation_data
         refuse_unsupported(self.plan.model, self.plan.workload)
         refuse_attention(self.plan, self.device)
         self.schedule = executable(self.plan)
         refuse_unmatched(self.config.optimizer, self.plan.model)
         logging, self._notes = trackers(self.config.logging, None if out is None else Path(out))
-        folder = [] if out is None else [RunFolder(Path(out), self._origin)]
+        saving = self.config.saving
+        if out is None and (saving.every_steps or resume is not None):
+            raise UserError("training: out", found="no run folder", allowed="one, for checkpoints to lie in", fix="pass out, or leave out saving and resume")
+        self._checkpoints = None if out is None else Checkpoints(Path(out) / "checkpoints", keep_last=saving.keep_last, keep_best=saving.keep_best)
+        self._resume: Literal["newest"] | int | None = resume
+        folder = [] if out is None else [RunFolder(Path(out), origin, resumed=resume is not None)]
         self._callbacks: list[Callback] = [*folder, *logging, *callbacks]
+        self.folder: Path | None = None
+        """where the model, its tokenizer and its generation config are; None where random weights need none"""
+        measured_there = (origin / self.plan.hardware).is_file()
+        # a plan for a calibrated machine knows its limit better than a virtual machine that shows less memory than it can grow to
+        self._host_bytes = None if measured_there else host_bytes()
         self.first_step = 1
         """the next step to do; one that restores a checkpoint sets it"""
         self.finished = False
@@ -83,6 +105,8 @@ class Trainer:
         """of the last steady steps"""
         self.device_bytes_before = 0
         """allocated on the device before this training"""
+        self._settings: dict[str, Any] = {}
+        self._evaluation_owed = False
         self._stopped = ""
 
     @property
@@ -91,65 +115,109 @@ class Trainer:
         return median_timeline(self.timelines)
 
     def stop(self, reason: str) -> None:
-        """Ends the training after this step, as if it were the last: evaluated and saved. From a callback or a signal handler."""
+        """Ends the training after this step, as if it were the last: evaluated and saved. From a callback."""
         self._stopped = reason
 
     def fit(self) -> Fitted:
-        """Trains. In deterministic mode the whole process stays so.
+        """Trains. In deterministic mode the whole process stays so. The first SIGINT or SIGTERM ends the step, saves a checkpoint and raises Interrupted;
+        the second raises it at once.
 
         Raises UserError, before anything is written, where memory, model or data are not what is needed; LaneError with the op's name where one
-        fails; CallbackError with the callback's; FloatingPointError where loss or gradient norm is not finite. All memory is released either way.
+        fails; CallbackError with the callback's; CheckpointError where one cannot be written, unless the config says to go on; FloatingPointError where
+        loss or gradient norm is not finite. All memory is released either way.
         """
         training = self.config.training
-        refuse_what_does_not_fit(self.plan, self.schedule)
-        folder = find_model(self._folder, self.plan, random=training.init == "random")
-        data, held_out = open_data(self._data, self.config, self.plan)
-        held_out = self._evaluation_data or held_out
+        refuse_what_does_not_fit(self.plan, self.schedule, host_bytes=self._host_bytes, device_bytes=device_bytes(self.device))
+        self._refuse_steps_that_are_done()
+        self.folder = find_model(self.source, self.plan, needed=training.init == "model")
+        data, held_out = self._open_data()
         for note in self._notes:
             self._tell("on_note", note)
         if training.deterministic:
             make_deterministic()
         torch.manual_seed(training.seed)
-        self.model_config = config_of(self.plan.model, None if folder is None else str(folder))
+        self.model_config = config_of(self.plan.model, None if self.folder is None else str(self.folder))
         forget_device_memory(self.device)
         self.device_bytes_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        with Executor(self.plan, self.model_config, self.config.optimizer, self.device, schedule=self.schedule) as self.executor:
+        with Executor(
+            self.plan, self.model_config, self.config.optimizer, self.device, schedule=self.schedule,
+            on_allocate=lambda done, total: self._tell("on_allocate", done, total),
+        ) as self.executor:  # fmt: skip
             self.state = ModelState(self.plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
-            self._load(folder)
+            self._load(buffers_alone=self._restore())
             try:
                 self._tell("on_start", self)
-                fitted = self._loop(data, held_out)
+                with Interruption() as interruption:
+                    fitted = self._loop(data, held_out, interruption)
             except BaseException as error:
                 self._end(error)
                 raise
             self._end(None)
         return fitted
 
-    def _load(self, folder: Path | None) -> None:
-        if folder is None or self.config.training.init == "random":
-            self.state.load(random_weights(self.config.training.seed, self.device), lambda count: self._tell("on_load", count))
-        else:
-            with folder_weights(folder) as weights:
+    def _refuse_steps_that_are_done(self) -> None:
+        done = self._checkpoints.steps() if self._checkpoints is not None and self._resume is not None else []
+        if done and (least := done[-1] if self._resume == "newest" else int(self._resume or 0)) > self.config.training.steps:
+            raise UserError(
+                "training: steps", found=self.config.training.steps, allowed=f">= {least}, which are done already", fix=f"go on to a step after {least}"
+            )
+
+    def _open_data(self) -> tuple[Source, HeldOut | None]:
+        data, held_out = self._data, self._evaluation_data
+        if data is None or isinstance(data, Path | str):
+            found = find_data(self.config.data, self.plan, self.folder, self.config.training.seed, self._notes.append)
+            data, held_out = found[0], held_out or found[1]
+        elif hasattr(data, "packing"):  # a Corpus
+            refuse_packing(data.packing, self.plan)
+        self._settings = settings_of(self.config, data)
+        return data, held_out
+
+    def _restore(self) -> bool:
+        """Whether there was a checkpoint to go on from."""
+        if self._checkpoints is None or self._resume is None:
+            return False
+        run = self._checkpoints.restore(self.executor, self.state, self._settings, None if self._resume == "newest" else self._resume)
+        if run is None:
+            self._tell("on_note", "no checkpoint yet: the run begins")
+            return False
+        self.first_step, self._evaluation_owed = run.step + 1, bool(run.progress.get("evaluation_owed"))
+        self._tell("on_note", f"goes on after step {run.step}" + (", the last: --steps may be larger" if run.step == self.config.training.steps else ""))
+        return True
+
+    def _load(self, *, buffers_alone: bool) -> None:
+        """Weights and buffers; or buffers alone, which a checkpoint leaves out: no step changes them."""
+        seed = self.config.training.seed
+        random = self.folder is None or self.config.training.init == "random"
+        with contextlib.nullcontext(random_weights(seed, self.device)) if random else folder_weights(self.folder) as weights:
+            if buffers_alone:
+                self.state.load_buffers(weights)
+            else:
                 self.state.load(weights, lambda count: self._tell("on_load", count))
 
-    def _loop(self, data: Source, held_out: Source | None) -> Fitted:
+    def _loop(self, data: Source, held_out: HeldOut | None, interruption: Interruption) -> Fitted:
         """All steps, with what comes between them and after the last."""
         steps, every = self.config.training.steps, (self.config.evaluation.every_steps, self.config.saving.every_steps)
         number, loss, evaluation = self.first_step - 1, None, None
+        if self._evaluation_owed and held_out is not None:
+            evaluation = self._evaluate(held_out, number, interruption)
         for number in range(self.first_step, steps + 1):
+            if interruption:
+                break
             step = self._step(data, number)
             loss = step.loss
             self._tell("on_step", self, step)
             self.finished = number == steps or bool(self._stopped)
             evaluate, save = (self.finished or (interval > 0 and number % interval == 0) for interval in every)
-            if evaluate and held_out is not None:
-                evaluation = self._evaluate(held_out, number)
-                self._tell("on_evaluation", self, evaluation)
-            if save:
-                self.executor.drain()
-                self._tell("on_save", self, number)
+            found = self._evaluate(held_out, number, interruption) if evaluate and held_out else None
+            evaluation = found or evaluation
+            if interruption or (save and self.config.saving.every_steps):
+                best_by = found.loss if found else None if held_out else loss
+                owed = bool(evaluate and held_out and not found)
+                self._save(Run(step=number, loss=best_by, settings=self._settings, progress={"evaluation_owed": owed}))
             if self.finished:
                 break
+        if interruption:
+            raise interruption.error()
         return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
 
     def _step(self, data: Source, number: int) -> Step:
@@ -163,12 +231,34 @@ class Trainer:
             tokens_per_second=self.plan.workload.step_tokens / result.seconds, timeline=result.timeline, checksum=result.checksum,
         )  # fmt: skip
 
-    def _evaluate(self, held_out: Source, number: int) -> Evaluation:
-        """Mean over all labelled tokens of all evaluation steps."""
-        parts = [self.executor.evaluate(held_out.step(index)) for index in range(1, self.config.evaluation.over_steps + 1)]
+    def _evaluate(self, held_out: HeldOut, number: int, interruption: Interruption) -> Evaluation | None:
+        """Mean over all labelled tokens, told to the callbacks; None where a signal came before the end."""
+        parts, work = [], self.plan.workload
+        batches = iter(held_out.batches())
+        while group := list(itertools.islice(batches, work.accumulation)):
+            if interruption:
+                return None
+            empty = group[0]._replace(labels=torch.full_like(group[0].labels, IGNORED))
+            parts.append(self.executor.evaluate([*group, *[empty] * (work.accumulation - len(group))]))
+            if len(parts) == self.config.evaluation.over_steps:
+                break
         tokens = sum(part.labelled for part in parts)
         loss = sum(part.loss * part.labelled for part in parts) / max(tokens, 1)
-        return Evaluation(number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts))
+        evaluation = Evaluation(number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts))
+        self._tell("on_evaluation", self, evaluation)
+        return evaluation
+
+    def _save(self, run: Run) -> None:
+        """A checkpoint, and whatever callbacks save. Raises CheckpointError unless the config says to go on."""
+        self.executor.drain()
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.save(self.executor, self.state, run)
+        except CheckpointError as error:
+            if self.config.saving.on_failure == "stop":
+                raise
+            self._tell("on_note", str(error))
+        self._tell("on_save", self, run.step)
 
     def _tell(self, event: str, *details: object) -> None:
         for callback in self._callbacks:

@@ -41,9 +41,9 @@ SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
 INK, MUTED, ALARM, ROW, UNKNOWN = "#1f2933", "#66727f", "#b3261e", "#f3f5f7", "#c9b27c"
 KIND_COLOURS = {
     "embed": "#7fc8c2", "forward": "#6aaee0", "head": "#f2c94c", "loss": "#f7e3a1", "recompute": "#bcdcf4", "backward": "#1f5f9e", "embed_backward": "#2b7a78",
-    "load_weights": "#2e9e6b", "load_activations": "#8ed1a8", "load_gradients": "#bfe5c8", "load_state": "#186a46", "load_second": "#186a46",
+    "load_weights": "#2e9e6b", "load_activations": "#8ed1a8", "load_gradients": "#bfe5c8", "load_state": "#186a46", "load_second": "#0c4a30",
     "save_gradients": "#e07b39", "save_activations": "#f3b27f", "save_state": "#a84f16",
-    "accumulate_gradients": "#d9b3dd", "update": "#7b3f98", "cpu_update": "#8e5aa8", "norm": "#8a949e", "ratios": "#8a949e", "clip": "#4a5560",
+    "accumulate_gradients": "#d9b3dd", "update": "#7b3f98", "cpu_update": "#8e5aa8", "norm": "#8a949e", "ratios": "#6d7780", "clip": "#4a5560",
     "cpu_adam": "#b26fc4", "host_pass": "#c76b8f", "thread_pass": "#8c2f55", "device_pass": "#a3b86c",
 }  # fmt: skip
 """In the order of the legend."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,15 +25,30 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
     "schedule.rate": ("--rate", {"type": options.real("--rate")}),
     "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
-    "data.data": ("--data", {}),
+    "data.data": ("--data", {"metavar": "PATH"}),
+    "data.split": ("--split", {}),
+    "data.columns": ("--columns", {}),
+    "data.loss": ("--loss", {}),
+    "data.packing": ("--packing", {}),
+    "data.strict": ("--strict", {"action": "store_true"}),
+    "data.evaluation_fraction": ("--eval-fraction", {"type": options.real("--eval-fraction")}),
+    "data.evaluation_documents": ("--eval-documents", {"type": options.whole("--eval-documents", 0)}),
+    "data.evaluation_data": ("--eval-data", {"metavar": "PATH"}),
+    "data.cache": ("--data-cache", {"metavar": "FOLDER"}),
+    "evaluation.every_steps": ("--eval-every", {"type": options.whole("--eval-every", 0)}),
+    "saving.every_steps": ("--save-every", {"type": options.whole("--save-every", 0)}),
     "saving.export": ("--no-export", {"action": "store_false"}),
 }
 """the fields that have a short option"""
+_PATHS = ("data.data", "data.evaluation_data", "data.cache")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan written by `megatrain plan`")
-    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder for plan, config, metrics, timeline, pictures and model")
+    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help="a plan written by `megatrain plan`; with --resume it may be left out")
+    parser.add_argument("--out", type=Path, metavar="RUN", help="a new folder for plan, config, metrics, checkpoints, timeline, pictures and model")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run, in its folder, with its plan and its config, up to --steps")
+    parser.add_argument("--from-step", type=options.whole("--from-step"), metavar="N", help="with --resume: from this checkpoint, not from the newest")
+    parser.add_argument("--model", metavar="SOURCE", help="a Hugging Face folder, or a name on the hub, instead of the plan's")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML with the sections below; a run folder's config.toml is one")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set any field, e.g. rate=3e-4 or evaluation.every_steps=100")
     options.add_device(parser)
@@ -55,7 +70,7 @@ def _shown(value: object) -> str:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Of the file, what --set says, and the options. Raises UserError for anything in it that cannot be."""
+    """Of the file, or of the run that is resumed, what --set says, and the options. Raises UserError for anything in it that cannot be."""
     overrides: dict[str, Any] = {}
     for text in args.set:
         key, equals, value = text.partition("=")
@@ -63,15 +78,32 @@ def config_of(args: argparse.Namespace) -> Config:
             raise UserError("--set", found=repr(text), allowed="FIELD=VALUE", fix="write it like --set rate=3e-4")
         overrides[full_name(key.strip())] = parse_value(value.strip())
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
-    if args.config is None and "training.steps" not in overrides:
+    # as they are seen from everywhere: the run may be resumed from another folder
+    overrides |= {key: os.path.abspath(value) for key in _PATHS if isinstance(value := overrides.get(key), str) and value}
+    file = args.config or (args.resume and args.resume / "config.toml")
+    if file is None and "training.steps" not in overrides:
         raise UserError("megatrain train", found="no --steps", allowed="--steps VALUE, or steps in [training] of a --config file", fix="say how many")
-    config = Config.load(args.config, overrides)
+    config = Config.load(file, overrides)
     if not config.data.data:
-        raise UserError("megatrain train", found="no --data", allowed="--data PATH, or data in [data] of a --config file", fix="name a text file or folder")
+        raise UserError("megatrain train", found="no --data", allowed="--data PATH, or data in [data] of a --config file", fix="name a file or a folder")
     return config
 
 
+def places(args: argparse.Namespace) -> tuple[Path, Path]:
+    """The plan, and the run's folder. Raises UserError where options contradict each other."""
+    if (args.out is None) == (args.resume is None):
+        found = "neither" if args.out is None else "both"
+        raise UserError("megatrain train: --out, --resume", found=found, allowed="--out for a new run, --resume to go on with one", fix="name one of them")
+    if args.resume is None and (args.plan is None or args.from_step):
+        found = "no PLAN" if args.plan is None else "--from-step without --resume"
+        raise UserError("megatrain train", found=found, allowed="PLAN --out RUN, or --resume RUN", fix="name a plan, or the run to resume")
+    if args.resume is not None and not (args.resume / "config.toml").is_file():
+        raise UserError(str(args.resume), found="no config.toml", allowed="the folder of a run that has begun", fix="start it with --out")
+    return args.plan or args.resume / "plan.toml", args.out or args.resume
+
+
 def run(args: argparse.Namespace) -> int:
+    plan_file, folder = places(args)
     config = config_of(args)
 
     from megatrain.experiments.pictures import draw_loss, read_record
@@ -79,22 +111,24 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.trainer import Trainer
     from megatrain.simulator.plan import Plan
 
-    parameters = Plan.load(args.plan).model.parameters
-    if not os.path.exists(args.out):
-        options.check_writable(args.out)
+    parameters = Plan.load(plan_file).model.parameters
+    if not os.path.exists(folder):
+        options.check_writable(folder)
     bars = ProgressBars(parameters, config.training.steps)
-    trainer = Trainer(args.plan, None, config.data.data, config, out=args.out, callbacks=[bars], device=options.device(args))
+    resume: Literal["newest"] | int | None = None if args.resume is None else args.from_step or "newest"
+    trainer = Trainer(plan_file, args.model, None, config, out=folder, resume=resume, callbacks=[bars], device=options.device(args))
     try:
         fitted = trainer.fit()
     except FloatingPointError as error:
         raise UserError(
-            f"training, {args.out}", found=str(error).partition(";")[0], allowed="finite numbers",
+            f"training, {folder}", found=str(error).partition(";")[0], allowed="finite numbers",
             fix=f"lower --rate {config.schedule.rate:g}, or look at the data",
         ) from None  # fmt: skip
     finally:
         bars.close()
-    if losses := bars.losses:
-        draw_loss(args.out, read_record(args.out), trainer.plan)
+    record = read_record(folder)
+    if losses := record.losses:
+        draw_loss(folder, record, trainer.plan)
         few = min(20, -(-len(losses) // 2))
         print(f"loss {sum(losses[:few]) / few:.3f} over the first {few} steps, {sum(losses[-few:]) / few:.3f} over the last {few}")
     if fitted.evaluation is not None:
@@ -102,5 +136,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"evaluation loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, over {found.tokens:,} tokens after step {found.number}")
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    print(f"wrote {args.out}; see `megatrain compare {args.out}`")
+    print(f"wrote {folder}; see `megatrain compare {folder}`")
     return 0

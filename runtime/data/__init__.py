@@ -2,11 +2,11 @@
 
 formats, tables (files -> rows), columns (a row -> text, a prompt with its completion, or a conversation), chat, tokenize (-> ids and which of them
 are targets), cache (-> a file mapped into memory), documents (spans of it), packing (-> rows of one sequence), corpus (-> the batches of a step).
-`opening` puts them together for `options`; `byte_level` replaces the first half for a model without a tokenizer.
+`opening` puts them together for DataOptions; `byte_level` replaces the first half for a model without a tokenizer.
 """
 
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
-from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data_options import DataOptions
 
 __all__ = ["Corpus", "DataOptions", "open_data"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents
@@ -13,23 +15,24 @@ VOCABULARY = 257
 MOST_BYTES = 2**26
 
 
-def byte_documents(source: Source, vocabulary: int, most_bytes: int = MOST_BYTES) -> Documents:
-    """A document a file, any bytes, up to `most_bytes` of all files. Raises UserError where a file cannot be read, or `vocabulary` is too small for bytes."""
+def byte_documents(source: Source, vocabulary: int) -> Documents:
+    """A document a file, any bytes, up to `MOST_BYTES` of all files. Raises UserError where a file cannot be read, or `vocabulary` is too small for bytes."""
     if vocabulary < VOCABULARY:
         raise UserError("model: vocabulary", found=vocabulary, allowed=f">= {VOCABULARY} for byte-level text", fix="use a model with a larger vocabulary")
     pieces, lengths, total = [], [], 0
     for file in source.files:
         try:
             with file.open("rb") as stream:
-                document = np.frombuffer(stream.read(most_bytes - total), dtype=np.uint8)
+                document = np.frombuffer(stream.read(MOST_BYTES - total), dtype=np.uint8)
         except OSError as error:
             raise UserError(
-                f"corpus {error.filename or file}", found=str(error.strerror).lower(), allowed="a readable text file", fix="check the path and its permissions"
+                f"data {error.filename or file}", found=str(error.strerror).lower(), allowed="a readable text file", fix="check the path and its permissions"
             ) from None
         pieces += [document.astype(np.uint16), np.array([END_OF_DOCUMENT], dtype=np.uint16)]
         lengths.append(len(document) + 1)
         total += len(document)
-        if total >= most_bytes:
+        if total >= MOST_BYTES:
             break
     ends = np.cumsum(lengths)
-    return Documents(tokens=np.concatenate(pieces), begins=ends - lengths, ends=ends)
+    tokens = np.concatenate(pieces)
+    return Documents(tokens=tokens, begins=ends - lengths, ends=ends, digest=f"{zlib.crc32(tokens.tobytes()):08x}-{len(tokens)}")

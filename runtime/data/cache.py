@@ -126,8 +126,9 @@ def load(folder: Path, key: str) -> tuple[Documents, Summary] | None:
             offsets = np.fromfile(file, dtype=np.int64, count=stored.documents + 1)
     except (OSError, ValueError, TypeError, msgspec.MsgspecError):
         return None
-    documents = Documents(tokens=tokens, begins=offsets[:-1], ends=offsets[1:], flagged=stored.summary.flagged, whole=stored.summary.whole)
-    return documents, stored.summary
+    digest = f"{stored.crc:08x}-{stored.tokens}"  # over the documents' borders too
+    known = stored.summary
+    return Documents(tokens=tokens, begins=offsets[:-1], ends=offsets[1:], flagged=known.flagged, whole=known.whole, digest=digest), known
 
 
 def _stored(file: IO[bytes], key: str) -> _Stored | None:

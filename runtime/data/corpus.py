@@ -9,17 +9,14 @@ mask for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.data.byte_level import byte_documents
 from megatrain.runtime.data.documents import Documents, truncated
-from megatrain.runtime.data.formats import find
-from megatrain.runtime.data.options import Packing
 from megatrain.runtime.data.packing import Rows, best_fit, in_sequence, one_a_row
+from megatrain.runtime.data_options import Packing
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
 
@@ -60,14 +57,10 @@ class Corpus:
         if seed is None and not any((batch.labels != IGNORED).any() for batch in self.batches()):
             raise UserError(where, found=f"{self.tokens} tokens and no label", allowed="a document of two tokens or more", fix="give more text")
 
-    @classmethod
-    def read(cls, path: Path, workload: Workload, *, vocabulary: int, seed: int, most_bytes: int = 2**26) -> Corpus:
-        """Plain text as bytes, packed without borders: from a text file, or every text file below a folder in sorted order, up to `most_bytes`.
-
-        Raises UserError where there is none, one cannot be read, or the model's vocabulary is too small for bytes.
-        """
-        documents = byte_documents(find(path, only="text"), vocabulary, most_bytes)
-        return cls(documents, workload, seed=seed, packing="plain", where=f"corpus {path}")
+    @property
+    def digest(self) -> str:
+        """Of the text, as tokens; the same wherever its files lie. How documents are chosen from it, packed and ordered is not in it."""
+        return self._documents.digest
 
     @property
     def documents(self) -> bool:

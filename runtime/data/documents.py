@@ -24,6 +24,8 @@ class Documents:
     """tokens are uint32 whose highest bit is `TARGET`; otherwise every token is a target"""
     whole: bool = False
     """a document means nothing without its beginning (a prompt and its answer), so it is truncated and never continued in another row"""
+    digest: str = ""
+    """of `tokens`, all of them"""
 
     def __len__(self) -> int:
         return len(self.begins)

@@ -63,39 +63,37 @@ class BadRow:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-def find(path: Path, *, split: str = "train", only: Kind | None = None) -> Source:
+def find(path: Path, *, split: str = "train") -> Source:
     """What there is to read at `path`: a file, a folder of files (of several kinds the one with the most bytes), or a `save_to_disk` folder.
 
-    `only`: look at no other kind of file. Raises UserError where there is nothing, or nothing that can be read.
+    Raises UserError where there is nothing, or nothing that can be read.
     """
-    suffixes = {suffix: kind for suffix, kind in SUFFIXES.items() if only in (None, kind)}
-    allowed = f"a text file, or a folder with {_listed(TEXT_SUFFIXES)}" if only == "text" else f"a file or folder with {_listed([*SUFFIXES])}"
-    word = "corpus" if only == "text" else "data"
+    allowed = f"a file or folder with {_listed([*SUFFIXES])}"
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
-            kind = only or _NAMED.get(path.suffix)
+            kind = _NAMED.get(path.suffix)
             if kind is None:
-                raise UserError(f"{word} {path}", found=f"a file ending in {path.suffix!r}", allowed=_listed([*_NAMED]), fix="convert or rename the file")
+                raise UserError(f"data {path}", found=f"a file ending in {path.suffix!r}", allowed=_listed([*_NAMED]), fix="convert or rename the file")
             return Source(path=path, kind=kind, files=(path,))
         if not stat.S_ISDIR(mode):
-            raise UserError(f"{word} {path}", found="no such file or folder, but a device or a pipe", allowed=allowed, fix="check the path")
-        if only is None and (path / "dataset_dict.json").is_file():
+            raise UserError(f"data {path}", found="no such file or folder, but a device or a pipe", allowed=allowed, fix="check the path")
+        if (path / "dataset_dict.json").is_file():
             path = path / _split(path, split)
-        if only is None and (path / "state.json").is_file():
+        if (path / "state.json").is_file():
             return Source(path=path, kind="arrow", files=_saved_files(path))
-        return _in_folder(path, suffixes, allowed)
+        return _in_folder(path, allowed)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         missing = isinstance(error, FileNotFoundError)
         found = "no such file or folder" if missing else (getattr(error, "strerror", None) or str(error)).lower()
-        raise UserError(f"{word} {getattr(error, 'filename', None) or path}", found=found, allowed=allowed, fix="check the path") from None
+        raise UserError(f"data {getattr(error, 'filename', None) or path}", found=found, allowed=allowed, fix="check the path") from None
 
 
 def _listed(suffixes: list[str] | tuple[str, ...]) -> str:
     return ", ".join(f"*{suffix}" for suffix in suffixes)
 
 
-def _in_folder(path: Path, suffixes: dict[str, Kind], allowed: str) -> Source:
+def _in_folder(path: Path, allowed: str) -> Source:
     found: dict[Kind, list[Path]] = {}
 
     def refuse(error: OSError) -> None:
@@ -105,12 +103,10 @@ def _in_folder(path: Path, suffixes: dict[str, Kind], allowed: str) -> Source:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             file = Path(folder, name)
-            if file.suffix in suffixes and not name.startswith(".") and file.is_file():
-                found.setdefault(suffixes[file.suffix], []).append(file)
+            if file.suffix in SUFFIXES and not name.startswith(".") and file.is_file():
+                found.setdefault(SUFFIXES[file.suffix], []).append(file)
     if not found:
-        only_text = set(suffixes.values()) == {"text"}
-        what = "a folder without text files" if only_text else "a folder without data"
-        raise UserError(f"corpus {path}" if only_text else f"data {path}", found=what, allowed=allowed, fix="check the path")
+        raise UserError(f"data {path}", found="a folder without data", allowed=allowed, fix="check the path")
     sizes = {kind: sum(os.stat(file).st_size for file in files) for kind, files in found.items()}
     kind = max(sorted(sizes), key=lambda kind: sizes[kind])
     others = ", ".join(f"{len(found[other])} {other} ({sizes[other]:,} bytes)" for other in sorted(sizes) if other != kind)

@@ -17,8 +17,8 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_c
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, Row, Source, find, rows
-from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
+from megatrain.runtime.data_options import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
 
@@ -30,20 +30,21 @@ _SHOWN = 3
 
 
 def open_data(
-    options: DataOptions, workload: Workload, tokenizer_folder: Path | None, vocabulary: int, on_note: Note = lambda _: None
+    options: DataOptions, workload: Workload, tokenizer_folder: Path | None, vocabulary: int, on_note: Note = lambda _: None, *, seed: int = 0
 ) -> tuple[Corpus, Corpus | None]:
-    """The corpus to train on, shuffled, and the one to evaluate on, in its own order, where `options` ask for one.
+    """The corpus to train on, shuffled by `seed`, and the one to evaluate on, in its own order, where `options` ask for one.
 
     `tokenizer_folder`: the model's; without a tokenizer there, plain text is read as bytes. `vocabulary`: rows of the model's embedding.
     `on_note` hears line by line what was found, counted, left out and cached. Raises UserError for every mistake in files, rows and options.
     """
-    training = _documents(options, options.data, tokenizer_folder, vocabulary, on_note)
+    assert options.packing, "the plan says which where the options do not"
+    training = _documents(options, Path(options.data), tokenizer_folder, vocabulary, on_note)
     evaluation: Documents | None
-    if options.evaluation_data is not None:
-        evaluation = _documents(options, options.evaluation_data, tokenizer_folder, vocabulary, on_note)
+    if options.evaluation_data:
+        evaluation = _documents(options, Path(options.evaluation_data), tokenizer_folder, vocabulary, on_note)
     else:
         training, evaluation = split(training, options)
-    corpus = Corpus(training, workload, seed=options.seed, packing=options.packing, where=f"data {options.data}")
+    corpus = Corpus(training, workload, seed=seed, packing=options.packing, where=f"data {options.data}")
     on_note(f"training: {_packed(corpus, workload, len(training))}")
     if evaluation is None:
         return corpus, None
@@ -82,16 +83,16 @@ def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary
         return _as_bytes(source, folder, vocabulary, on_note)
     assert folder is not None
     key = _key(source, options, folder)
-    stored, state = load(options.cache, key), "tokens from the cache"
+    stored, state = load(options.cache_folder, key), "tokens from the cache"
     if stored is None:
         layout = Layout("text", ()) if source.kind == "text" else _layout(source, options)
         largest = max(tokenizer.get_vocab().values(), default=0)
         _tokenise(source, Encoder(tokenizer, layout, options.loss, str(folder)), options, key, largest)
         if _key(source, options, folder) != key:
             raise UserError(f"data {path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
-        stored, state = load(options.cache, key), "tokenised now, and cached"
+        stored, state = load(options.cache_folder, key), "tokenised now, and cached"
         if stored is None:
-            raise UserError(f"cache {options.cache}", found="a file that is not what was written", allowed="a sound disk", fix="name another folder")
+            raise UserError(f"cache {options.cache_folder}", found="a file that is not what was written", allowed="a sound disk", fix="name another folder")
     documents, summary = stored
     on_note(f"recognised: {summary.layout}")
     empty = f", {summary.empty:,} without text" if summary.empty else ""
@@ -143,7 +144,7 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
     shown: list[str] = []
     dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
     layout = encoder.layout
-    with CacheWriter(options.cache, key, dtype) as writer:
+    with CacheWriter(options.cache_folder, key, dtype) as writer:
         for found in encoder.encode(rows(source, layout.columns)):
             if found is None:
                 count, empty = count + 1, empty + 1

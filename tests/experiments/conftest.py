@@ -40,6 +40,27 @@ def make_tiny_model(folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def make_small_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of less than 320 ids with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["how are you, I am well"], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<e>"], initial_alphabet=alphabet, show_progress=False)
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<e>")
+    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}\\n{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant\\n{% endif %}"
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[[Path], None]:
+    return make_small_tokenizer
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[[Path], int]:
     return make_tiny_model

@@ -84,7 +84,12 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (("--data", ""), r"megatrain train: found no --data; allowed: --data PATH, or data in \[data\] of a --config file"),
         (("--set", 'groups=[{match = "*nrom*"}]'), r"optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors"),
         (("--logging.tracker", "trackio"), r"logging: tracker: trackio: found no such package; allowed: an installed one; fix: pip install trackio"),
-        (("--data.evaluation_data", "gone"), r"corpus gone: found no such file or folder"),
+        (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),
+        (("--eval-data", "corpus", "--eval-fraction", "0.1"), r"config: data: evaluation: found more than one of a fraction, documents and a file"),
+        (("--packing", "documents"), r"data: packing: found documents; allowed: plain, since the plan attends over whole rows; fix: leave packing out"),
+        (("--columns", "csv"), r"config: data.columns: found 'csv'; allowed: 'auto', 'text', "),
+        (("--from-step", "2"), r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or --resume RUN"),
+        (("--resume", "run"), r"megatrain train: --out, --resume: found both"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
@@ -105,3 +110,26 @@ def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
 def test_steps_must_be_said(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
     assert outcome.err == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in [training] of a --config file; fix: say how many\n"
+
+
+@pytest.mark.usefixtures("workplace")
+def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(command: Any, make_tokenizer: Any) -> None:
+    make_tokenizer(Path("tiny"))
+    turns = [{"role": role, "content": f"{role} says something"} for role in ("user", "assistant") * 2]
+    lines = [json.dumps({"messages": turns}) for _ in range(40)]
+    Path("chat.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]))
+    words = ("train", "plan.toml", "--data", "chat.jsonl", "--loss", "last", "--eval-documents", 4, "--data-cache", "cache", "--steps", 3, "--device", "cpu")
+    outcome = command(*words, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "recognised: messages, chat template of the tokenizer, loss on the last assistant turn" in outcome.out
+    assert f"1 bad row left out, the first: {Path('chat.jsonl').resolve()}:4: invalid JSON" in outcome.out
+    assert "training: 36 documents, " in outcome.out
+    assert "evaluation: 4 documents, " in outcome.out
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("run/model")
+    answer = len(tokenizer("assistant says something<e>")["input_ids"])
+    assert re.search(rf"evaluation loss [\d.]+, perplexity [\d.,]+, over {4 * answer} tokens after step 3", outcome.out)
+    assert len(list(Path("cache").iterdir())) == 1
+    strict = command(*words, "--strict", "--out", "another")
+    assert re.match(r"megatrain: bad row .*chat.jsonl:4: found invalid JSON", strict.err), strict.err

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.config import Config, Data, Training, checked, fields, full_name, parse_value
+from megatrain.runtime.config import Config, Training, checked, fields, full_name, parse_value
+from megatrain.runtime.data_options import DataOptions
 from megatrain.runtime.hyperparameters import AdamW, Group
 from megatrain.runtime.learning_rate import LearningRate
 from megatrain.simulator.errors import UserError
@@ -42,7 +43,7 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
     config = Config.load(tmp_path / "train.toml", {"schedule.rate": 1e-5, "training.seed": 4})
     assert config == Config(
         training=Training(steps=100, seed=4), optimizer=AdamW(weight_decay=0.1, betas=(0.9, 0.99), groups=(Group(match="*norm*", rate_factor=0.5),)),
-        schedule=LearningRate(kind="cosine", rate=1e-5), data=Data(data="corpus"),
+        schedule=LearningRate(kind="cosine", rate=1e-5), data=DataOptions(data="corpus"),
     )  # fmt: skip
     write_toml(tmp_path / "again.toml", config)
     assert Config.load(tmp_path / "again.toml") == config
@@ -65,7 +66,10 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
         ("optimizer.epsilon", 0.0, "optimizer.epsilon"),
         ("optimizer.groups", [{"match": "*", "decay": 1}], r"optimizer.groups\[0\]: found unknown key `decay`; allowed: match, rate_factor, weight_decay"),
         ("optimizer.groups", [{"match": "*", "weight_decay": -1.0}], r"optimizer.groups\[0\].weight_decay: found -1.0; allowed: `float` >= 0.0"),
-        ("evaluation.over_steps", 0, "evaluation.over_steps"),
+        ("evaluation.over_steps", -1, "evaluation.over_steps"),
+        ("saving.keep_last", 0, "saving.keep_last: found 0; allowed: `int` >= 1"),
+        ("saving.on_failure", "ignore", "saving.on_failure: found 'ignore'; allowed: 'stop', 'go on'"),
+        ("data.packing", "tight", "data.packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
         ("logging.tracker", "mlflow", "logging.tracker: found 'mlflow'; allowed: '', 'wandb', 'trackio'"),
         ("trainig.steps", 1, "found unknown key `trainig`; allowed: data, evaluation, logging, optimizer, saving, schedule, training"),
         ("training.stepz", 1, "training: found unknown key `stepz`; allowed: deterministic, init, seed, steps"),

@@ -42,7 +42,7 @@ class Fake:
 @pytest.fixture
 def trainer(make_plan: Any) -> Any:
     plan: Plan = make_plan()
-    return types.SimpleNamespace(config=Config(training=Training(steps=20)), plan=plan)
+    return types.SimpleNamespace(config=Config(training=Training(steps=20)), plan=plan, first_step=1)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.runtime.data import Corpus
+from megatrain.runtime.data import Corpus, DataOptions, byte_level, open_data
 from megatrain.runtime.data.byte_level import END_OF_DOCUMENT, VOCABULARY
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
@@ -15,12 +15,16 @@ from megatrain.simulator.specs import Workload
 WORK = Workload(batch=2, sequence=8, accumulation=3)
 
 
+def read(path: Path, work: Workload = WORK, vocabulary: int = VOCABULARY) -> Corpus:
+    return open_data(DataOptions(data=str(path), packing="plain"), work, None, vocabulary)[0]
+
+
 def test_text_files_of_a_folder_are_packed_without_borders(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "second.txt").write_bytes("zwölf".encode())
     (tmp_path / "a.py").write_bytes(b"x = 1\n")
     (tmp_path / "c.bin").write_bytes(b"\xff" * 100)
-    corpus = Corpus.read(tmp_path, Workload(batch=1, sequence=13), vocabulary=VOCABULARY, seed=0)
+    corpus = read(tmp_path, Workload(batch=1, sequence=13))
     first, second = [*b"x = 1\n", END_OF_DOCUMENT], [*"zwölf".encode(), END_OF_DOCUMENT]
     seen = set()
     for number in range(1, 20):
@@ -33,10 +37,11 @@ def test_text_files_of_a_folder_are_packed_without_borders(tmp_path: Path) -> No
     assert len(seen) == 2  # an epoch has its own order
 
 
-def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path) -> None:
+def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 100)
-    corpus = Corpus.read(tmp_path, Workload(batch=1, sequence=1), vocabulary=VOCABULARY, seed=0, most_bytes=150)
+    monkeypatch.setattr(byte_level, "MOST_BYTES", 150)
+    corpus = read(tmp_path, Workload(batch=1, sequence=1))
     assert corpus.rows == 150 + 2 - 1
     drawn = [int(ids) for number in range(1, corpus.rows + 1) for ids, *_ in corpus.step(number)]
     assert (drawn.count(ord("a")), drawn.count(ord("b")), drawn.count(ord("c"))) == (100, 50, 0)
@@ -45,17 +50,17 @@ def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path) -> None:
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError, match="model: vocabulary: found 256; allowed: >= 257 for byte-level text; fix: "):
-        Corpus.read(tmp_path, WORK, vocabulary=256, seed=0)
+        read(tmp_path, vocabulary=256)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere: found no such file or folder; allowed: a text file, or a folder with \*\.py, "):
-        Corpus.read(tmp_path / "nowhere", WORK, vocabulary=VOCABULARY, seed=0)
-    with pytest.raises(UserError, match="found a folder without text files"):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
+    with pytest.raises(UserError, match=r"nowhere: found no such file or folder; allowed: a file or folder with \*\.jsonl, "):
+        read(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="found a folder without data"):
+        read(tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="found 1 tokens; allowed: at least the 49 of one step; fix: give more text"):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
+        read(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -63,7 +68,7 @@ def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "secret.txt").chmod(0)
     with pytest.raises(UserError, match=r"secret\.txt: found permission denied; allowed: a readable text file; fix: "):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
+        read(tmp_path)
 
 
 def test_an_error_while_reading_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +79,4 @@ def test_an_error_while_reading_is_one_line(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "open", broken)
     with pytest.raises(UserError, match=r"text\.txt: found input/output error; allowed: a readable text file; fix: "):
-        Corpus.read(tmp_path, WORK, vocabulary=VOCABULARY, seed=0)
+        read(tmp_path)

@@ -131,7 +131,6 @@ def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> Non
     source = find(tmp_path)
     assert [file.name for file in source.files] == ["a.parquet", "b.parquet"]
     assert source.left_out == "1 text (14 bytes)"
-    assert [file.name for file in find(tmp_path, only="text").files] == ["README.md"]
 
 
 def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:

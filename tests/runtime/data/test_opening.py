@@ -21,6 +21,7 @@ from megatrain.runtime.data import Corpus, DataOptions, open_data
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.data.opening import split
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import convert
 from megatrain.simulator.specs import Workload
 
 Folder = Callable[..., Path]
@@ -33,10 +34,12 @@ BOTTOM = [{"text": f"hello {number} world"} for number in range(50)]
 def opened(tmp_path: Path, tokenizer_folder: Folder) -> Callable[..., Any]:
     """(training corpus, evaluation corpus, notes)"""
 
-    def make(data: Path, *, template: str | None = "marked", work: Workload = WORK, vocabulary: int = 400, folder: Path | None = None, **changes: Any) -> Any:
+    def make(
+        data: Path, *, template: str | None = "marked", work: Workload = WORK, vocabulary: int = 400, folder: Path | None = None, seed: int = 0, **changes: Any
+    ) -> Any:
         notes: list[str] = []
-        options = DataOptions(data=data, cache=tmp_path / "cache", **changes)
-        return (*open_data(options, work, folder or tokenizer_folder(template), vocabulary, notes.append), notes)
+        options = DataOptions(**{"data": str(data), "cache": str(tmp_path / "cache"), "packing": "documents", **changes})
+        return (*open_data(options, work, folder or tokenizer_folder(template), vocabulary, notes.append, seed=seed), notes)
 
     return make
 
@@ -167,9 +170,9 @@ def test_every_kind_of_file_gives_the_same_batches(opened: Callable[..., Any], j
     (tmp_path / "saved").mkdir()
     table = pyarrow.Table.from_pylist(BOTTOM)
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pyarrow.ipc.new_stream(tmp_path / "saved" / "data.arrow", table.schema) as stream:
+    with pyarrow.ipc.new_stream(tmp_path / "saved" / "data: arrow", table.schema) as stream:
         stream.write_table(table)
-    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data: arrow"}]}')
     corpora = [opened(path)[0] for path in (jsonl(BOTTOM), tmp_path / "rows.parquet", tmp_path / "saved")]
     assert same(corpora[0].step(3), corpora[1].step(3))
     assert same(corpora[0].step(3), corpora[2].step(3))
@@ -197,9 +200,9 @@ def documents_of(count: int, *, whole: bool = False) -> Documents:
 
 
 @settings(max_examples=100)
-@given(st.integers(2, 200), st.floats(0.001, 0.99), st.integers(0, 5))
-def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: float, seed: int) -> None:
-    options = DataOptions(data=Path(), evaluation_fraction=fraction, seed=seed)
+@given(st.integers(2, 200), st.floats(0.001, 0.99))
+def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: float) -> None:
+    options = DataOptions(evaluation_fraction=fraction)
     size = max(1, round(count * fraction))
     if size >= count:
         with pytest.raises(UserError, match=f"data: evaluation: found {size} of {count} documents; allowed: at most {count - 1}"):
@@ -209,30 +212,30 @@ def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: f
     assert evaluation is not None
     assert sorted([*training.begins, *evaluation.begins]) == [10 * index for index in range(count)]
     assert len(evaluation) == size
-    again = split(documents_of(count), DataOptions(data=Path(), evaluation_fraction=fraction, seed=seed + 1))[1]
+    again = split(documents_of(count), options)[1]
     assert again is not None
     assert again.begins.tolist() == evaluation.begins.tolist()
 
 
 def test_the_last_documents_can_be_kept() -> None:
-    training, evaluation = split(documents_of(10), DataOptions(data=Path(), evaluation_documents=3))
+    training, evaluation = split(documents_of(10), DataOptions(evaluation_documents=3))
     assert evaluation is not None
     assert evaluation.begins.tolist() == [70, 80, 90]
     assert len(training) == 7
     with pytest.raises(UserError, match="found 10 of 10 documents; allowed: at most 9"):
-        split(documents_of(10), DataOptions(data=Path(), evaluation_documents=10))
+        split(documents_of(10), DataOptions(evaluation_documents=10))
 
 
 def test_of_a_single_text_the_end_is_kept() -> None:
-    training, evaluation = split(documents_of(1), DataOptions(data=Path(), evaluation_fraction=0.3))
+    training, evaluation = split(documents_of(1), DataOptions(evaluation_fraction=0.3))
     assert evaluation is not None
     assert (training.begins[0], training.ends[0], evaluation.begins[0], evaluation.ends[0]) == (0, 7, 7, 10)
     with pytest.raises(UserError, match="found 1 of 1 documents"):
-        split(documents_of(1, whole=True), DataOptions(data=Path(), evaluation_fraction=0.3))
+        split(documents_of(1, whole=True), DataOptions(evaluation_fraction=0.3))
 
 
 def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any], jsonl: Folder) -> None:
-    corpus, evaluation, notes = opened(jsonl(BOTTOM), evaluation_data=jsonl([{"text": "one"}, {"text": "two"}], "other.jsonl"))
+    corpus, evaluation, notes = opened(jsonl(BOTTOM), evaluation_data=str(jsonl([{"text": "one"}, {"text": "two"}], "other.jsonl")))
     (batch,) = evaluation.batches()
     assert batch.documents[0].tolist()[:2] == [0, 0]
     assert int((batch.labels != IGNORED).sum()) == evaluation.tokens - 2
@@ -243,19 +246,18 @@ def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any],
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"packing": "tight"}, "data: packing: found 'tight'; allowed: documents, plain, none; fix: name one of these"),
-        ({"loss": "all"}, "data: loss: found 'all'; allowed: assistant, last"),
-        ({"columns": "csv"}, "data: columns: found 'csv'; allowed: auto, text, "),
-        ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: 0 to below 1"),
-        ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: 0 to below 1"),
-        ({"evaluation_documents": -1}, "data: evaluation_documents: found -1; allowed: >= 0"),
-        ({"seed": -1}, "data: seed: found -1; allowed: >= 0"),
-        ({"evaluation_fraction": 0.1, "evaluation_data": Path("x")}, "data: evaluation: found more than one of a fraction, documents and a file"),
+        ({"packing": "tight"}, "data: packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
+        ({"loss": "all"}, "data: loss: found 'all'; allowed: 'assistant', 'last'"),
+        ({"columns": "csv"}, "data: columns: found 'csv'; allowed: 'auto', 'text', "),
+        ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: `float` < 1.0"),
+        ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: `float`"),
+        ({"evaluation_documents": -1}, "data: evaluation_documents: found -1; allowed: `int` >= 0"),
+        ({"evaluation_fraction": 0.1, "evaluation_data": "x"}, "data: evaluation: found more than one of a fraction, documents and a file"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        DataOptions(data=Path("rows.jsonl"), **changes)
+        convert(changes, DataOptions, "data")
 
 
 def test_memory_does_not_grow_with_the_text(opened: Callable[..., Any], tmp_path: Path) -> None:

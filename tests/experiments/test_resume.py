@@ -1,0 +1,257 @@
+"""`megatrain train --resume`: after a stop, a signal and a kill the run is, bit for bit, the one that nobody stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.simulator.files import read_json
+
+Command = Callable[..., Any]
+# a shell that starts a process in the background has it ignore SIGINT: undo that
+PROGRAM = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom megatrain.experiments.cli import main\nsys.exit(main())"
+NEW = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--rate", "3e-3", "--eval-fraction", "0.5", "--eval-every", "3", "--save-every", "2")
+TIMES = ("seconds", "tokens_per_second")
+
+
+def rows(run: str) -> list[dict[str, Any]]:
+    """What metrics.jsonl says, but how long it took."""
+    lines = [line for line in (Path(run) / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def weights(run: str) -> bytes:
+    return (Path(run) / "model" / "model.safetensors").read_bytes()
+
+
+def saved(run: str) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (Path(run) / "checkpoints").iterdir())
+
+
+def good(outcome: Any) -> str:
+    assert (outcome.status, outcome.err) == (0, "")
+    return str(outcome.out)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_going_on_is_never_having_stopped(command: Command) -> None:
+    good(command(*NEW, "--steps", 9, "--out", "straight"))
+    good(command(*NEW, "--steps", 4, "--out", "run"))
+    assert saved("run") == [2, 4]
+    first = weights("run")
+    assert "goes on after step 4\n" in good(command("train", "--resume", "run", "--steps", 9, "--device", "cpu"))
+    # it had also been evaluated after step 4, its last
+    assert [row for row in rows("run") if row["step"] != 4 or "loss" in row] == rows("straight")
+    assert weights("run") == weights("straight") != first
+    assert saved("run") == saved("straight") == [8, 9]
+    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("straight").iterdir()}
+    assert command("compare", "run").status == 0
+
+
+@pytest.mark.usefixtures("workplace")
+def test_another_plan_goes_on_with_the_same_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
+    good(command("plan", "tiny", "--hardware", "h200", "--policy", "overlapped", *work, "--out", "overlapped.toml"))
+    good(command(*NEW, "--steps", 6, "--out", "straight"))
+    good(command(*NEW, "--steps", 2, "--out", "run"))
+    good(command("train", "overlapped.toml", "--resume", "run", "--steps", 4, "--device", "cpu"))
+    assert 'policy = "overlapped"' in Path("run/plan.toml").read_text()
+    good(command("train", "plan.toml", "--resume", "run", "--from-step", 2, "--steps", 3, "--device", "cpu"))
+    monkeypatch.chdir("corpus")  # paths in a run's config are seen from everywhere
+    good(command("train", "../overlapped.toml", "--resume", "../run", "--steps", 6, "--device", "cpu"))
+    monkeypatch.chdir("..")
+    assert [row for row in rows("run") if "loss" in row] == [row for row in rows("straight") if "loss" in row]
+    assert weights("run") == weights("straight")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: Any) -> None:
+    good(command(*NEW, "--steps", 4, "--out", "run"))
+    shutil.copytree("corpus", "other")
+    Path("other/one.txt").write_text("other text\n" * 300)
+    before = files_in(Path("run"))
+    for words, field in (
+        (("--rate", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
+        (("--set", "kind=linear", "--warm-up", 1), "settings.schedule.kind constant, settings.schedule.warm_up_steps 10, settings.training.steps None"),
+        (("--seed", 1), "settings.training.seed 0; allowed: settings.training.seed 1"),
+        (("--weight-decay", "0.1"), "optimizer.weight_decay 0.0; allowed: optimizer.weight_decay 0.1"),
+        (("--eval-fraction", "0.6"), "settings.data.evaluation_fraction 0.5"),
+        (("--data", "other"), "settings.data.digest"),
+        (("--steps", 3), "training: steps: found 3; allowed: >= 4, which are done already; fix: go on to a step after 4"),
+        (("--from-step", 3), "found no checkpoint of step 3; allowed: 2, 4; fix: name one of these"),
+    ):
+        outcome = command("train", "--resume", "run", "--device", "cpu", *words)
+        assert outcome.status == 2
+        assert field in outcome.err, outcome.err
+        assert outcome.err.count("\n") == 1
+        assert files_in(Path("run")) == before
+    Path("empty").mkdir()
+    assert "empty: found no config.toml; allowed: the folder of a run that has begun" in command("train", "--resume", "empty", "--device", "cpu").err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_data_may_have_moved(command: Command) -> None:
+    good(command(*NEW, "--steps", 4, "--out", "run"))
+    Path("corpus").rename("elsewhere")
+    good(command("train", "--resume", "run", "--data", "elsewhere", "--steps", 5, "--device", "cpu"))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(command: Command) -> None:
+    good(command(*NEW, "--steps", 3, "--out", "straight"))
+    shutil.copytree("straight", "run")
+    shutil.rmtree("run/checkpoints")
+    with Path("run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    Path("run/.model.abc").mkdir()
+    assert "no checkpoint yet: the run begins" in good(command("train", "--resume", "run", "--device", "cpu"))
+    assert rows("run") == rows("straight")
+    assert weights("run") == weights("straight")
+    assert not Path("run/.model.abc").exists()
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(command: Command) -> None:
+    good(command(*NEW, "--steps", 6, "--out", "straight"))
+    good(command(*NEW, "--steps", 4, "--out", "run"))
+    state = Path("run/checkpoints/step-00000004/state-00001.safetensors")
+    content = bytearray(state.read_bytes())
+    content[-100] ^= 1
+    state.write_bytes(content)
+    outcome = command("train", "--resume", "run", "--steps", 6, "--device", "cpu")
+    assert outcome.status == 2
+    assert "fix: resume from step 2, the newest sound one before it" in outcome.err
+    good(command("train", "--resume", "run", "--from-step", 2, "--steps", 6, "--device", "cpu"))
+    assert (rows("run"), weights("run")) == (rows("straight"), weights("straight"))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_deterministic_mode_tells_a_checksum_a_step_that_goes_on_too(command: Command) -> None:
+    import torch
+
+    try:
+        out = good(command(*NEW, "--steps", 4, "--deterministic", "--out", "straight"))
+        good(command(*NEW, "--steps", 2, "--deterministic", "--out", "run"))
+        good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    told = [row for row in rows("straight") if "loss" in row]
+    assert len({row["checksum"] for row in told}) == 4
+    for row in told:
+        assert f"step {row['step']}: loss {row['loss']!r}, checksum {row['checksum']}\n" in out
+    assert [row for row in rows("run") if "loss" in row] == told
+
+
+# ---- processes that are ended ----
+
+
+class Process:
+    """`megatrain WORDS`, really."""
+
+    def __init__(self, *words: object) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        given = [sys.executable, "-c", PROGRAM, *map(str, words)]
+        self.process = subprocess.Popen(given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def end(self, number: signal.Signals, when: Callable[[], bool], after_s: float = 0.0) -> str:
+        """Sends the signal `after_s` seconds after it is time; what is on standard error."""
+        try:
+            deadline = time.monotonic() + 60
+            while not when():
+                assert self.process.poll() is None, self.process.communicate()[1]
+                assert time.monotonic() < deadline, "it never came"
+                time.sleep(0.002)
+            time.sleep(after_s)
+            self.process.send_signal(number)
+            return self.process.communicate(timeout=30)[1]
+        finally:
+            self.process.kill()
+
+
+def lines(run: str) -> int:
+    path = Path(run) / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def assert_as_if_never_stopped(command: Command, process_words: tuple[object, ...], steps: int) -> None:
+    """The run in `run`, resumed up to `steps`, is the one that went straight there."""
+    good(command("train", "--resume", "run", "--steps", steps, "--device", "cpu"))
+    good(command(*process_words, "--steps", steps, "--out", "straight"))
+    assert rows("run") == rows("straight")
+    assert weights("run") == weights("straight")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> None:
+    """SIGTERM: the last step whose metrics were written is the one that is saved, so nothing is lost."""
+    words = (*NEW[:-2], "--save-every", 0)
+    process = Process(*words, "--steps", 10**6, "--out", "run")
+    assert process.end(signal.SIGTERM, lambda: lines("run") >= 5) == "megatrain: interrupted\n"
+    assert process.process.returncode == 143
+    last = rows("run")[-1]["step"]
+    assert saved("run") == [last]
+    assert not Path("run/model").exists()
+    assert_as_if_never_stopped(command, words, last + 3)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_signal_in_an_evaluation_leaves_it_for_later(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, in this process."""
+    from megatrain.runtime.executor import Executor
+
+    evaluate = Executor.evaluate
+
+    def interrupted(self: Executor, batches: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "evaluate", interrupted)
+        outcome = command(*NEW, "--steps", 4, "--out", "run")
+    assert (outcome.status, outcome.err) == (130, "megatrain: interrupted\n")
+    assert [row["step"] for row in rows("run")] == [1, 2, 3]
+    manifest = read_json(Path("run/checkpoints/step-00000003/manifest.json"))
+    assert manifest["content"]["run"]["progress"] == {"evaluation_owed": True}
+    assert_as_if_never_stopped(command, NEW, 6)
+    assert [row["step"] for row in rows("run") if "evaluation_loss" in row] == [3, 6]
+
+
+def kill_and_resume(command: Command, kills: int) -> None:
+    """Each kill is at a random moment after two more checkpoints."""
+    generator = random.Random(7)
+    for number in range(kills):
+        words = ("train", "--resume", "run", "--device", "cpu") if number else (*NEW, "--steps", 10**6, "--out", "run")
+        enough = newest() + 4
+        process = Process(*words)
+        process.end(signal.SIGKILL, lambda: newest() >= enough, generator.uniform(0, 0.05))  # noqa: B023
+        assert process.process.returncode == -signal.SIGKILL
+    last = max(int(row["step"]) for row in rows("run"))
+    assert_as_if_never_stopped(command, NEW, last + 3)
+
+
+def newest() -> int:
+    """The last checkpoint of `run`, 0 before there is one; also while the run writes there."""
+    folder = Path("run/checkpoints")
+    return max([int(path.name.removeprefix("step-")) for path in folder.iterdir() if path.name.startswith("step-")], default=0) if folder.exists() else 0
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_kill(command: Command) -> None:
+    kill_and_resume(command, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("workplace")
+def test_five_kills(command: Command) -> None:
+    kill_and_resume(command, 5)

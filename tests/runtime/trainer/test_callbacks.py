@@ -1,0 +1,178 @@
+"""Callbacks hear of everything in order; evaluation, checkpoints and a callback's own wishes come between steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
+from megatrain.runtime.checkpoint import checkpoint
+from megatrain.runtime.config import Config, Training
+from megatrain.runtime.learning_rate import LearningRate
+from megatrain.runtime.trainer import Trainer
+from megatrain.simulator.errors import RunError
+from megatrain.simulator.plan import Plan
+
+CPU = torch.device("cpu")
+TEXT = "".join(f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200))
+
+
+class Recorder(Callback):
+    """Everything it is told, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.loaded: list[int] = []
+        self.told: list[tuple[str, Any]] = []
+
+    def on_load(self, parameters: int) -> None:
+        self.loaded.append(parameters)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.told.append(("start", trainer.first_step))
+
+    def on_step(self, trainer: Trainer, step: Step) -> None:
+        self.steps.append(step)
+        self.told.append(("step", step.number))
+
+    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        self.told.append(("evaluation", evaluation.number))
+
+    def on_save(self, trainer: Trainer, number: int) -> None:
+        self.told.append(("save", number))
+
+    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+        self.told.append(("end", error))
+
+
+def test_a_library_user_needs_few_lines(place: Path) -> None:
+    config = Config(training=Training(steps=3), schedule=LearningRate(kind="cosine", warm_up_steps=1))
+    recorder = Recorder()
+    fitted = Trainer(place / "plan.toml", place / "small", place / "corpus", config, callbacks=[recorder], device=CPU).fit()
+    assert (fitted.steps, fitted.loss, fitted.evaluation, fitted.stopped) == (3, recorder.steps[-1].loss, None, "")
+    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
+    assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], "no run folder was asked for"
+
+
+def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_nothing(place: Path, prepare: Any, run: Any) -> None:
+    (place / "held-out.txt").write_text(TEXT[:3000])
+    straight = run(place, "straight")
+    recorder = Recorder()
+    held_out = str(place / "held-out.txt")
+    trainer = prepare(place, "both", callbacks=[recorder], evaluation_data=held_out, **{"evaluation.every_steps": 2, "over_steps": 3, "saving.every_steps": 3})
+    fitted = trainer.fit()
+    between = [("evaluation", 2), ("step", 3), ("save", 3), ("step", 4), ("evaluation", 4), ("step", 5), ("evaluation", 5), ("save", 5), ("end", None)]
+    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), *between]
+    rows = [json.loads(line) for line in (place / "both" / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in rows if "evaluation_loss" in row]
+    assert [row["step"] for row in found] == [2, 4, 5]
+    assert all(row["perplexity"] == pytest.approx(math.exp(row["evaluation_loss"])) for row in found)
+    assert fitted.evaluation is not None
+    assert (fitted.evaluation.loss, fitted.evaluation.tokens) == (found[-1]["evaluation_loss"], 3 * straight.plan.workload.step_tokens)
+    assert found[-1]["evaluation_loss"] < found[0]["evaluation_loss"] < math.log(300)
+    exported = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "both")]
+    assert exported[0] == exported[1]
+    assert sorted(path.name for path in (place / "both" / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+    assert not (place / "straight" / "checkpoints").exists()
+
+
+def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
+    """Also of rows and of a step that are not full."""
+    (place / "held-out.txt").write_text(TEXT[:200])
+    evaluation = prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0).fit().evaluation
+    assert evaluation is not None
+    assert evaluation.tokens == 200
+    model = AutoModelForCausalLM.from_pretrained(place / "small")
+    ids, length, losses = [*TEXT[:200].encode(), 256], Plan.load(place / "plan.toml").workload.sequence, []
+    for start in range(0, 200, length):
+        row = torch.tensor([ids[start : min(start + length, 200) + 1]])
+        with torch.no_grad():
+            losses.append(float(torch.nn.functional.cross_entropy(model(row[:, :-1]).logits[0], row[0, 1:], reduction="sum")))
+    assert evaluation.loss == pytest.approx(sum(losses) / 200, rel=1e-5)
+
+
+def refuse_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_training(place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+    monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
+    recorder = Recorder()
+    with pytest.raises(RunError, match=r"checkpoint .*step-00000002 was not saved: no space left on device; the ones before it are as they were"):
+        prepare(place, callbacks=[recorder], **{"saving.every_steps": 2}).fit()
+    assert recorder.told[-2:] == [("step", 2), ("end", recorder.told[-1][1])]
+
+
+def test_or_it_is_said_and_the_training_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+    monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
+    notes: list[str] = []
+    recorder = Recorder()
+    monkeypatch.setattr(recorder, "on_note", notes.append)
+    prepare(place, callbacks=[recorder], on_failure="go on", **{"saving.every_steps": 2}).fit()
+    assert sum("was not saved: no space left on device" in note for note in notes) == 3
+    assert (place / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
+    class Stop(Recorder):
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            super().on_step(trainer, step)
+            if step.number == 2:
+                trainer.stop("enough")
+
+    stop = Stop()
+    fitted = prepare(place, callbacks=[stop], **{"saving.every_steps": 10}).fit()
+    assert (fitted.steps, fitted.stopped) == (2, "enough")
+    assert stop.told[-2:] == [("save", 2), ("end", None)]
+    assert (place / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) -> None:
+    """As one does that restores a checkpoint: the steps, their numbers and their data are those that are left."""
+    whole = Recorder()
+    run(place, None, callbacks=[whole], rate=0.0)
+
+    class Resume(Recorder):
+        def on_start(self, trainer: Trainer) -> None:
+            trainer.first_step = 4
+
+    rest = Resume()
+    assert prepare(place, None, callbacks=[rest], rate=0.0).fit().steps == 5
+    assert [(step.number, step.loss) for step in rest.steps] == [(step.number, step.loss) for step in whole.steps[3:]]
+
+
+@pytest.mark.parametrize("event", ["on_load", "on_start", "on_step", "on_evaluation", "on_save", "on_end"])
+def test_a_callback_that_fails_is_named_and_memory_is_released(place: Path, event: str, monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oh\nno")
+
+    class Broken(Callback):
+        pass
+
+    monkeypatch.setattr(Broken, event, fail)
+    recorder = Recorder()
+    every = {"evaluation.every_steps": 1, "saving.every_steps": 1, "over_steps": 1}
+    trainer = prepare(place, callbacks=[Broken(), recorder], evaluation_data=str(place / "corpus"), **every)
+    threads = threading.active_count()
+    with pytest.raises(CallbackError, match=rf"^callback Broken\.{event}: ZeroDivisionError: oh$"):
+        trainer.fit()
+    assert trainer.executor.arenas._place == {}
+    assert threading.active_count() == threads
+    assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), "the others hear of the end"
+
+
+def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
+    told: list[tuple[int, int]] = []
+    recorder = Recorder()
+    recorder.on_allocate = lambda done, total: told.append((done, total))  # type: ignore[method-assign]
+    trainer = prepare(place, None, callbacks=[recorder], steps=1)
+    trainer.fit()
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (sum(trainer.executor.arenas.pool_bytes.values()),) * 2

@@ -1,0 +1,144 @@
+"""What the trainer refuses, it refuses in one line and before it writes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from megatrain.runtime import trainer as trainer_module
+from megatrain.runtime.callback import Callback, Step
+from megatrain.runtime.config import Config, Training
+from megatrain.runtime.data import DataOptions, open_data
+from megatrain.runtime.learning_rate import LearningRate
+from megatrain.runtime.trainer import Trainer
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+
+
+def change_plan(place: Path, **changes: Any) -> None:
+    msgspec.structs.replace(Plan.load(place / "plan.toml"), **changes).save(place / "plan.toml")
+
+
+def test_checkpoints_need_a_run_folder(place: Path, prepare: Any) -> None:
+    with pytest.raises(UserError, match="training: out: found no run folder; allowed: one, for checkpoints to lie in"):
+        prepare(place, None, **{"saving.every_steps": 2})
+
+
+def remove_model(place: Path) -> None:
+    (place / "small" / "config.json").unlink()
+
+
+def remove_weights(place: Path) -> None:
+    (place / "small" / "model.safetensors").unlink()
+
+
+def truncate_weights(place: Path) -> None:
+    file = place / "small" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def empty_corpus(place: Path) -> None:
+    (place / "corpus" / "text.py").write_text("pass")
+
+
+def remove_corpus(place: Path) -> None:
+    (place / "corpus" / "text.py").unlink()
+
+
+def wrong_digest(place: Path) -> None:
+    change_plan(place, digest="0123456789abcdef")
+
+
+def small_device(place: Path) -> None:
+    change_plan(place, device_limit_bytes=10_000)
+
+
+def broken_plan(place: Path) -> None:
+    (place / "plan.toml").write_text((place / "plan.toml").read_text() + "\nunknown = 1\n")
+
+
+def remove_plan(place: Path) -> None:
+    (place / "plan.toml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_model, r"model .*small: found no config\.json; allowed: a Hugging Face model folder; fix: check `source` in the plan, or pass --init random"),
+        (remove_weights, r"small: found no \*\.safetensors file"),
+        (truncate_weights, r"small/model\.safetensors: found a file that cannot be read"),
+        (empty_corpus, r"data .*corpus: found 5 tokens; allowed: at least the 65 of one step"),
+        (remove_corpus, r"data .*corpus: found a folder without data"),
+        (wrong_digest, r"digest: found '0123456789abcdef'; allowed: "),
+        (small_device, r"device memory: found a plan whose peak is .*; allowed: 9\.77 KiB; fix: raise the limit by "),
+        (broken_plan, r"plan\.toml.*unknown"),
+        (remove_plan, r"plan\.toml: found "),
+    ],
+)
+def test_a_refusal_is_one_line_and_writes_nothing(place: Path, spoil: Callable[[Path], None], message: str, run: Any) -> None:
+    spoil(place)
+    before = sorted(place.rglob("*"))
+    with pytest.raises(UserError, match=message) as error:
+        run(place)
+    assert "\n" not in str(error.value)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_what_the_machine_lacks_is_refused_before_a_weight_is_read_unless_the_plan_knows_the_machine(
+    place: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    """A plan for a calibrated machine brings its limit: a virtual machine may show less memory than it can grow to."""
+    monkeypatch.setattr(trainer_module, "host_bytes", lambda: 2**20)
+    remove_weights(place)  # nothing asks for them
+    with pytest.raises(UserError, match=r"host memory: found a plan whose peak is .*; allowed: 1\.00 MiB, what this machine has; fix: raise the limit by"):
+        run(place)
+    (place / "calibrated.toml").write_text("# a machine\n")
+    change_plan(place, hardware="calibrated.toml")
+    run(place, steps=1, export=False, init="random")
+
+
+@pytest.mark.parametrize("taken", ["run", "run/precious"])
+def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -> None:
+    (place / taken).parent.mkdir(exist_ok=True)
+    (place / taken).write_text("mine")
+    before = sorted(place.rglob("*"))
+    with pytest.raises(UserError, match="run: found something there already; allowed: a new or empty folder; fix: name another one with --out"):
+        run(place)
+    assert sorted(place.rglob("*")) == before
+    assert (place / taken).read_text() == "mine"
+
+
+def test_an_empty_out_is_used(place: Path, run: Any) -> None:
+    (place / "run").mkdir()
+    run(place, steps=1, export=False)
+    assert (place / "run" / "metrics.jsonl").read_text()
+
+
+def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(place: Path, run: Any) -> None:
+    (place / "file").write_text("")
+    before = sorted(place.rglob("*"))
+    steps: list[Step] = []
+    listener = Callback()
+    listener.on_step = lambda _, step: steps.append(step)  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"file/run: found not a directory; allowed: a folder that can be made"):
+        run(place, "file/run", steps=1, callbacks=[listener])
+    assert steps == []
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_keep_them_apart(place: Path) -> None:
+    plan = Plan.load(place / "plan.toml")
+    config = Config(training=Training(steps=1), schedule=LearningRate(warm_up_steps=0))
+    for packing, refused in (("none", True), ("documents", True), ("plain", False)):
+        corpus, _ = open_data(DataOptions(data=str(place / "corpus"), packing=packing), plan.workload, None, 300)
+        trainer = Trainer(place / "plan.toml", None, corpus, config, device=torch.device("cpu"))
+        if refused:
+            with pytest.raises(UserError, match=rf"data: packing: found {packing}; allowed: plain, since the plan attends over whole rows"):
+                trainer.fit()
+        else:
+            trainer.fit()

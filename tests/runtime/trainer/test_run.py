@@ -1,0 +1,137 @@
+"""A run leaves its folder whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.runtime.callback import Callback, Step
+from megatrain.runtime.config import Config
+from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.run_folder import append
+from megatrain.runtime.trainer import Trainer
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.memory import account
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.timeline import Timeline
+
+CPU = torch.device("cpu")
+TEXT = "".join(f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200))
+
+
+def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
+    steps: list[Step] = []
+    loaded: list[int] = []
+    listener = Callback()
+    listener.on_step = lambda _, step: steps.append(step)  # type: ignore[method-assign]
+    listener.on_load = loaded.append  # type: ignore[method-assign]
+    measured = run(place, callbacks=[listener], rate=3e-3).measured
+    out, plan = place / "run", Plan.load(place / "plan.toml")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.toml",
+        "environment.json",
+        "measured.json",
+        "memory.json",
+        "metrics.jsonl",
+        "model",
+        "plan.toml",
+    ]
+
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [step.number for step in steps] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in rows] == [step.loss for step in steps]
+    assert all(math.isfinite(row["loss"]) and row["gradient_norm"] > 0 for row in rows)
+    assert rows[0]["loss"] == pytest.approx(math.log(300), rel=0.05)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert [row["rate"] for row in rows] == [1.5e-3, 3e-3, 3e-3, 3e-3, 3e-3]
+    assert all(row["tokens_per_second"] == pytest.approx(plan.workload.step_tokens / row["seconds"], abs=0.1) for row in rows)
+    assert sum(loaded) == plan.model.parameters
+
+    assert Timeline.load(out / "measured.json") == measured
+    assert measured.digest == plan.digest
+    assert measured in [step.timeline for step in steps[2:]], "a step after the warm-up"
+    memory = json.loads((out / "memory.json").read_text())
+    predicted = account(lower(plan), 1, 1, 0, 0)
+    assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (predicted.device_peak_bytes, predicted.host_peak_bytes)
+    environment = json.loads((out / "environment.json").read_text())
+    assert {"device", "cores", "torch", "python"} <= environment.keys()
+
+    kept = Plan.load(out / "plan.toml")
+    assert kept.digest == plan.digest
+    assert (out / kept.source).resolve() == (place / "small").resolve()
+    exported = AutoModelForCausalLM.from_pretrained(out / "model")
+    start = AutoModelForCausalLM.from_pretrained(place / "small")
+    assert all(not torch.equal(parameter, start.get_parameter(name)) for name, parameter in exported.named_parameters())
+    ids = torch.tensor([list(TEXT[:32].encode())])
+    with torch.no_grad():
+        assert float(exported(ids, labels=ids).loss) < float(start(ids, labels=ids).loss)
+
+
+def test_the_same_seed_gives_the_same_run(place: Path, run: Any) -> None:
+    losses = []
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(place, out, seed=seed, init="random", export=False, steps=2)
+        losses.append([json.loads(line)["loss"] for line in (place / out / "metrics.jsonl").read_text().splitlines()])
+        assert not (place / out / "model").exists()
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_run_keeps_the_hardware_file_of_its_plan(place: Path, run: Any) -> None:
+    (place / "measured-here.toml").write_text("# a machine\n")
+    msgspec.structs.replace(Plan.load(place / "plan.toml"), hardware="measured-here.toml").save(place / "plan.toml")
+    run(place, steps=1, export=False)
+    assert (place / "run" / "hardware.toml").read_text() == "# a machine\n"
+    assert Plan.load(place / "run" / "plan.toml").hardware == "hardware.toml"
+
+
+def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, run: Any) -> None:
+    run(place, "long", **{"saving.every_steps": 2, "steps": 4})
+    run(place, "short", steps=2)
+    config = Config.load(place / "long" / "config.toml", {"training.steps": 2})
+    assert Trainer(place / "long" / "plan.toml", None, None, config, out=place / "long", resume=2, device=CPU).fit().steps == 2
+    between, end = (place / name / "model" / "model.safetensors" for name in ("long", "short"))
+    assert between.read_bytes() == end.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_export_has_the_dtype_that_was_asked_for_and_the_model_s_companions(place: Path, dtype: str, run: Any) -> None:
+    run(place, steps=1, export_dtype=dtype)
+    assert AutoModelForCausalLM.from_pretrained(place / "run" / "model", dtype="auto").dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    assert (place / "run" / "model" / "generation_config.json").read_text() == (place / "small" / "generation_config.json").read_text()
+
+
+def test_deterministic_mode_comes_from_the_config(place: Path, run: Any) -> None:
+    try:
+        run(place, steps=1, deterministic=True, export=False)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_config_is_kept_and_read_back(place: Path, run: Any) -> None:
+    trainer = run(place, steps=1, kind="wsd", warm_up_steps=0, groups=[{"match": "*norm*", "weight_decay": 0.1}], export=False)
+    assert Config.load(place / "run" / "config.toml") == trainer.config
+
+
+def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(place: Path, run: Any) -> None:
+    """At rate 0 and without decay, training leaves the weights as they were loaded."""
+    for out, random_init in (("from-folder", False), ("random", True)):
+        run(place, out, steps=1, rate=0.0, init="random" if random_init else "model")
+    start = AutoModelForCausalLM.from_pretrained(place / "small").get_parameter("model.layers.1.mlp.up_proj.weight")
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "from-folder" / "model").get_parameter(name), start)
+    drawn = random_weights(0)("1", "mlp.up_proj.weight", (96, 32))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "random" / "model").get_parameter(name), drawn)
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: "):
+        append(Path("/dev/full"), {"step": 1})
