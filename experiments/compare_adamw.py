@@ -86,7 +86,10 @@ def run_plain(config: PretrainedConfig, first: Weights, feed: Feed, rates: Seque
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).to(device).train()
     parameters = dict(model.named_parameters())
     masters = {name: first[name].to(device, copy=True).requires_grad_() for name in parameters}
-    adamw = torch.optim.AdamW(masters.values(), betas=SETTINGS.betas, eps=SETTINGS.epsilon, weight_decay=SETTINGS.weight_decay)
+    decaying = [master for name, master in masters.items() if master.ndim > 1 and "embed_tokens" not in name]  # norms, biases and embeddings do not, as usual
+    others = [master for name, master in masters.items() if master.ndim < 2 or "embed_tokens" in name]
+    groups = [{"params": decaying, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.epsilon)
     for number in range(len(rates) + 1):
         with torch.no_grad():
             for name, parameter in parameters.items():

@@ -187,8 +187,8 @@ class Trainer:
     def _load(self, *, buffers_alone: bool) -> None:
         """Weights and buffers; or buffers alone, which a checkpoint leaves out: no step changes them."""
         seed = self.config.training.seed
-        random = self.folder is None or self.config.training.init == "random"
-        with contextlib.nullcontext(random_weights(seed, self.device)) if random else folder_weights(self.folder) as weights:
+        folder = None if self.config.training.init == "random" else self.folder
+        with contextlib.nullcontext(random_weights(seed, self.device)) if folder is None else folder_weights(folder) as weights:
             if buffers_alone:
                 self.state.load_buffers(weights)
             else:

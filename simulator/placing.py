@@ -28,7 +28,7 @@ from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
-_FINALISTS = 3
+_FINALISTS = 2
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
@@ -75,7 +75,7 @@ class PlacementSearch:
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
         room = 2 ** (int(_STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)).bit_length() - 1)
         usual = max(min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK)
-        self.owes = policies.drain(plan) is not None
+        self.owes = policies.owes(plan)
         self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS, weights_ahead=int(not self.owes)), costs
         self.keeping = [layer.name for layer in plan.model.decoders if self._keeping_pays(layer.name)]
 
@@ -185,7 +185,7 @@ class PlacementSearch:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
-        changes = [{"state_slots": knobs.state_slots + 2}, {"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
+        changes = [{"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
         if len(policies.lower(plan).ops) <= _MANY_OPS:
             changes.append({"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)})
         for change in changes:

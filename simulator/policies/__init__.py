@@ -80,6 +80,12 @@ def outline(plan: Plan) -> Schedule:
     return schedule
 
 
+def owes(plan: Plan) -> bool:
+    """A step of `plan` leaves its update to the next one."""
+    says = getattr(importlib.import_module(f"{__name__}.{plan.policy}"), "owes", None)
+    return bool(says and says(plan))
+
+
 def drain(plan: Plan) -> Schedule | None:
     """What a step of `plan` leaves to be done before its state is whole, on buffers of the step's; None where it leaves nothing."""
     module = importlib.import_module(f"{__name__}.{plan.policy}")
