@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.experiments import options
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.checkpoint_names import hub_name
 from megatrain.runtime.data import DataOptions, open_data
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import describe, device_bytes, host_bytes
-from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_json

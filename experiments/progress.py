@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatrain.experiments.allocation_bar import allocation_bar
-from megatrain.runtime.callback import Callback, Evaluation, Step
+from megatrain.runtime.training.callback import Callback, Evaluation, Step
 
 if TYPE_CHECKING:
-    from megatrain.runtime.trainer import Trainer
+    from megatrain.runtime.training.trainer import Trainer
 
 
 class ProgressBars(Callback):

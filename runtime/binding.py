@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
-from megatrain.runtime.attention import Attention
 from megatrain.runtime.groups import Treatment, stretches, treatment
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.templates import Saved, Templates, layer_tensors
+from megatrain.runtime.layers.attention import Attention
+from megatrain.runtime.layers.templates import Saved, Templates, layer_tensors
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._clipping import RATIO_ROW
 from megatrain.simulator.policies._layerwise import ATTENTION, contributions

@@ -21,8 +21,8 @@ from transformers import PretrainedConfig
 from megatrain.runtime import machine
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor, lane_threads
+from megatrain.runtime.files.model_files import ModelState, random_weights
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.rates import Rates, measure_rates
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS, COMPUTE_KINDS, COPY_KINDS, CURVE_KINDS, CostTable, HardwareSpec, Workspace

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from megatrain.runtime.arenas import Arenas
-from megatrain.runtime.model_files import ModelState
+from megatrain.runtime.files.model_files import ModelState
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import DTYPE_BYTES

@@ -17,17 +17,17 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.arenas import Arenas, OnAllocate
-from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.checksum import checksum
-from megatrain.runtime.documents import trained_labels
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, LaneError, Origin, StreamMark, Task
-from megatrain.runtime.out_of_memory import out_of_memory
-from megatrain.runtime.steadiness import Steadiness
-from megatrain.runtime.templates import Templates
+from megatrain.runtime.layers.attention import refuse_attention
+from megatrain.runtime.layers.documents import trained_labels
+from megatrain.runtime.layers.templates import Templates
+from megatrain.runtime.memory.arenas import Arenas, OnAllocate
+from megatrain.runtime.memory.out_of_memory import out_of_memory
+from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, evaluation, executable

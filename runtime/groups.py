@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from megatrain.runtime.checkpoint_names import hub_name
+from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import LayerSpec, ModelSpec, TensorSpec

@@ -14,9 +14,9 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.lanes import DEVICE_LANES
-from megatrain.runtime.templates import Templates, layer_tensors
+from megatrain.runtime.layers.templates import Templates, layer_tensors
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.fit import HostRates, fit_host_memory
 from megatrain.simulator.hardware import HostMemory, Turns
 from megatrain.simulator.schedule import Buffer, Schedule

@@ -16,14 +16,14 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.checkpoint_names import hub_name
-from megatrain.runtime.documents import masks, positions, trained_labels
+from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.groups import Treatment, treatment
 from megatrain.runtime.hyperparameters import AdamW
+from megatrain.runtime.layers.documents import masks, positions, trained_labels
+from megatrain.runtime.layers.skeleton import widen_buffers
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.optimizer import clip_coefficient, round_to_bf16, rounded_sqrt, sum_by_rows, sum_of_squares
-from megatrain.runtime.skeleton import widen_buffers
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
 

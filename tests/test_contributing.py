@@ -55,9 +55,9 @@ def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callabl
 
     from megatrain.runtime.batch import Batch
     from megatrain.runtime.executor import Executor
-    from megatrain.runtime.model_files import ModelState, random_weights
+    from megatrain.runtime.files.model_files import ModelState, random_weights
+    from megatrain.runtime.layers.templates import config_of
     from megatrain.runtime.optimizer import AdamW
-    from megatrain.runtime.templates import config_of
 
     results = []
     for policy in (example, "k_buffer"):

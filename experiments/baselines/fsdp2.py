@@ -15,9 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.utils import clip_grad_norm_
 
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Parts, Reading, Step, alone_in_group, random_tokens
-from megatrain.runtime.arenas import TORCH_DTYPE
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.templates import config_of
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.plan import Plan
 
 NEEDS = ()

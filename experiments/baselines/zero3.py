@@ -11,7 +11,7 @@ import torch
 
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Parts, Reading, Step, alone_in_group, random_tokens
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.templates import config_of
+from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import Workload
 

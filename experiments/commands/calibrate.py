@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatrain.runtime.calibrate import calibrate
-    from megatrain.runtime.templates import config_of
+    from megatrain.runtime.layers.templates import config_of
     from megatrain.simulator.files import write_toml
     from megatrain.simulator.specs import ModelSpec
 

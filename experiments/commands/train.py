@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from megatrain.experiments import options
-from megatrain.runtime.config import Config, fields, full_name, parse_value
+from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.simulator.errors import UserError
 
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.experiments.pictures import draw_loss, read_record
     from megatrain.experiments.progress import ProgressBars
-    from megatrain.runtime.trainer import Trainer
+    from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.plan import Plan
 
     parameters = Plan.load(plan_file).model.parameters

@@ -24,10 +24,10 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.executor import Executor, lane_threads
-from megatrain.runtime.model_files import ModelState, hub_name, random_weights
+from megatrain.runtime.files.model_files import ModelState, hub_name, random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW, round_to_bf16
 from megatrain.runtime.reference import Masters, Reference
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan

@@ -18,9 +18,9 @@ import torch
 from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, Run, Shard
 from megatrain.runtime.checkpoint.randomness import RandomState
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.model_files import ModelState
-from megatrain.runtime.tensor_file import MalformedFile
-from megatrain.runtime.tensor_stream import Source, checksum_of, read_tensors, write_tensors
+from megatrain.runtime.files.model_files import ModelState
+from megatrain.runtime.files.tensor_file import MalformedFile
+from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
 from megatrain.simulator.errors import RunError, UserError
 
 SHARD_BYTES = 4 * 10**9

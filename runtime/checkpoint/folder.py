@@ -12,8 +12,8 @@ from typing import Any
 from megatrain.runtime.checkpoint.checkpoint import ASIDE, check_sizes, restore, save, verify
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.model_files import ModelState
-from megatrain.runtime.tensor_file import MalformedFile
+from megatrain.runtime.files.model_files import ModelState
+from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8})")

@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from megatrain.runtime.checkpoint.randomness import RandomState
-from megatrain.runtime.tensor_file import MalformedFile
+from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import convert, read_text, write_bytes
 from megatrain.simulator.specs import ModelSpec, Workload

@@ -7,6 +7,6 @@ are targets), cache (-> a file mapped into memory), documents (spans of it), pac
 
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
-from megatrain.runtime.data_options import DataOptions
+from megatrain.runtime.training.data_options import DataOptions
 
 __all__ = ["Corpus", "DataOptions", "open_data"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data_options import Loss
+from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
 if TYPE_CHECKING:

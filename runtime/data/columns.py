@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatrain.runtime.data_options import Columns
+from megatrain.runtime.training.data_options import Columns
 from megatrain.simulator.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -16,7 +16,7 @@ import torch
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.data.documents import Documents, truncated
 from megatrain.runtime.data.packing import Rows, best_fit, in_sequence, one_a_row
-from megatrain.runtime.data_options import Packing
+from megatrain.runtime.training.data_options import Packing
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
 

@@ -18,7 +18,7 @@ from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, Row, Source, find, rows
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
-from megatrain.runtime.data_options import DataOptions
+from megatrain.runtime.training.data_options import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.specs import Workload
 

@@ -18,7 +18,7 @@ from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
-from megatrain.runtime.data_options import Loss
+from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megatrain.simulator.families.parts import Part, Tensors, joined
 __all__ = ["FAMILIES", "KEEP_ATTENTION", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
-"""families of which `runtime/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
+"""families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
 

@@ -15,7 +15,7 @@ from megatrain.simulator.errors import Interrupted
 
 @pytest.mark.usefixtures("workplace")
 def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain.runtime import model_files
+    from megatrain.runtime.files import model_files
 
     def interrupt(path: Path, _: object) -> None:
         path.write_bytes(b"half")

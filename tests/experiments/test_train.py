@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.config import Config
+from megatrain.runtime.training.config import Config
 
 CONFIG = """
 [training]
@@ -95,7 +95,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
 def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
     words: tuple[str, ...], message: str, workplace: Path, command: Any, files_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.runtime import trackers
+    from megatrain.runtime.training import trackers
 
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: None)
     before = files_in(workplace)

@@ -19,10 +19,10 @@ from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import ModelState, random_weights
 from megatrain.runtime.hyperparameters import AdamW, Group
-from megatrain.runtime.model_files import ModelState, random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.reference import Reference
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan

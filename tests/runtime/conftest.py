@@ -11,10 +11,10 @@ import torch
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import ModelState, Weights, random_weights
 from megatrain.runtime.lanes import Task
-from megatrain.runtime.model_files import ModelState, Weights, random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import config_of
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule

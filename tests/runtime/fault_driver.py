@@ -26,10 +26,10 @@ from megatrain.runtime.checkpoint import checkpoint  # noqa: E402
 from megatrain.runtime.checkpoint.folder import Checkpoints  # noqa: E402
 from megatrain.runtime.checkpoint.manifest import Run  # noqa: E402
 from megatrain.runtime.executor import Executor  # noqa: E402
-from megatrain.runtime.interruption import Interruption  # noqa: E402
-from megatrain.runtime.model_files import ModelState, random_weights  # noqa: E402
+from megatrain.runtime.files.model_files import ModelState, random_weights  # noqa: E402
+from megatrain.runtime.layers.templates import config_of  # noqa: E402
 from megatrain.runtime.optimizer import AdamW  # noqa: E402
-from megatrain.runtime.templates import config_of  # noqa: E402
+from megatrain.runtime.training.interruption import Interruption  # noqa: E402
 from megatrain.simulator.errors import Interrupted  # noqa: E402
 from megatrain.simulator.plan import Plan  # noqa: E402
 from megatrain.simulator.policies import lower  # noqa: E402

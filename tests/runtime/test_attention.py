@@ -11,13 +11,13 @@ import pytest
 import torch
 from tiny_families import config_of as tiny_config
 
-from megatrain.runtime import attention
-from megatrain.runtime.arenas import Arenas
-from megatrain.runtime.attention import kernel_of, refuse_attention
-from megatrain.runtime.config import Config, Training
-from megatrain.runtime.model_files import random_weights
-from megatrain.runtime.templates import Saved, Templates, config_of, layer_tensors
-from megatrain.runtime.trainer import Trainer
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers import attention
+from megatrain.runtime.layers.attention import kernel_of, refuse_attention
+from megatrain.runtime.layers.templates import Saved, Templates, config_of, layer_tensors
+from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule

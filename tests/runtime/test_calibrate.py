@@ -11,7 +11,7 @@ import torch
 
 from megatrain.runtime import calibrate as module
 from megatrain.runtime import rates
-from megatrain.runtime.templates import config_of
+from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError

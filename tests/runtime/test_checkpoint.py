@@ -23,7 +23,7 @@ from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, restore, save, verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
-from megatrain.runtime.tensor_stream import Source, write_tensors
+from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_families import config_of as tiny_config
 
-from megatrain.runtime.checkpoint_names import CheckpointNames, hub_name
-from megatrain.runtime.tensor_stream import Source
+from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import ModelSpec
 

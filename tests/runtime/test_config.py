@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.config import Config, Training, checked, fields, full_name, parse_value
-from megatrain.runtime.data_options import DataOptions
 from megatrain.runtime.hyperparameters import AdamW, Group
-from megatrain.runtime.learning_rate import LearningRate
+from megatrain.runtime.training.config import Config, Training, checked, fields, full_name, parse_value
+from megatrain.runtime.training.data_options import DataOptions
+from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_toml
 
@@ -123,5 +123,5 @@ def test_values_are_toml_and_words_need_no_quotes(text: str, value: Any) -> None
 
 
 def test_reading_a_config_loads_no_torch() -> None:
-    program = "import sys, megatrain.runtime.config, megatrain.runtime.callback; sys.exit('torch' in sys.modules)"
+    program = "import sys, megatrain.runtime.training.config, megatrain.runtime.training.callback; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -12,13 +12,13 @@ import torch
 from megatrain.runtime import calibrate, optimizer, rates
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import ModelState, random_weights
 from megatrain.runtime.kernels.choice import Kernels, kernels
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import forget_device_memory
-from megatrain.runtime.model_files import ModelState, random_weights
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
-from megatrain.runtime.run_folder import measured_memory
-from megatrain.runtime.templates import config_of
+from megatrain.runtime.training.run_folder import measured_memory
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.hardware import HardwareSpec

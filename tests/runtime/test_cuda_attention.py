@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime.attention import Attention, attend, kernel_of
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.layers.attention import Attention, attend, kernel_of
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.plan import Placement, Plan
 

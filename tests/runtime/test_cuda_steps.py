@@ -12,12 +12,12 @@ import torch
 from megatrain.runtime import checksum as checksums
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.host_memory import HostMemory
+from megatrain.runtime.files.model_files import ModelState, random_weights
 from megatrain.runtime.lanes import Crew
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import forget_device_memory
-from megatrain.runtime.model_files import ModelState, random_weights
+from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan

@@ -13,10 +13,10 @@ from tiny_families import config_of as tiny_config
 
 from megatrain.experiments import options
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
-from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan

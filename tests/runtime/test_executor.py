@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.lanes import Lane, LaneError
-from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import AdamW, WorkerThreads
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.memory import account

@@ -130,12 +130,12 @@ PROGRAM = """
 import json, os, signal, sys, threading, time
 import msgspec, torch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a process in the background has it ignored
-from megatrain.runtime import arenas
+from megatrain.runtime.memory import arenas
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.host_memory import HostMemory
+from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.templates import config_of
+from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 

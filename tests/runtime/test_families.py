@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime import calibrate as calibration
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.checkpoint_names import hub_name
-from megatrain.runtime.documents import masks
-from megatrain.runtime.model_files import export, folder_weights
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.model_files import export, folder_weights
+from megatrain.runtime.layers.documents import masks
+from megatrain.runtime.layers.skeleton import kind_of, skeleton, widen_buffers
+from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.runtime.rates import Rates
-from megatrain.runtime.skeleton import kind_of, skeleton, widen_buffers
-from megatrain.runtime.templates import Templates, config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Placement, Plan

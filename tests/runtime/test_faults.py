@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.checkpoint.checkpoint import verify
-from megatrain.runtime.interruption import Interruption
+from megatrain.runtime.training.interruption import Interruption
 from megatrain.simulator.errors import Interrupted
 
 STEPS, EVERY = 12, 3

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from megatrain.runtime.fitting import LOADING_BYTES, refuse_what_does_not_fit
+from megatrain.runtime.memory.fitting import LOADING_BYTES, refuse_what_does_not_fit
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan, Prediction
 from megatrain.simulator.policies import lower

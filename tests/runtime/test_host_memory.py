@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 
-from megatrain.runtime import arenas as arenas_module
-from megatrain.runtime import host_memory, steadiness
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.host_memory import HostMemory
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.memory import arenas as arenas_module
+from megatrain.runtime.memory import host_memory, steadiness
+from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.steadiness import Steadiness
-from megatrain.runtime.templates import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from megatrain.runtime.learning_rate import LearningRate
+from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.simulator.errors import UserError
 
 STEPS, WARM_UP, DECAY = 50, 7, 13

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime import model_files
-from megatrain.runtime.checkpoint_names import hub_name
-from megatrain.runtime.model_files import export, folder_weights, random_weights
+from megatrain.runtime.files import model_files
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.model_files import export, folder_weights, random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import round_to_bf16
-from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from megatrain.runtime.checkpoint_names import CheckpointNames, hub_name
-from megatrain.runtime.model_files import export, folder_weights
-from megatrain.runtime.model_folder import model_folder, weight_files
+from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.files.model_files import export, folder_weights
+from megatrain.runtime.files.model_folder import model_folder, weight_files
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import round_to_bf16
-from megatrain.runtime.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES, with_nulls
 from megatrain.simulator.plan import Plan
@@ -218,7 +218,7 @@ def test_a_hub_name_is_fetched_without_pickles_and_code(tmp_path: Path, monkeypa
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
     """Really not: a port that nobody listens at, in a process of its own since the address is read when the library is imported."""
-    program = "from megatrain.runtime.model_folder import model_folder\ntry:\n    model_folder('org/name')\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    program = "from megatrain.runtime.files.model_folder import model_folder\ntry:\n    model_folder('org/name')\nexcept Exception as error:\n    print(type(error).__name__, error)"
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
     assert done.stdout.startswith("UserError model org/name: found no such folder, and the hub did not give it (")
@@ -231,9 +231,9 @@ LOAD = """
 import json, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
-from megatrain.runtime.arenas import Arenas
-from megatrain.runtime.model_files import ModelState, folder_weights
-from megatrain.runtime.tensor_stream import Source, write_tensors
+from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.files.model_files import ModelState, folder_weights
+from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 
@@ -262,7 +262,7 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(e
     plan = executable(
         hidden=640, intermediate=2048, heads=10, kv_heads=10, head_dim=64, layers=6, vocabulary=16_000, device_limit_bytes=2**40, host_limit_bytes=2**40
     )
-    from megatrain.runtime.tensor_stream import Source, write_tensors
+    from megatrain.runtime.files.tensor_stream import Source, write_tensors
 
     names: dict[str, str] = {}
     shards: list[dict[str, Source]] = [{}]

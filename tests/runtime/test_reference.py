@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.reference import Reference
-from megatrain.runtime.templates import config_of
 from megatrain.simulator.plan import Plan
 
 CPU = torch.device("cpu")

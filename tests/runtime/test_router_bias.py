@@ -12,7 +12,7 @@ from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.checkpoint.checkpoint import restore, save
 from megatrain.runtime.checkpoint.manifest import Run
-from megatrain.runtime.model_files import random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec
 

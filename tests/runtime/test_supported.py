@@ -13,10 +13,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from megatrain.experiments.commands import calibrate as command
-from megatrain.runtime.config import Config, Training
-from megatrain.runtime.supported import refuse_unsupported
-from megatrain.runtime.templates import config_of
-from megatrain.runtime.trainer import Trainer
+from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.model_files import random_weights
-from megatrain.runtime.templates import Templates, config_of, layer_tensors
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers.templates import Templates, config_of, layer_tensors
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Buffer, Schedule
 

@@ -16,9 +16,9 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatrain.runtime import tensor_stream
-from megatrain.runtime.tensor_file import LARGEST_HEADER_BYTES, MalformedFile, read_entries
-from megatrain.runtime.tensor_stream import Source, checksum_of, read_tensors, write_tensors
+from megatrain.runtime.files import tensor_stream
+from megatrain.runtime.files.tensor_file import LARGEST_HEADER_BYTES, MalformedFile, read_entries
+from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
 
 GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}}
 

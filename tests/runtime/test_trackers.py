@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime import trackers as module
-from megatrain.runtime.callback import Evaluation, Step
-from megatrain.runtime.config import Config, Logging, Training
-from megatrain.runtime.trackers import TensorBoard, Tracker, trackers
+from megatrain.runtime.training import trackers as module
+from megatrain.runtime.training.callback import Evaluation, Step
+from megatrain.runtime.training.config import Config, Logging, Training
+from megatrain.runtime.training.trackers import TensorBoard, Tracker, trackers
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.timeline import Timeline

@@ -14,7 +14,7 @@ from megatrain.runtime.data.columns import Layout, recognise
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
-from megatrain.runtime.data_options import Loss
+from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
 Folder = Callable[..., Path]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.callback import Callback
-from megatrain.runtime.config import Config, full_name
-from megatrain.runtime.templates import config_of
-from megatrain.runtime.trainer import Trainer
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.training.callback import Callback
+from megatrain.runtime.training.config import Config, full_name
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.plan import Plan
 
 TEXT = "".join(f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200))

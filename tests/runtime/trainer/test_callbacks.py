@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.checkpoint import checkpoint
-from megatrain.runtime.config import Config, Training
-from megatrain.runtime.learning_rate import LearningRate
-from megatrain.runtime.trainer import Trainer
+from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
+from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.learning_rate import LearningRate
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import RunError
 from megatrain.simulator.plan import Plan
 

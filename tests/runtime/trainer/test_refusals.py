@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime import trainer as trainer_module
-from megatrain.runtime.callback import Callback, Step
-from megatrain.runtime.config import Config, Training
 from megatrain.runtime.data import DataOptions, open_data
-from megatrain.runtime.learning_rate import LearningRate
-from megatrain.runtime.trainer import Trainer
+from megatrain.runtime.training import trainer as trainer_module
+from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.learning_rate import LearningRate
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.callback import Callback, Step
-from megatrain.runtime.config import Config
-from megatrain.runtime.model_files import random_weights
-from megatrain.runtime.run_folder import append
-from megatrain.runtime.trainer import Trainer
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.run_folder import append
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Plan

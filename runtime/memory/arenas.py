@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain.runtime.host_memory import HostMemory
+from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.units import format_bytes

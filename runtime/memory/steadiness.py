@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.runtime.host_memory import HostMemory
+from megatrain.runtime.memory.host_memory import HostMemory
 
 WARM_UP_STEPS = 2
 """that may allocate: the first, and the first with an update"""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatrain.runtime.tensor_file import MalformedFile
+from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from megatrain.runtime.documents import masks
+from megatrain.runtime.layers.documents import masks
 
 Arguments = dict[str, Any]
 """what the model hands to a decoder layer besides the hidden states: mask, positions and their embeddings"""

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from megatrain.runtime.config import Config
-from megatrain.runtime.opening import Source
+from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.opening import Source
 
 _OF_DATA = ("split", "columns", "loss", "evaluation_fraction", "evaluation_documents")
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megatrain.runtime.callback import Callback, Evaluation, Step
-from megatrain.runtime.config import Logging
+from megatrain.runtime.training.callback import Callback, Evaluation, Step
+from megatrain.runtime.training.config import Logging
 from megatrain.simulator.errors import UserError
 
 if TYPE_CHECKING:
-    from megatrain.runtime.trainer import Trainer
+    from megatrain.runtime.training.trainer import Trainer
 
 
 def step_values(step: Step) -> dict[str, float]:

@@ -16,18 +16,18 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from megatrain.runtime import attention
-from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
-from megatrain.runtime.attention import Attention
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.checkpoint_names import hub_name
-from megatrain.runtime.documents import positions
-from megatrain.runtime.edges import Arguments, Edges
-from megatrain.runtime.layer_kinds import layer_kinds
-from megatrain.runtime.rebinding import rebind
-from megatrain.runtime.router_loss import RouterLoss
-from megatrain.runtime.skeleton import skeleton
-from megatrain.runtime.supported import refuse_unsupported
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.layers import attention
+from megatrain.runtime.layers.attention import Attention
+from megatrain.runtime.layers.documents import positions
+from megatrain.runtime.layers.edges import Arguments, Edges
+from megatrain.runtime.layers.layer_kinds import layer_kinds
+from megatrain.runtime.layers.rebinding import rebind
+from megatrain.runtime.layers.router_loss import RouterLoss
+from megatrain.runtime.layers.skeleton import skeleton
+from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import with_nulls
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload

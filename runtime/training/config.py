@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from megatrain.runtime.data_options import DataOptions
 from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.learning_rate import LearningRate
+from megatrain.runtime.training.data_options import DataOptions
+from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import convert, read_text
 

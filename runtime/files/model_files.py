@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.arenas import TORCH_DTYPE, Arenas
-from megatrain.runtime.checkpoint_names import CheckpointNames, hub_name
-from megatrain.runtime.model_folder import COMPANIONS, INDEX, inside, weight_files
-from megatrain.runtime.tensor_file import read_entries
-from megatrain.runtime.tensor_stream import Source, write_tensors
+from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, inside, weight_files
+from megatrain.runtime.files.tensor_file import read_entries
+from megatrain.runtime.files.tensor_stream import Source, write_tensors
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from megatrain.runtime.callback import Callback, Evaluation, Step
 from megatrain.runtime.checkpoint.checkpoint import replace
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import export
 from megatrain.runtime.machine import describe
-from megatrain.runtime.model_files import export
+from megatrain.runtime.training.callback import Callback, Evaluation, Step
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_text, write_json, write_text, write_toml
 
 if TYPE_CHECKING:
-    from megatrain.runtime.trainer import Trainer
+    from megatrain.runtime.training.trainer import Trainer
 
 
 class RunFolder(Callback):

@@ -10,7 +10,7 @@ import msgspec
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus, DataOptions, open_data
-from megatrain.runtime.model_folder import model_folder
+from megatrain.runtime.files.model_folder import model_folder
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from megatrain.runtime.edges import Arguments
-from megatrain.runtime.skeleton import kind_of
+from megatrain.runtime.layers.edges import Arguments
+from megatrain.runtime.layers.skeleton import kind_of
 
 _ROUTERS = "router_logits"
 """what transformers' models call the output of their routers"""

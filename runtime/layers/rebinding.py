@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.runtime.arenas import Arenas
+from megatrain.runtime.memory.arenas import Arenas
 
 
 @dataclass(frozen=True)

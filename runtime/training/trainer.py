@@ -13,25 +13,25 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatrain.runtime.attention import refuse_attention
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Run
-from megatrain.runtime.config import Config, checked, with_data
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.fitting import refuse_what_does_not_fit
+from megatrain.runtime.files.model_files import ModelState, folder_weights, random_weights
 from megatrain.runtime.groups import refuse_unmatched
-from megatrain.runtime.interruption import Interruption
+from megatrain.runtime.layers.attention import refuse_attention
+from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import default_device, device_bytes, forget_device_memory, host_bytes, make_deterministic
-from megatrain.runtime.model_files import ModelState, folder_weights, random_weights
-from megatrain.runtime.opening import HeldOut, Source, find_data, find_model, refuse_packing
-from megatrain.runtime.resumption import settings_of
-from megatrain.runtime.run_folder import RunFolder
-from megatrain.runtime.supported import refuse_unsupported
-from megatrain.runtime.templates import config_of
-from megatrain.runtime.trackers import trackers
+from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
+from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
+from megatrain.runtime.training.config import Config, checked, with_data
+from megatrain.runtime.training.interruption import Interruption
+from megatrain.runtime.training.opening import HeldOut, Source, find_data, find_model, refuse_packing
+from megatrain.runtime.training.resumption import settings_of
+from megatrain.runtime.training.run_folder import RunFolder
+from megatrain.runtime.training.trackers import trackers
 from megatrain.simulator.errors import RunError, UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import executable

@@ -10,7 +10,7 @@ from megatrain.simulator.errors import RunError
 from megatrain.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from megatrain.runtime.trainer import Trainer
+    from megatrain.runtime.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion
 
-from megatrain.runtime.tensor_stream import Source
+from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.specs import EMBEDDING, HEAD
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatrain.runtime.arenas import Arenas
 from megatrain.runtime.lanes import LaneError
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.units import format_bytes
 

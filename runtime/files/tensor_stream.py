@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from megatrain.runtime.tensor_file import MalformedFile, make_header, read_entries
+from megatrain.runtime.files.tensor_file import MalformedFile, make_header, read_entries
 
 PIECE_BYTES = 2**25
 """what is under way at one time: 32 MiB take 1.3 ms over PCIe 5, and a disk needs no larger writes"""

@@ -1,0 +1,1 @@
+"""Files: Hugging Face folders in and out, tensor by tensor."""

@@ -1,0 +1,1 @@
+"""Training: what people expect around a step: config, schedule, callbacks, run folder, resume."""
