@@ -34,7 +34,7 @@ _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
 _CLASSES_BYTES = 8  # of all classes, for each byte of weights in a chunk
 _STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
-_MANY_OPS = 3000  # beyond, what many small copies would gain is not tried: it is per cents, and each try would take 0.1 s
+_MANY_OPS = 3000  # beyond, larger copies are tried instead of smaller ones: those gain per cents, and each try would take 0.1 s
 _TIE = 1.001
 _LEAST_ATTENTION = 0.1  # of a recompute's time: below, what keeping it saves is no three per cent of a step
 _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
@@ -185,9 +185,9 @@ class PlacementSearch:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
-        changes = [{"chunk_bytes": 4 * knobs.chunk_bytes}, {"weight_slots": knobs.weight_slots + 1}]
-        if len(policies.lower(plan).ops) <= _MANY_OPS:
-            changes.append({"chunk_bytes": max(knobs.chunk_bytes // 4, _LEAST_CHUNK)})
+        many = len(policies.lower(plan).ops) > _MANY_OPS
+        chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
+        changes = [{"chunk_bytes": chunk}, {"weight_slots": knobs.weight_slots + 1}]
         for change in changes:
             changed = varied(plan, **change)
             if policies.outline(changed).buffers != policies.outline(plan).buffers and self._account(changed).fits:
