@@ -20,6 +20,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatrain.runtime.layers.supported import refuse_unsupported
     from megatrain.simulator.hardware import HardwareSpec
     from megatrain.simulator.verdict import brief
 
@@ -37,5 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if not best.feasible:
         raise UserError(str(args.out), found="no plan that fits, so none is written", allowed=report.limits(verdicts[0]), fix=best.account.advice)
     best.plan.save(args.out)
+    try:
+        refuse_unsupported(best.plan.model, best.plan.workload)
+    except UserError as error:
+        print(f"\npredicted only, `megatrain train` will refuse it: {error}")
     print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
     return 0

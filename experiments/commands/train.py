@@ -31,6 +31,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "data.loss": ("--loss", {}),
     "data.packing": ("--packing", {}),
     "data.strict": ("--strict", {"action": "store_true"}),
+    "data.trust_remote_code": ("--trust-remote-code", {"action": "store_true"}),
     "data.evaluation_fraction": ("--eval-fraction", {"type": options.real("--eval-fraction")}),
     "data.evaluation_documents": ("--eval-documents", {"type": options.whole("--eval-documents", 0)}),
     "data.evaluation_data": ("--eval-data", {"metavar": "PATH"}),

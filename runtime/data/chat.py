@@ -37,6 +37,8 @@ class Chat:
             template = tokenizer.get_chat_template()
         except ValueError as error:  # several templates, none of them the default
             raise UserError(f"chat template of {where}", found=str(error), allowed="a default template", fix="name one of them `default`") from None
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]  # some are special in tokenizer.json alone
+        self._special = tuple({*tokenizer.all_special_tokens, *added})
         self.marked = bool(_MARKER.search(template))
         if not tokenizer.is_fast:
             raise UserError(
@@ -96,7 +98,7 @@ class Chat:
                 raise Mismatch(f"other text before message {index + 1} than where the conversation ends there")
             end = self._end(text, len(before), self._render(messages[: index + 1]), message["content"], index + 1)
             turn = text[len(before) : end]
-            if turn.rstrip().endswith(tuple(self._tokenizer.all_special_tokens) or ("\0",)):
+            if turn.rstrip().endswith(self._special or ("\0",)):
                 end = len(before) + len(turn.rstrip())
             spans.append((len(before), end))
         return text, spans

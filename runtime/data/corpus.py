@@ -68,6 +68,11 @@ class Corpus:
         return self.packing != "plain"
 
     @property
+    def conversations(self) -> bool:
+        """Documents that mean nothing without their beginning: conversations, prompts with their answers."""
+        return self._documents.whole
+
+    @property
     def padding(self) -> float:
         """The share of padding in an epoch's rows."""
         plain = self.packing == "plain"

@@ -78,7 +78,7 @@ def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary
     source = find(path, split=options.split)
     left_out = f"; not read: {source.left_out}" if source.left_out else ""
     on_note(f"data {path}: {source.kind}, {_count(len(source.files), 'file')}{left_out}")
-    tokenizer = load_tokenizer(folder) if folder else None
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if folder else None
     if tokenizer is None:
         return _as_bytes(source, folder, vocabulary, on_note)
     assert folder is not None

@@ -32,14 +32,16 @@ Piece = tuple[np.ndarray, bool]
 """ids, and whether the document ends with them"""
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a Hugging Face folder, None where it has none. Raises UserError for one that cannot be loaded."""
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a Hugging Face folder, None where it has none. Raises UserError for one that cannot be loaded, and, unless
+    `trust_remote_code`, for one that brings code of its own: none of it is run.
+    """
     if not tokenizer_files(folder):
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever its files make the libraries raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(

@@ -36,6 +36,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     evaluation_fraction: Annotated[float, Meta(ge=0, lt=1, description="of the documents, drawn without regard to the seed, kept for evaluation")] = 0.0
     evaluation_documents: Annotated[int, Meta(ge=0, le=2**40, description="as many documents from the end, kept for evaluation")] = 0
     evaluation_data: Annotated[str, Meta(description="evaluate on this instead; read like the data")] = ""
+    trust_remote_code: Annotated[bool, Meta(description="run the code that the model's tokenizer brings along, with all that you may do")] = False
     cache: Annotated[str, Meta(description="folder for tokenised data; empty: ~/.cache/megatrain/tokens. Files in it may be removed at any time")] = ""
 
     def __post_init__(self) -> None:

@@ -37,7 +37,10 @@ def find_data(options: DataOptions, plan: Plan, folder: Path | None, seed: int, 
     """
     chosen = msgspec.structs.replace(options, packing=options.packing or ("documents" if plan.workload.documents else "plain"))
     refuse_packing(chosen.packing, plan)
-    return open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
+    training, held_out = open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
+    if training.conversations and not training.documents:
+        on_note("conversations are packed so that each sees the ones before it in its row; a plan made with --documents keeps them apart")
+    return training, held_out
 
 
 def refuse_packing(packing: str, plan: Plan) -> None:

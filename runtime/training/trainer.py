@@ -181,7 +181,11 @@ class Trainer:
             self._tell("on_note", "no checkpoint yet: the run begins")
             return False
         self.first_step, self._evaluation_owed = run.step + 1, bool(run.progress.get("evaluation_owed"))
-        self._tell("on_note", f"goes on after step {run.step}" + (", the last: --steps may be larger" if run.step == self.config.training.steps else ""))
+        self._tell(
+            "on_note",
+            f"goes on after step {run.step}"
+            + (", the last: --steps may be larger" if run.step == self.config.training.steps and self.config.schedule.kind == "constant" else ""),
+        )
         return True
 
     def _load(self, *, buffers_alone: bool) -> None:

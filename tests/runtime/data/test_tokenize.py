@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Layout, recognise
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
@@ -190,3 +193,31 @@ def test_the_digest_is_of_what_the_tokenizer_is_made_of(tmp_path: Path, tokenize
     assert tokenizer_digest(tmp_path) == tokenizer_digest(tokenizer_folder("marked"))
     (tmp_path / "chat_template.jinja").write_text("other")
     assert tokenizer_digest(tmp_path) != tokenizer_digest(tokenizer_folder("marked"))
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tokenizer_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither silently nor after a question, unless asked for."""
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder(), folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (folder / "own.py").write_text("raise SystemExit('run')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(UserError, match=r"tokenizer .*model"):
+        load_tokenizer(folder)
+    with pytest.raises(SystemExit, match="run"):
+        load_tokenizer(folder, trust_remote_code=True)
+
+
+def test_a_newline_after_a_token_special_in_tokenizer_json_alone_has_no_loss(tokenizer_folder: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder("unmarked"))
+    assert tokenizer is not None
+    tokenizer._special_tokens_map.pop("extra_special_tokens", None)
+    tokenizer.extra_special_tokens = []
+    assert "<|im_end|>" not in tokenizer.all_special_tokens
+    (found,) = Chat(tokenizer, "assistant", "here").encode([("row", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])])
+    assert not isinstance(found, str)
+    targets = [int(token) & (TARGET - 1) for token in found if int(token) >= TARGET]
+    assert tokenizer.decode(targets) == "b<|im_end|>"
