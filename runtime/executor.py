@@ -96,6 +96,8 @@ class Executor:
         self.schedule = schedule or executable(plan)
         refuse_attention(plan, device)
         self._drain = drain(plan)
+        clips = any(op.kind == "clip" for op in self.schedule.ops)  # not where compute alone is timed, as a ceiling
+        self._clipping = plan.workload.clipping if clips else "none"
         self._state = StepState()
         self._owed: tuple[float, int] | None = None
         self._other: dict[str, _Program] = {}
@@ -249,9 +251,7 @@ class Executor:
         return float(losses.double().sum())
 
     def _read_norm(self) -> float | None:
-        kind = self.plan.workload.clipping
-        if not any(op.kind == "clip" for op in self.schedule.ops):  # of compute alone, timed as a ceiling
-            return None
+        kind = self._clipping
         if kind == "global":
             return float(self._each("norm", ["clip"], 2)[0][1])
         if kind == "layer":
@@ -261,8 +261,8 @@ class Executor:
 
     def _left_as_they_were(self) -> list[str]:
         """Layers that what they are clipped by, each for itself, kept from being updated."""
-        stack, kind = self.plan.model.stack, self.plan.workload.clipping
-        if kind not in ("layer", "update") or not any(op.kind == "clip" for op in self.schedule.ops):
+        stack, kind = self.plan.model.stack, self._clipping
+        if kind not in ("layer", "update"):
             return []
         counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
         factors = torch.stack([self._each("clips", [layer], count)[0].sum() for layer, count in zip(stack, counts, strict=True)])

@@ -67,7 +67,7 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Beside compute an op that takes d alone runs at d / (d + wait) of its speed, and compute loses so much of its own, times a loss that is 1 where nothing
     overlaps. On an H200, beside a 7B layer's forward, AdamW on 2^23, 2^25, 2^27, 233 M parameters kept 0.066, 0.118, 0.349, 0.462 of its
-    speed, and 1.7 ms give 0.059, 0.118, 0.345, 0.459; kernels of 32 to 528 programs instead of as many as there is work for cost compute no less.
+    speed, and 1.7 ms give 0.059, 0.118, 0.345, 0.459; kernels of 16 to 264 programs instead of as many as there is work for cost compute no less.
     """
 
     wait_ns: int
