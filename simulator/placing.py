@@ -90,13 +90,25 @@ class PlacementSearch:
 
     def best(self) -> Choice:
         """The fastest plan that fits, or the one that misses by least."""
-        for lean in _LEAN:
-            candidates = list(self._candidates(varied(self.plan, **lean)))
-            ranked = sorted((self._time(self._quick(candidate)), index) for index, candidate in enumerate(candidates))
-            if ranked:
-                finals = [candidates[index] for _, index in ranked[:_FINALISTS]]
-                return self._refined(*min(((self._time(plan), plan) for plan in finals), key=lambda entry: entry[0]))
-        return self._nearest_miss()
+        found = [choice for slots in self._whole_layers() if (choice := self._best_with(slots))]
+        if found:
+            return min(found, key=lambda choice: choice.step_seconds)
+        return next(filter(None, map(self._best_with, _LEAN)), None) or self._nearest_miss()
+
+    def _best_with(self, knobs: dict[str, int]) -> Choice | None:
+        """The fastest plan with these slots and copies; None where none fits."""
+        candidates = list(self._candidates(varied(self.plan, **knobs)))
+        ranked = sorted((self._time(self._quick(candidate)), index) for index, candidate in enumerate(candidates))
+        finals = [candidates[index] for _, index in ranked[:_FINALISTS]]
+        return self._refined(*min(((self._time(plan), plan) for plan in finals), key=lambda entry: entry[0])) if finals else None
+
+    def _whole_layers(self) -> list[dict[str, int]]:
+        """Clipping by update goes through a layer's state once where the slots hold all of its chunks: one more, so that the next layer's come meanwhile."""
+        if self.plan.workload.clipping != "update":
+            return []
+        layer = max(spec.elements for spec in self.plan.model.decoders) * DTYPE_BYTES[self.plan.workload.dtype]
+        copies = (self.plan.knobs.chunk_bytes, 2 * self.plan.knobs.chunk_bytes)
+        return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
 
     def _quick(self, candidate: Plan) -> Plan:
         """The candidate with few large copies, whether that fits or not, for a quick and fair ranking."""
@@ -160,7 +172,7 @@ class PlacementSearch:
         ahead, state = CLASSES[:2], CLASSES[2:]
         return [
             [(name, layer) for name in CLASSES for layer in layers],
-            [(name, layer) for layer in layers for name in CLASSES],
+            [(name, layer) for layer in layers for name in reversed(CLASSES)],
             [(name, layer) for name in ahead for layer in layers] + [(name, layer) for layer in layers for name in state],
         ]
 

@@ -6,8 +6,8 @@ computes with. State that lives on the host streams through chunks: up on `h2d`,
 and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `drain` applies what the last step owes.
 
 Without a global norm a layer is updated inside the backward pass, as soon as its gradient is complete, and the gradient never leaves the device.
-Clipping by `update` asks for the second moments of a whole layer before any of it is updated: where they stream in several chunks, they are loaded
-for that (4 bytes a parameter), then the whole state for the update. The copies of a layer's state wait for each other; with `weights_ahead` those of
+Clipping by `update` asks for the second moments of a whole layer before any of it is updated. Where the slots of state hold all chunks of a layer, they
+are all loaded, then updated; of a larger layer the second moments are loaded first (4 bytes a parameter), then the whole state for the update. The copies of a layer's state wait for each other; with `weights_ahead` those of
 the next layer's weights, which compute waits for, go first.
 
 Layers that are `host_updated` go another way: their gradient goes to the host, where the cores do AdamW in one pass (`cpu_update`, at the same point of
@@ -25,6 +25,7 @@ from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
 
 PLACES = True
+STATE = ("weights", "low", "moments")
 
 
 class Overlapped:
@@ -175,11 +176,10 @@ class Overlapped:
         if self.pending is None:
             return
         (layer, gradient), self.pending = self.pending, None
-        if self.clipping.kind == "update" and self._streams("moments", layer) and len(self._chunks(layer)) > 1:
+        measured = self.clipping.kind == "update" and self._streams("moments", layer) and len(self._chunks(layer)) > self.plan.knobs.state_slots
+        if measured:
             self._measure_in_chunks(layer, gradient)
-            self.apply(layer, gradient, source=self.loaded.get(layer))
-        else:
-            self.apply(layer, gradient, source=self.loaded.get(layer), measured=False)
+        self.apply(layer, gradient, source=self.loaded.get(layer), measured=measured)
         if gradient != self.home.get(("gradients", layer)):
             self.builder.release(gradient)
 
@@ -198,31 +198,25 @@ class Overlapped:
     def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None, measured: bool = True) -> None:
         """AdamW on `layer`, chunk by chunk where some of its state streams. The new weights also go into the slot `copy_to`; the old ones come
         from the slot `source` where they are on the device already. What its gradient is clipped by is to be found first unless it is `measured`:
-        then its moments are in one buffer, which is at hand.
+        from moments that are in one buffer, or in the slots of all chunks, which there are enough of.
         """
-        classes = [name for name in ("weights", "low", "moments") if (name, layer) in self.home]
-        streamed = [name for name in (*classes, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
+        streamed = [name for name in (*STATE, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
         chunks = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
-        for number, first, count in chunks:
-            slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in streamed}
-            up = [name for name in streamed if not (name == "weights" and source)]
-            down = [name for name in streamed if name != "gradients"]
-            moved = {"offset": first, "parameters": count}
-            if up:
-                reads, writes = [f"{self.home[name, layer]}#{number}" for name in up], [slots[name] for name in up]
-                size = count * sum(self._bytes(name, layer) for name in up)
-                self.builder.op(OpId("load_state", layer, chunk=number), "h2d", reads, writes, bytes=size, **moved)
-            if not measured and not number:  # with the first chunk; it is the only one where moments stream
+        update = _Update(self, layer, gradient, copy_to, source, streamed)
+        if not measured and self.clipping.kind == "update" and "moments" in streamed:
+            rows, held = self.clipping.rows(layer), []
+            for chunk in chunks:
+                held.append(update.load(chunk))
+                self.clipping.ratios(layer, gradient, held[-1]["moments"], rows, chunk)
+            self.clipping.clip_by(layer, rows)
+            for chunk, slots in zip(chunks, held, strict=True):
+                update.apply(chunk, slots)
+            return
+        for chunk in chunks:
+            slots = update.load(chunk)
+            if not measured and not chunk[0]:  # with the first chunk
                 self.clipping.measure(layer, gradient, slots.get("moments", self.home["moments", layer]))
-            reads = [slots.get("gradients", gradient), self.clipping.factor(layer), *([source] if source and "weights" in streamed else [])]
-            writes = [slots.get(name, self.home[name, layer]) for name in classes] + ([copy_to] if copy_to else [])
-            self.builder.op(OpId("update", layer, chunk=number), "update", reads, writes, **moved)
-            if down:
-                reads, writes = [slots[name] for name in down], [f"{self.home[name, layer]}#{number}" for name in down]
-                size = count * sum(self._bytes(name, layer) for name in down)
-                self.builder.op(OpId("save_state", layer, chunk=number), "d2h", reads, writes, bytes=size, **moved)
-            for slot in slots.values():
-                self.builder.release(slot)
+            update.apply(chunk, slots)
 
     def losses_written(self, losses: list[str]) -> None:
         self.clipping.losses = losses
@@ -235,6 +229,42 @@ class Overlapped:
             self.builder.release(slot)
         if self.owes:
             self.clipping.finish()
+
+
+class _Update:
+    """AdamW on one layer by the device: the ops of each of its chunks, (number, first parameter, how many)."""
+
+    def __init__(self, storage: Overlapped, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[str]) -> None:
+        self.storage, self.builder, self.layer, self.gradient, self.copy_to, self.source = storage, storage.builder, layer, gradient, copy_to, source
+        self.home = {name: storage.home[name, layer] for name in (*STATE, "gradients") if (name, layer) in storage.home}
+        self.streamed, self.classes = streamed, [name for name in STATE if name in self.home]
+
+    def _sizes(self, names: list[str], chunk: tuple[int | None, int, int]) -> dict[str, int]:
+        _, first, count = chunk
+        return {"offset": first, "parameters": count, "bytes": count * sum(self.storage._bytes(name, self.layer) for name in names)}
+
+    def load(self, chunk: tuple[int | None, int, int]) -> dict[str, str]:
+        """Class of data -> the slot that holds what streams of it, on its way up; the weights are not where they come from `source`."""
+        slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in self.streamed}
+        up = [name for name in self.streamed if not (name == "weights" and self.source)]
+        if up:
+            reads, writes = [f"{self.home[name]}#{chunk[0]}" for name in up], [slots[name] for name in up]
+            self.builder.op(OpId("load_state", self.layer, chunk=chunk[0]), "h2d", reads, writes, **self._sizes(up, chunk))
+        return slots
+
+    def apply(self, chunk: tuple[int | None, int, int], slots: dict[str, str]) -> None:
+        """The update, and the way back of what streams."""
+        number, first, count = chunk
+        old = [self.source] if self.source and "weights" in self.streamed else []
+        reads = [slots.get("gradients", self.gradient), self.storage.clipping.factor(self.layer), *old]
+        writes = [slots.get(name, self.home[name]) for name in self.classes] + ([self.copy_to] if self.copy_to else [])
+        self.builder.op(OpId("update", self.layer, chunk=number), "update", reads, writes, offset=first, parameters=count)
+        down = [name for name in self.streamed if name != "gradients"]
+        if down:
+            reads, writes = [slots[name] for name in down], [f"{self.home[name]}#{number}" for name in down]
+            self.builder.op(OpId("save_state", self.layer, chunk=number), "d2h", reads, writes, **self._sizes(down, chunk))
+        for slot in slots.values():
+            self.builder.release(slot)
 
 
 def owes(plan: Plan) -> bool:

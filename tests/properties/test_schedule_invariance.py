@@ -204,7 +204,7 @@ def plans(draw: st.DrawFn) -> Plan:
         weight_slots=draw(st.integers(1, model.layers + 1)) if policy == "k_buffer" else SLOTS.get(policy, 2),
         gradient_slots=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1 if summed and policy not in ("resident", "overlapped") else 0, 3)),
         chunk_bytes=draw(st.sampled_from([4096, layer_bytes, 2**30]) | st.integers(4096, layer_bytes + 4096)),
-        checkpoint_interval=draw(st.integers(1, model.layers + 1)), state_slots=draw(st.integers(1, 3)), placement=draw(placements(model)),
+        checkpoint_interval=draw(st.integers(1, model.layers + 1)), state_slots=draw(st.sampled_from([1, 2, 3, 40])), placement=draw(placements(model)),
         weights_ahead=draw(st.integers(0, 1)),
     )  # fmt: skip
     event(f"{policy}, {work.dtype}, accumulation {work.accumulation}, clipping {work.clipping}")
@@ -257,6 +257,15 @@ def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> Non
     placement = Placement(host_updated=host_updated, weights="2-3", low="3", moments="0,3")
     knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=1, weights_ahead=1, placement=placement)
     assert_invariant(planned("overlapped", model_of(tied=clipping == "update"), work, knobs))
+
+
+@pytest.mark.parametrize(("state_slots", "loads"), [(1, {"load_state", "load_second"}), (40, {"load_state"})])
+def test_clipping_by_update_loads_second_moments_once_where_slots_hold_a_layer(state_slots: int, loads: set[str]) -> None:
+    work = Workload(batch=2, sequence=16, clipping="update")
+    knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=state_slots, weights_ahead=1, placement=Placement(low="1", moments="2"))
+    plan = planned("overlapped", model_of(tied=True), work, knobs)
+    assert {op.kind for op in policies.lower(plan).ops} & {"load_state", "load_second"} == loads
+    assert_invariant(plan)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
