@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from megatrain.simulator.compare import PeakError, peak_error
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
 from megatrain.simulator.errors import UserError
@@ -16,10 +17,9 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Timeline
-from megatrain.simulator.units import format_bytes
 
-MemoryRow = dict[str, object]
-"""`what`, `predicted_bytes`, `measured_bytes`"""
+WARM_UP_STEPS = 2
+"""not counted as steady, as in `runtime.training.trainer`, which loads torch"""
 
 
 class Record(NamedTuple):
@@ -31,8 +31,16 @@ class Record(NamedTuple):
     losses: list[float]
     speeds: list[float]
     """tokens/s of each step"""
+    seconds: list[float]
+    """wall time of each step"""
     evaluations: list[tuple[int, float]]
     """(step, loss)"""
+
+    @property
+    def steady_seconds(self) -> dict[int, float]:
+        """Wall time by step, without the first ones, unless there are no others."""
+        times = list(zip(self.steps, self.seconds, strict=True))
+        return dict(times[WARM_UP_STEPS:] or times)
 
 
 def read_record(folder: Path) -> Record:
@@ -45,8 +53,8 @@ def read_record(folder: Path) -> Record:
         rows = [json.loads(line) for line in text.splitlines()]
         evaluations = [(int(row["step"]), float(row["evaluation_loss"])) for row in rows if row.get("evaluation_loss") is not None]
         rows = [row for row in rows if "evaluation_loss" not in row]
-        columns = [[float(row[key]) for row in rows] for key in ("loss", "tokens_per_second")]
-        return Record(device, cores, [int(row["step"]) for row in rows], columns[0], columns[1], evaluations)
+        columns = [[float(row[key]) for row in rows] for key in ("loss", "tokens_per_second", "seconds")]
+        return Record(device, cores, [int(row["step"]) for row in rows], columns[0], columns[1], columns[2], evaluations)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(str(folder / name), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
 
@@ -75,27 +83,17 @@ def draw_loss(folder: Path, record: Record, plan: Plan) -> None:
     loss_png(folder / "loss.png", record.steps, record.losses, record.speeds, f"Training loss: {what}", where, record.evaluations)
 
 
-def memory_rows(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> list[MemoryRow]:
+def peaks(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> tuple[PeakError, ...]:
     """Predicted and allocated bytes: of the pools that the plan sizes, in each place, and with CUDA of the whole device."""
     measured = read_json(folder / "memory.json")
     account = plan_account(plan, schedule, costs)
     try:
-        rows: list[MemoryRow] = []
+        rows = []
         for place in ("device", "host"):
             sized = sum(buffer.allocated for buffer in schedule.buffers if buffer.place == place and not buffer.dynamic)
-            rows.append({"what": f"{place} pools", "predicted_bytes": sized, "measured_bytes": measured[f"{place}_pool_bytes"]})
+            rows.append(peak_error(f"{place} pools", sized, int(measured[f"{place}_pool_bytes"])))
         if "device_peak_bytes" in measured:
-            rows.append({"what": "whole device peak", "predicted_bytes": account.device_peak_bytes, "measured_bytes": measured["device_peak_bytes"]})
-        return rows
-    except (KeyError, TypeError):
+            rows.append(peak_error("whole device peak", account.device_peak_bytes, int(measured["device_peak_bytes"])))
+        return tuple(rows)
+    except (KeyError, TypeError, ValueError):
         raise UserError(str(folder / "memory.json"), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
-
-
-def format_memory(rows: list[MemoryRow]) -> str:
-    """The rows as a table."""
-    lines = [f"{'memory':<18} {'predicted':>12} {'measured':>12}   error"]
-    for row in rows:
-        predicted, measured = int(str(row["predicted_bytes"])), int(str(row["measured_bytes"]))
-        error = f"{(predicted - measured) / measured:+8.2%}" if measured else f"{'equal' if predicted == measured else 'none':>8}"  # resident: no host pool
-        lines.append(f"{row['what']:<18} {format_bytes(predicted):>12} {format_bytes(measured):>12} {error}")
-    return "\n".join(lines)

@@ -25,7 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatrain.simulator.compare import signed_percent
+from megatrain.simulator.error_table import signed_percent
 from megatrain.simulator.files import write_bytes
 from megatrain.simulator.schedule import LANES
 from megatrain.simulator.timeline import Span, Timeline
