@@ -91,4 +91,3 @@ def _by_class(pools: dict[str, list[tuple[int, int]]]) -> dict[str, Any]:
 def _loss(run: ComparedRun) -> dict[str, Any]:
     record = run.record
     return {"steps": record.steps, "losses": record.losses, "speeds": record.speeds, "evaluations": [list(each) for each in record.evaluations]}
-

@@ -31,12 +31,11 @@ class MemoryCanvas {
   drawPlace(context, place, top) {
     const { left, width } = this, bottom = top + PANEL, y = (size) => bottom - (size / place.top) * PANEL;
     write(context, place.name, left, top - 13, { weight: 650, size: 13 });
-    const limit = place.near ? "" : ` (limit ${bytes(place.limit)}, above the axis)`;
-    write(context, `most held ${bytes(place.peak)}${limit}`, left + width, top - 13, { align: "right", size: 12.5 });
+    write(context, `most held ${bytes(place.peak)}, limit ${bytes(place.limit)}`, left + width, top - 13, { align: "right", size: 12.5 });
     const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10].find((size) => place.most >= 2 * size) || 1;
     for (const value of ticks(0, place.top / unit, 4).values) {
       line(context, left, y(value * unit), left + width, y(value * unit), RULE);
-      write(context, bytes(value * unit).replace(/\.?0+ /, " "), left - 10, y(value * unit), { align: "right", size: 11.5, colour: MUTED });
+      write(context, value ? bytes(value * unit).replace(/\.?0+ /, " ") : "0", left - 10, y(value * unit), { align: "right", size: 11.5, colour: MUTED });
     }
     context.save();
     context.beginPath();
@@ -52,16 +51,11 @@ class MemoryCanvas {
       context.fill();
       above.forEach((value, index) => { below[index] = value; });
     }
-    this.stairs(context, place.predicted.times, place.total, y);
-    context.strokeStyle = INK;
-    context.lineWidth = 1.2;
-    context.setLineDash([5, 3]);
-    context.stroke();
-    context.setLineDash([]);
+    this.outline(context, place.predicted.times, place.total, y);
     context.restore();
     if (place.near) {
       line(context, left, y(place.limit), left + width, y(place.limit), INK, 1.5);
-      write(context, `limit ${bytes(place.limit)}`, left + width + 4, y(place.limit), { size: 11.5 });
+      write(context, "limit", left + width + 6, y(place.limit), { size: 11.5, colour: MUTED });
     }
     if (this.view.cursor !== null) {
       const x = Math.round(this.x(this.view.cursor)) + 0.5;
@@ -78,6 +72,23 @@ class MemoryCanvas {
       context.lineTo(this.x(times[index]), y(values[index]));
     }
     context.lineTo(this.x(this.view.end), y(values[values.length - 1]));
+  }
+
+  /** The most of each column of pixels, so that a moment without a buffer leaves no notch. */
+  outline(context, times, totals, y) {
+    context.beginPath();
+    let index = Math.max(lastAtMost(times, this.view.from), 0);
+    for (let column = 0; column <= this.width; column += 1) {
+      const until = this.view.from + ((column + 1) / this.width) * (this.view.to - this.view.from);
+      let most = totals[index];
+      while (index + 1 < times.length && times[index + 1] <= until) { index += 1; most = Math.max(most, totals[index]); }
+      context[column ? "lineTo" : "moveTo"](this.left + column, y(most));
+    }
+    context.strokeStyle = INK;
+    context.lineWidth = 1.2;
+    context.setLineDash([5, 3]);
+    context.stroke();
+    context.setLineDash([]);
   }
 
   stairsBack(context, times, values, y) {

@@ -23,7 +23,7 @@ function error(op) { return duration(op, measured) ? percent(duration(op, predic
 
 function select(op) {
   timeline.selected = op;
-  element("readout").innerHTML = op < 0 ? "<span class=empty>No op selected.</span>" : described(op);
+  element("readout").innerHTML = op < 0 ? "<span class=empty>Click an op to see its numbers, and what it waited for.</span>" : described(op);
   view.redraw();
 }
 

@@ -40,18 +40,27 @@ def heading(run: ComparedRun) -> str:
 def figures(run: ComparedRun) -> str:
     """The numbers that a reader wants first: measured large, predicted below."""
     errors, seconds = run.errors, run.errors.measured_seconds
-    work, model = run.plan.workload, run.plan.model
+    work = run.plan.workload
+    tflops = f"{tflops_6n(run.plan.model, work, seconds):,.4g} TFLOPS (6N)"
     parts = [
-        ("step", format_seconds(seconds), f"predicted {format_seconds(errors.predicted_seconds)}, {signed_percent(errors.error)}"),
-        ("tokens/s", f"{tokens_per_second(work, seconds):,.0f}", f"{tflops_6n(model, work, seconds):,.4g} TFLOPS (6N)"),
+        ("step", format_seconds(seconds), f"predicted {format_seconds(errors.predicted_seconds)}, {signed_percent(errors.error)}", _steady(run)),
+        ("tokens/s", f"{tokens_per_second(work, seconds):,.0f}", f"predicted {tokens_per_second(work, errors.predicted_seconds):,.0f}", tflops),
     ]
     limits = {"device": run.plan.device_limit_bytes, "host": run.plan.host_limit_bytes}
     for place, name in (("device", "whole device peak"), ("host", "host pools")):
         peak = next((row for row in errors.memory if row.what == name), None) or next(row for row in errors.memory if row.what == f"{place} pools")
         error = "as predicted" if peak.error == 0 else f"predicted {format_bytes(peak.predicted_bytes)}, {signed_percent(peak.error)}"
         label = f"{place} peak" if peak.what == "whole device peak" else peak.what
-        parts.append((label, format_bytes(peak.measured_bytes), f"{error}; limit {format_bytes(limits[place])}"))
-    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>" for name, value, note in parts)
+        parts.append((label, format_bytes(peak.measured_bytes), error, f"limit {format_bytes(limits[place])}"))
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(first)}</small><small>{escape(second)}</small></dd></div>"
+        for name, value, first, second in parts
+    )
+
+
+def _steady(run: ComparedRun) -> str:
+    times = run.record.steady_seconds.values()
+    return f"wall time {format_seconds(min(times))} to {format_seconds(max(times))}" if times else ""
 
 
 def plan(run: ComparedRun) -> str:
@@ -63,7 +72,7 @@ def plan(run: ComparedRun) -> str:
     ]
     placed = [(field, getattr(knobs.placement, field)) for field in knobs.placement.__struct_fields__]
     where = {"stored": "activations kept", "attention": "attention kept", "parked": "activations parked on the host", "host_updated": "updated on the host"}
-    rows += [[where.get(field, f"{field} on the device"), layers] for field, layers in placed if layers]
+    rows += [[where.get(field, f"{field.replace('low', 'low plane')} on the device"), layers] for field, layers in placed if layers]
     others = rivals(run)
     return (
         f"<ul class=why>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons(run))}</ul>"
@@ -85,7 +94,8 @@ def errors(run: ComparedRun) -> str:
         rows.append([name, format_seconds(found.steps.predicted_seconds), format_seconds(found.steps.median_seconds), _fine(found.steps.median_error)])
     names = {"compute": "compute busy", "waiting": "no lane busy"}
     parts = [
-        [names.get(part.name, f"{part.name}, exposed"), *_pair(part.predicted_seconds, part.measured_seconds), signed_percent(part.of_step)] for part in found.parts
+        [names.get(part.name, f"{part.name}, exposed"), *_pair(part.predicted_seconds, part.measured_seconds), signed_percent(part.of_step)]
+        for part in found.parts
     ]
     spread = ["median", "P95 |error|", "worst", "op"]
     kinds = [
@@ -99,11 +109,14 @@ def errors(run: ComparedRun) -> str:
         for lane in found.lanes
     ]  # fmt: skip
     compared = ["predicted", "measured", "error"]
+    weight = "<em>Of the step</em>: how much of the step's error would go if these ops alone were foretold exactly, all others as predicted."
+    stalled = "<em>Stalled</em>: the lane stood still although its next op had all it waits for."
+    add = "These add up to the step, and their differences to its error. <em>Exposed</em>: that lane ran and compute did not."
     return (
         f"<div class=pair><div><h3>The step</h3>{table(['', *compared], rows)}{_order(run)}</div>"
-        f"<div><h3>What it is made of</h3>{table(['', 'predicted', 'measured', 'of the step'], parts)}</div></div>"
-        f"<h3>Kinds of op</h3>{table(['kind', 'ops', *compared, 'of the step', *spread], kinds, left=(0, 9))}"
-        f"<h3>Lanes</h3>{table(['lane', 'ops', *compared, 'stalled', *spread], lanes, left=(0, 9))}"
+        f"<div><h3>What it is made of</h3>{table(['', 'predicted', 'measured', 'difference'], parts)}<p class=note>{add}</p></div></div>"
+        f"<h3>Kinds of op</h3>{table(['kind', 'ops', *compared, 'of the step', *spread], kinds, left=(0, 9))}<p class=note>{weight}</p>"
+        f"<h3>Lanes</h3>{table(['lane', 'ops', *compared, 'stalled', *spread], lanes, left=(0, 9))}<p class=note>{stalled}</p>"
     )
 
 
@@ -191,7 +204,7 @@ def machine(run: ComparedRun) -> str:
         if (run.folder / name).is_file()
     )
     return (
-        f"<div class=pair><div>{table(['', ''], rows, left=(0, 1))}</div>"
+        f"<div class=pair><div><h3>Machine</h3>{table(['', ''], rows, left=(0, 1))}</div>"
         f"<div><h3>Again, from this folder's files</h3><pre class=commands>{escape(commands)}</pre>{files}</div></div>"
     )
 

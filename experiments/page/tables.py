@@ -24,7 +24,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], left: Collection[
 
     def row(cells: Sequence[Cell], tag: str) -> str:
         return "".join(
-            f"<{tag}{' class=text' if column in left else ''}>{cell.html() if isinstance(cell, Op) else escape(cell)}</{tag}>" for column, cell in enumerate(cells)
+            f"<{tag}{' class=text' if column in left else ''}>{cell.html() if isinstance(cell, Op) else escape(cell)}</{tag}>"
+            for column, cell in enumerate(cells)
         )
 
     body = "".join(f"<tr{' class=total' if total and number == len(rows) else ''}>{row(cells, 'td')}</tr>" for number, cells in enumerate(rows, 1))

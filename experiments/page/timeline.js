@@ -26,7 +26,6 @@ class TimelineCanvas {
     this.height = this.driftTop + DRIFT + 4;
     const [predicted, measured] = this.panels;
     this.drift = measured.rows[0].map((op) => ({ at: measured.start[op], late: measured.start[op] - predicted.start[op] }));
-    this.most = this.drift.reduce((most, { late }) => Math.max(most, Math.abs(late)), 1);
     view.drawers.push(() => this.draw());
   }
 
@@ -135,8 +134,9 @@ class TimelineCanvas {
 
   drawDrift(context) {
     const { left, width } = this, middle = this.driftTop + DRIFT / 2, half = DRIFT / 2 - 3;
+    const most = this.drift.reduce((found, { at, late }) => (at < this.view.from || at > this.view.to ? found : Math.max(found, Math.abs(late))), 1);
     write(context, "starts of compute, measured minus predicted", left, this.driftTop - 12, { weight: 650, size: 13 });
-    write(context, `at most ${time(this.most)}`, left + width, this.driftTop - 12, { align: "right", size: 12.5 });
+    write(context, `up to ${time(most)}`, left + width, this.driftTop - 12, { align: "right", size: 12.5 });
     context.fillStyle = PALE;
     context.fillRect(left, this.driftTop, width, DRIFT);
     line(context, left, middle, left + width, middle, "#9aa5b1");
@@ -147,7 +147,7 @@ class TimelineCanvas {
     context.rect(left, this.driftTop, width, DRIFT);
     context.clip();
     context.beginPath();
-    this.drift.forEach(({ at, late }, index) => context[index ? "lineTo" : "moveTo"](this.x(at), middle - (late / this.most) * half));
+    this.drift.forEach(({ at, late }, index) => context[index ? "lineTo" : "moveTo"](this.x(at), middle - (late / most) * half));
     context.strokeStyle = MARK;
     context.lineWidth = 1.6;
     context.stroke();

@@ -23,7 +23,9 @@ def reasons(run: ComparedRun) -> list[str]:
         f"overlap beats {format_seconds(limits.lower_bound_ns / 1e9)}; the step was predicted to take {format_seconds(run.errors.predicted_seconds)}.",
     ]
     step = run.errors.predicted_seconds
-    waits = sorted(((part.predicted_seconds, name) for name, part in parts.items() if name != "compute" and part.predicted_seconds >= step / 1000), reverse=True)
+    waits = sorted(
+        ((part.predicted_seconds, name) for name, part in parts.items() if name != "compute" and part.predicted_seconds >= step / 1000), reverse=True
+    )
     if waits:
         shares = ", ".join(f"{'nobody' if name == 'waiting' else name} {format_seconds(seconds)}" for seconds, name in waits)
         total = sum(part.predicted_seconds for name, part in parts.items() if name != "compute")
