@@ -9,17 +9,16 @@ class MemoryCanvas {
       const totals = ["predicted", "measured"].map((each) => place[each].times.map((_, index) => sum(place[each], index)));
       const [predicted, measured] = totals.map((each) => each.reduce((most, value) => Math.max(most, value), 0));
       const most = Math.max(predicted, measured), near = place.limit <= 2.2 * most;
-      return { name, ...place, total: totals[0], peak: measured, most, near, top: 1.1 * (near ? Math.max(most, place.limit) : most) };
+      return { name, ...place, total: totals[0], held: totals[1], peak: measured, most, near, top: 1.1 * (near ? Math.max(most, place.limit) : most) };
     });
     this.height = this.places.length * (PANEL + 34) + 20;
     view.drawers.push(() => this.draw());
   }
 
-  get width() { return this.canvas.clientWidth - this.left - this.right; }
-
   x(ns) { return this.left + ((ns - this.view.from) / (this.view.to - this.view.from)) * this.width; }
 
   draw() {
+    this.width = this.canvas.clientWidth - this.left - this.right;
     const context = prepare(this.canvas, this.height);
     this.places.forEach((place, index) => this.drawPlace(context, place, 34 + index * (PANEL + 34)));
     for (const { at, text } of timeLabels(this.view.from, this.view.to, this.width / 110)) {
@@ -41,15 +40,15 @@ class MemoryCanvas {
     context.beginPath();
     context.rect(left, top, width, PANEL + 1);
     context.clip();
-    const below = place.measured.times.map(() => 0);
-    for (const [name, values] of Object.entries(place.measured.classes)) {
-      const above = values.map((value, index) => below[index] + value);
-      this.stairs(context, place.measured.times, above, y);
-      this.stairsBack(context, place.measured.times, below, y);
-      context.closePath();
-      context.fillStyle = this.colours[name];
-      context.fill();
-      above.forEach((value, index) => { below[index] = value; });
+    const classes = Object.entries(place.measured.classes);
+    for (const { from, to, index } of this.runs(place.measured.times, place.held)) {
+      let base = bottom;
+      for (const [name, values] of classes) {
+        const tall = (values[index] / place.top) * PANEL;
+        context.fillStyle = this.colours[name];
+        context.fillRect(from, base - tall, to - from, tall);
+        base -= tall;
+      }
     }
     this.outline(context, place.predicted.times, place.total, y);
     context.restore();
@@ -63,41 +62,32 @@ class MemoryCanvas {
     }
   }
 
-  /** A path of steps from left to right: each value holds until the next time. */
-  stairs(context, times, values, y) {
-    context.beginPath();
-    context.moveTo(this.x(times[0]), y(values[0]));
-    for (let index = 1; index < times.length; index += 1) {
-      context.lineTo(this.x(times[index]), y(values[index - 1]));
-      context.lineTo(this.x(times[index]), y(values[index]));
+  /** Stretches of pixels with one amount: from, to, and its place in `times`. Of several in a pixel the most is shown, so that no peak is lost. */
+  runs(times, totals) {
+    const found = [], { view, width, left } = this;
+    let index = Math.max(lastAtMost(times, view.from), 0);
+    for (let column = 0; column < width; column += 1) {
+      const until = view.from + ((column + 1) / width) * (view.to - view.from);
+      let most = index;
+      while (index + 1 < times.length && times[index + 1] <= until) {
+        index += 1;
+        if (totals[index] > totals[most]) most = index;
+      }
+      const last = found[found.length - 1];
+      if (last && last.index === most) last.to = left + column + 1; else found.push({ from: left + column, to: left + column + 1, index: most });
     }
-    context.lineTo(this.x(this.view.end), y(values[values.length - 1]));
+    return found;
   }
 
-  /** The most of each column of pixels, so that a moment without a buffer leaves no notch. */
   outline(context, times, totals, y) {
     context.beginPath();
-    let index = Math.max(lastAtMost(times, this.view.from), 0);
-    for (let column = 0; column <= this.width; column += 1) {
-      const until = this.view.from + ((column + 1) / this.width) * (this.view.to - this.view.from);
-      let most = totals[index];
-      while (index + 1 < times.length && times[index + 1] <= until) { index += 1; most = Math.max(most, totals[index]); }
-      context[column ? "lineTo" : "moveTo"](this.left + column, y(most));
+    for (const { from, to, index } of this.runs(times, totals)) {
+      context.lineTo(from, y(totals[index]));
+      context.lineTo(to, y(totals[index]));
     }
     context.strokeStyle = INK;
     context.lineWidth = 1.2;
-    context.setLineDash([5, 3]);
     context.stroke();
-    context.setLineDash([]);
-  }
-
-  stairsBack(context, times, values, y) {
-    context.lineTo(this.x(this.view.end), y(values[values.length - 1]));
-    for (let index = times.length - 1; index > 0; index -= 1) {
-      context.lineTo(this.x(times[index]), y(values[index]));
-      context.lineTo(this.x(times[index]), y(values[index - 1]));
-    }
-    context.lineTo(this.x(times[0]), y(values[0]));
   }
 
   /** What is held under a point of the canvas: its time, the place, and the bytes of each class; null beside the panels. */

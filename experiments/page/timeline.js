@@ -26,10 +26,12 @@ class TimelineCanvas {
     this.height = this.driftTop + DRIFT + 4;
     const [predicted, measured] = this.panels;
     this.drift = measured.rows[0].map((op) => ({ at: measured.start[op], late: measured.start[op] - predicted.start[op] }));
+    this.measure();
     view.drawers.push(() => this.draw());
   }
 
-  get width() { return this.canvas.clientWidth - this.left - this.right; }
+  /** Once a drawing: asking the page for every op would cost more than the drawing. */
+  measure() { this.width = this.canvas.clientWidth - this.left - this.right; }
 
   x(ns) { return this.left + ((ns - this.view.from) / (this.view.to - this.view.from)) * this.width; }
 
@@ -62,6 +64,7 @@ class TimelineCanvas {
   }
 
   draw() {
+    this.measure();
     const context = prepare(this.canvas, this.height), { left, width } = this, right = left + width;
     for (const { at, text } of timeLabels(this.view.from, this.view.to, width / 110)) {
       const x = Math.round(this.x(at)) + 0.5;
@@ -101,20 +104,46 @@ class TimelineCanvas {
   }
 
   drawRow(context, panel, row) {
-    const ops = panel.rows[row], first = Math.max(lastAtMost(panel.starts[row], this.view.from) - 1, 0), y = panel.top + row * ROW;
-    let drawn = -1;
-    for (let index = first; index < ops.length && panel.starts[row][index] <= this.view.to; index += 1) {
+    const ops = panel.rows[row], y = panel.top + row * ROW + 2, thin = new Map();
+    for (let index = Math.max(lastAtMost(panel.starts[row], this.view.from) - 1, 0); index < ops.length && panel.starts[row][index] <= this.view.to; index += 1) {
       const op = ops[index], kind = this.ops.kind[op], from = Math.max(this.x(panel.start[op]), this.left - 9), to = Math.min(this.x(panel.end[op]), this.left + this.width + 9);
-      if (to < this.left || (to - from < 0.6 && to - drawn < 0.6)) continue;  // nothing of its own to be seen
-      drawn = to;
-      context.globalAlpha = this.chosenKind < 0 || this.chosenKind === kind ? 1 : 0.15;
+      if (to < this.left) continue;
+      if (to - from < 1) {
+        const column = Math.floor(from), before = thin.get(column);
+        thin.set(column, { kind, share: (before ? before.share : 0) + to - from });
+        continue;
+      }
+      context.globalAlpha = this.shade(kind);
       context.fillStyle = this.colours[kind];
-      context.fillRect(from, y + 2, Math.max(to - from - (to - from >= 5 ? 1 : 0), 0.6), ROW - 4);
+      context.fillRect(from, y, to - from - (to - from >= 5 ? 1 : 0), ROW - 4);
       if (to - from < 24) continue;
       const id = this.ops.id[op], text = [id, id.replace(/\.c\d+$/, ""), id.split(".")[0]].find((each) => each.length * 7 + 6 <= to - from);
-      if (text) write(context, text, (from + to) / 2, y + ROW / 2 + 0.5, { size: 11.5, colour: this.inks[kind], align: "center" });
+      if (text) write(context, text, (from + to) / 2, y + ROW / 2 - 1.5, { size: 11.5, colour: this.inks[kind], align: "center" });
     }
+    this.drawThin(context, thin, y);
     context.globalAlpha = 1;
+  }
+
+  shade(kind) { return this.chosenKind < 0 || this.chosenKind === kind ? 1 : 0.15; }
+
+  /** Ops of less than a pixel, together by columns of one: as dark as the lane was busy there, but never too pale to be seen. */
+  drawThin(context, thin, y) {
+    let run = null;
+    const flush = () => {
+      if (!run) return;
+      context.globalAlpha = run.alpha;
+      context.fillStyle = this.colours[run.kind];
+      context.fillRect(run.from, y, run.to - run.from, ROW - 4);
+    };
+    for (const [column, { kind, share }] of thin) {
+      const alpha = this.shade(kind) * Math.max(Math.min(Math.round(8 * share) / 8, 1), 0.3);
+      if (run && run.to === column && run.kind === kind && run.alpha === alpha) run.to += 1;
+      else {
+        flush();
+        run = { kind, alpha, from: column, to: column + 1 };
+      }
+    }
+    flush();
   }
 
   /** A frame around the op, and a line from what it waited for. */
