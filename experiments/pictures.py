@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megatrain.simulator.compare import PeakError, peak_error
+from megatrain.simulator.compare import ErrorReport, PeakError, peak_error
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
+from megatrain.simulator.draw_errors import errors_png
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json, read_text
 from megatrain.simulator.memory import usage
@@ -59,13 +60,16 @@ def read_record(folder: Path) -> Record:
         raise UserError(str(folder / name), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
 
 
-def draw_run(folder: Path, record: Record, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel) -> None:
-    """`timeline.png`, `memory.png` and `loss.png` in the run's folder."""
+def draw_run(
+    folder: Path, record: Record, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel, errors: ErrorReport
+) -> None:
+    """`timeline.png`, `errors.png`, `memory.png` and `loss.png` in the run's folder."""
     work, seconds = plan.workload, measured.makespan_ns / 1e9
     what = f"{plan.model.name}, {plan.model.parameters / 1e6:,.0f} M parameters, policy {plan.policy}"
     where = f"{record.device}, {record.cores} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
     speed = f"{tokens_per_second(work, seconds):,.0f} tokens/s, {tflops_6n(plan.model, work, seconds):.3g} TFLOPS (6N)"
     timeline_png(folder / "timeline.png", [predicted, measured], f"One optimizer step: {what}", f"{where}; {speed}")
+    errors_png(folder / "errors.png", errors, f"Predicted against measured: {what}")
     account = plan_account(plan, schedule, costs)
     fixed = {pool: size for pool, size in account.pools.items() if pool == "device.workspace"}
     memory_png(

@@ -26,10 +26,12 @@ def run(args: argparse.Namespace) -> int:
     run.predicted.save(folder / "predicted.json")
     write_json(folder / "comparison.json", run.errors)
     save_trace(folder / "trace.json", [run.predicted, run.measured], run.schedule)
-    draw_run(folder, run.record, run.plan, run.schedule, run.predicted, run.measured, run.costs)
+    draw_run(folder, run.record, run.plan, run.schedule, run.predicted, run.measured, run.costs, run.errors)
     if args.json:
         print(json.dumps(msgspec.to_builtins(run.errors)))
         return 0
     print(format_report(run.errors).rstrip())
-    print(f"\nwrote comparison.json, trace.json (open it at https://ui.perfetto.dev), timeline.png, memory.png and loss.png into {folder}")
+    print(
+        f"\nwrote predicted.json, comparison.json, trace.json (open it at https://ui.perfetto.dev), timeline.png, errors.png, memory.png and loss.png into {folder}"
+    )
     return 0

@@ -32,11 +32,11 @@ function described(op) {
   const waits = waited < 0 ? "nothing" : `<button class=op data-op="${data.ops.id[waited]}">${data.ops.id[waited]}</button>`;
   const idle = waited < 0 ? measured.start[op] : measured.start[op] - measured.end[waited];
   return [
-    `<div><b>${data.ops.id[op]}</b><span>${escaped(kind)} on ${data.lanes[data.ops.lane[op]]}</span></div>`,
+    `<div><b>${data.ops.id[op]}</b><span>${escaped(kind)} on ${data.lanes[data.ops.lane[op]]}</span><span>${escaped(data.ops.size[op])}</span></div>`,
     `<div><span>measured</span><b id=measured-duration>${time(duration(op, measured))}</b><span>from ${time(measured.start[op])}</span></div>`,
     `<div><span>predicted</span><b id=predicted-duration>${time(duration(op, predicted))}</b><span>from ${time(predicted.start[op])}</span></div>`,
     `<div><span>error</span><b>${error(op)}</b><span>started ${time(Math.abs(late))} ${late < 0 ? "earlier" : "later"}</span></div>`,
-    `<div><span>waited for</span><b>${waits}</b><span>then ${time(Math.max(idle, 0))}; ${escaped(data.ops.size[op]) || "no size"}</span></div>`,
+    `<div><span>waited for</span><b>${waits}</b><span>started ${time(Math.max(idle, 0))} after that</span></div>`,
   ].join("");
 }
 

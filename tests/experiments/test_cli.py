@@ -22,7 +22,7 @@ KEYS = {
     "feasible", "binding", "policy", "step_seconds", "tokens_per_second", "tflops_6n", "device_peak_bytes", "host_peak_bytes", "lower_bound_seconds", "advice",
 }  # fmt: skip
 RUN_FILES = {"plan.toml", "hardware.toml", "config.toml", "loss.png", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
-COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png"}
+COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "errors.png", "memory.png"}
 
 
 def png_width(path: Path) -> int:
@@ -99,7 +99,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert list(lanes) == ["predicted", "measured"]
     assert lanes["predicted"] == lanes["measured"]
     assert any("compute" in lane for lane in lanes["measured"])
-    for name in ("timeline.png", "memory.png", "loss.png"):
+    for name in ("timeline.png", "errors.png", "memory.png", "loss.png"):
         assert png_width(moved / name) > 1000
 
     outcome = command("compare", moved, "--json")
