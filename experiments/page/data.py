@@ -90,4 +90,5 @@ def _by_class(pools: dict[str, list[tuple[int, int]]]) -> dict[str, Any]:
 
 def _loss(run: ComparedRun) -> dict[str, Any]:
     record = run.record
-    return {"steps": record.steps, "losses": record.losses, "speeds": record.speeds, "evaluations": [list(each) for each in record.evaluations]}
+    losses, speeds = [round(loss, 6) for loss in record.losses], [round(speed, 1) for speed in record.speeds]
+    return {"steps": record.steps, "losses": losses, "speeds": speeds, "evaluations": [list(each) for each in record.evaluations]}
