@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from megatrain.experiments import options
 from megatrain.experiments.pictures import Record, peaks, read_record
-from megatrain.simulator.compare import ErrorReport, compare
+from megatrain.simulator.compare import compare
 from megatrain.simulator.costs import CostModel, Replayed, cost_model
 from megatrain.simulator.engine import simulate
+from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megatrain.simulator.compare import ErrorReport, PeakError, peak_error
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
 from megatrain.simulator.draw_errors import errors_png
+from megatrain.simulator.error_report import ErrorReport, PeakError, peak_error
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json, read_text
 from megatrain.simulator.memory import usage

@@ -9,6 +9,7 @@ make of the step, and per op, kind and lane how far they are off. Of the step th
 
 Where in the step it went wrong say its parts: compute's busy time, what each other lane makes compute wait for, and waiting for nobody
 (`exposed.py`). Their differences add up to the step's, but they are no causes: compute that is foretold too slow hides more of the copies beside it.
+Which kind of op is to blame says its weight: the step with this kind's measured durations among the predicted ones.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from megatrain.simulator.costs import Replayed
+from megatrain.simulator.error_report import Divergence, ErrorReport, KindError, LaneError, OrderViolation, PeakError, StepPart, StepsError, relative_error
 from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.exposed import exposed_ns
 from megatrain.simulator.schedule import Schedule
@@ -29,151 +29,6 @@ from megatrain.simulator.timeline import Timeline
 
 CLOCK_SKEW_NS = 20_000
 """How far the clocks of two lanes may disagree: CUDA events and the host's clock are joined to within some microseconds."""
-
-
-class KindError(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of the ops of one kind. An error is None where nothing was measured to relate it to."""
-
-    kind: str
-    count: int
-    predicted_seconds: float
-    measured_seconds: float
-    error: float | None
-    """of the total"""
-    median_error: float | None
-    """over the ops, signed"""
-    p95_abs_error: float | None
-    """the smallest |error| that at least 95 % of the ops do not exceed"""
-    worst_op: str
-    worst_error: float | None
-    of_step: float = 0.0
-    """how much of the step's error would go if these ops alone were foretold exactly, in the schedule, all others as predicted"""
-
-
-class LaneError(msgspec.Struct, frozen=True, kw_only=True):
-    """What one lane did during the step; idle is the step less busy."""
-
-    lane: str
-    predicted_busy_seconds: float
-    measured_busy_seconds: float
-    busy_error: float | None
-    predicted_idle_seconds: float
-    measured_idle_seconds: float
-    measured_stalled_seconds: float
-    """of the measured idle: the next op had all it waits for and did not start (launch overhead, host work)"""
-    count: int = 0
-    median_error: float | None = None
-    """over the durations of its ops, as of a kind; so too the next three"""
-    p95_abs_error: float | None = None
-    worst_op: str = ""
-    worst_error: float | None = None
-
-
-class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the step; all of them add up to it, predicted and measured."""
-
-    name: str
-    """`compute`: it was busy; another lane: what that one made compute wait for (exposed); `waiting`: no lane was busy"""
-    predicted_seconds: float
-    measured_seconds: float
-    of_step: float
-    """predicted - measured, over the measured step: all parts' together are the step's error"""
-
-
-class StepsError(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted step, the host's time outside the schedule included, against the wall time of every steady step of the run."""
-
-    count: int
-    predicted_seconds: float
-    median_seconds: float
-    median_error: float
-    p95_abs_error: float
-    worst_step: int
-    worst_error: float
-
-
-class PeakError(msgspec.Struct, frozen=True, kw_only=True):
-    """The most bytes that something takes."""
-
-    what: str
-    predicted_bytes: int
-    measured_bytes: int
-    error: float | None
-
-
-class OrderViolation(msgspec.Struct, frozen=True, kw_only=True):
-    """An op was seen to start before one that it has to wait for had ended."""
-
-    op: str
-    waits_for: str
-    rule: str
-    """`dependency`, or `lane`: the op before it in its lane"""
-    early_ns: int
-
-
-class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """An op that started later than the measured durations explain."""
-
-    op: str
-    measured_start_ns: int
-    replayed_start_ns: int
-    ready_ns: int = 0
-    """measured: all that it waits for, and its lane, had come so far; what it is late by beyond that, it is late of itself"""
-
-    @property
-    def late_ns(self) -> int:
-        """By how much, in nanoseconds."""
-        return self.measured_start_ns - self.replayed_start_ns
-
-
-class ErrorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a step was predicted. Plain data, JSON-able."""
-
-    policy: str
-    digest: str
-    ops: int
-    predicted_seconds: float
-    measured_seconds: float
-    error: float
-    """end to end"""
-    replayed_seconds: float | None
-    engine_error: float | None
-    cost_model_error: float | None = None
-    """of the step: predicted - replayed, over measured; with the engine's error it is the error end to end"""
-    median_op_error: float | None = None
-    """of the durations of all ops, as of a kind; so too the next three"""
-    p95_abs_op_error: float | None = None
-    worst_op: str = ""
-    worst_op_error: float | None = None
-    steps: StepsError | None = None
-    """None where the run's other steps are not known"""
-    kinds: tuple[KindError, ...]
-    """longest measured total first"""
-    lanes: tuple[LaneError, ...]
-    parts: tuple[StepPart, ...] = ()
-    """compute, the other lanes as the schedule has them, waiting"""
-    memory: tuple[PeakError, ...] = ()
-    tolerance_ns: int
-    violations: tuple[OrderViolation, ...]
-    """by measured start"""
-    divergence_ns: int = 0
-    """an op diverges when it starts later than replayed by more than this"""
-    first_divergence: Divergence | None
-    latest: Divergence | None = None
-    """the op that is furthest behind its replayed start, however little that is"""
-
-    def to_rows(self) -> list[dict[str, Any]]:
-        """One flat row for the step, each kind, each lane (its busy time) and each part, with the same keys, for a table of many runs."""
-
-        def row(scope: str, name: str, count: int, predicted: float, measured: float, error: float | None) -> dict[str, Any]:
-            about = {"policy": self.policy, "digest": self.digest, "scope": scope, "name": name, "count": count}
-            return {**about, "predicted_seconds": predicted, "measured_seconds": measured, "error": error}
-
-        rows = [row("step", "step", 1, self.predicted_seconds, self.measured_seconds, self.error)]
-        rows += [row("kind", kind.kind, kind.count, kind.predicted_seconds, kind.measured_seconds, kind.error) for kind in self.kinds]
-        rows += [row("lane", lane.lane, 1, lane.predicted_busy_seconds, lane.measured_busy_seconds, lane.busy_error) for lane in self.lanes]
-        parts = [(part, _relative(part.predicted_seconds, part.measured_seconds)) for part in self.parts]
-        return rows + [row("part", part.name, 1, part.predicted_seconds, part.measured_seconds, error) for part, error in parts]
 
 
 def compare(
@@ -228,13 +83,6 @@ def _check(timeline: Timeline, schedule: Schedule) -> None:
         raise ValueError(f"timeline {timeline.name}: {counts}; missing, unknown or twice: {', '.join(odd[:5]) or 'an op'}")
 
 
-def _relative(predicted: float, measured: float) -> float | None:
-    """Signed relative error; None where something was predicted and nothing measured."""
-    if not measured:
-        return None if predicted else 0.0
-    return (predicted - measured) / measured
-
-
 class _Spread(NamedTuple):
     """Of the errors of many: median with sign, P95 of the magnitudes, and the largest with its name."""
 
@@ -254,7 +102,7 @@ class _Spread(NamedTuple):
 
 def _spread(ids: Collection[str], predicted: Timeline, measured: Timeline) -> _Spread:
     """Of the durations of these ops, without those that nothing was measured of."""
-    pairs = {op: _relative(predicted.by_op[op].duration_ns, measured.by_op[op].duration_ns) for op in ids}
+    pairs = {op: relative_error(predicted.by_op[op].duration_ns, measured.by_op[op].duration_ns) for op in ids}
     return _Spread.of({op: error for op, error in pairs.items() if error is not None})
 
 
@@ -273,7 +121,7 @@ def _kind_error(kind: str, ids: Sequence[str], predicted: Timeline, measured: Ti
     totals = [sum(timeline.by_op[op].duration_ns for op in ids) for timeline in (predicted, measured)]
     spread = _spread(ids, predicted, measured)
     return KindError(
-        kind=kind, count=len(ids), predicted_seconds=totals[0] / 1e9, measured_seconds=totals[1] / 1e9, error=_relative(*totals),
+        kind=kind, count=len(ids), predicted_seconds=totals[0] / 1e9, measured_seconds=totals[1] / 1e9, error=relative_error(*totals),
         median_error=spread.median, p95_abs_error=spread.p95, worst_op=spread.worst, worst_error=spread.worst_error,
         of_step=of_step,
     )  # fmt: skip
@@ -293,7 +141,7 @@ def _lane_error(lane: str, predicted: Timeline, measured: Timeline, schedule: Sc
     stalled_ns = sum(max(0, measured.by_op[op.id].start_ns - ready_ns[op.id]) for op in schedule.lanes[lane])
     spread = _spread([op.id for op in schedule.lanes[lane]], predicted, measured)
     return LaneError(
-        lane=lane, predicted_busy_seconds=busy[0] / 1e9, measured_busy_seconds=busy[1] / 1e9, busy_error=_relative(*busy),
+        lane=lane, predicted_busy_seconds=busy[0] / 1e9, measured_busy_seconds=busy[1] / 1e9, busy_error=relative_error(*busy),
         predicted_idle_seconds=(predicted.makespan_ns - busy[0]) / 1e9, measured_idle_seconds=(measured.makespan_ns - busy[1]) / 1e9,
         measured_stalled_seconds=stalled_ns / 1e9, count=len(schedule.lanes[lane]),
         median_error=spread.median, p95_abs_error=spread.p95, worst_op=spread.worst, worst_error=spread.worst_error,
@@ -321,11 +169,6 @@ def _steps_error(predicted_seconds: float, measured: Mapping[int, float]) -> Ste
         count=len(errors), predicted_seconds=predicted_seconds, median_seconds=statistics.median(measured.values()),
         median_error=spread.median, p95_abs_error=spread.p95, worst_step=int(spread.worst), worst_error=errors[spread.worst],
     )  # fmt: skip
-
-
-def peak_error(what: str, predicted_bytes: int, measured_bytes: int) -> PeakError:
-    """With its relative error, None where something was predicted and nothing measured."""
-    return PeakError(what=what, predicted_bytes=predicted_bytes, measured_bytes=measured_bytes, error=_relative(predicted_bytes, measured_bytes))
 
 
 def _violations(measured: Timeline, schedule: Schedule, tolerance_ns: int) -> tuple[OrderViolation, ...]:

@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatrain.simulator import canvas
-from megatrain.simulator.compare import ErrorReport
 from megatrain.simulator.draw import KIND_COLOURS, UNKNOWN
+from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.error_table import signed_percent
 from megatrain.simulator.units import format_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatrain.simulator.compare import ErrorReport
+from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.units import format_bytes, format_seconds
 
 _SHOWN_VIOLATIONS = 10

@@ -53,7 +53,7 @@ class LossCanvas {
   /** A heading, an axis at the left and its lines; returns where a value is drawn. */
   panel(context, top, height, low, high, name) {
     const y = (value) => top + height - ((value - low) / (high - low)) * height;
-    const { step, values } = ticks(low, high, height / 36), digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    const { step, values } = ticks(low, high, height / 28), digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     for (const value of values) {
       line(context, this.left, y(value), this.left + this.width, y(value), RULE);
       write(context, value.toLocaleString("en", { minimumFractionDigits: digits }), this.left - 10, y(value), { align: "right", size: 11.5, colour: MUTED });

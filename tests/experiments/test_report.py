@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from megatrain.experiments import cli
-from megatrain.simulator.compare import ErrorReport
+from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes, format_seconds
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.experiments.compared_run import compare_run
-from megatrain.simulator.compare import ErrorReport
+from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.files import convert, read_json
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"

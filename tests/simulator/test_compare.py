@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from megatrain.simulator.compare import ErrorReport, compare, peak_error
+from megatrain.simulator.compare import compare
 from megatrain.simulator.costs import Replayed
+from megatrain.simulator.error_report import ErrorReport, peak_error
 from megatrain.simulator.error_table import format_report, signed_percent
 from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.schedule import Op, Schedule
