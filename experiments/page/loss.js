@@ -41,7 +41,7 @@ class LossCanvas {
     });
     const marks = ticks(this.steps[0], this.steps[this.steps.length - 1] || 1, Math.min(this.width / 90, this.steps.length)).values.filter(Number.isInteger);
     for (const step of marks) write(context, step.toLocaleString("en"), this.x(step), this.height - 12, { size: 11.5, colour: MUTED, align: "center" });
-    write(context, "step", this.left + this.width + 12, this.height - 12, { size: 11.5, colour: MUTED });
+    write(context, "step", this.left + this.width + this.right, this.height - 12, { size: 11.5, colour: MUTED, align: "right" });
     if (this.hovered >= 0) {
       const x = this.x(this.steps[this.hovered]);
       line(context, x, 28, x, 292, "rgba(31,41,51,0.35)");

@@ -153,7 +153,7 @@ def memory(run: ComparedRun) -> str:
         if place == "device":
             grown = sum(size for pool, size in account.pools.items() if pool in dynamic)
             peak = measured.get("device_peak_bytes")
-            rows.append(_bytes_row("saved activations, workspace", grown, None if peak is None else peak - measured["device_pool_bytes"]))
+            rows.append(_bytes_row("activations, scratch of running ops", grown, None if peak is None else peak - measured["device_pool_bytes"]))
             rows.append(_bytes_row("whole device", account.device_peak_bytes, peak))
         elif rows:
             rows.append(_bytes_row("all pools", sum(fixed.values()), measured["host_pool_bytes"]))
@@ -184,7 +184,7 @@ def loss(run: ComparedRun) -> str:
     text = f"From {record.losses[0]:.4f} in step {record.steps[0]:,} to {record.losses[-1]:.4f} in step {record.steps[-1]:,}."
     if record.evaluations:
         step, value = record.evaluations[-1]
-        text += f" Last evaluation, after step {step:,}: {value:.4f}."
+        text += f" Evaluations are the points; the last, after step {step:,}: {value:.4f}."
     return f"<p class=note>{text}</p>"
 
 

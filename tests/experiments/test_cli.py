@@ -118,6 +118,13 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert all(row["predicted_bytes"] == row["measured_bytes"] for row in report["memory"] if row["what"].endswith("pools"))
 
 
+def test_the_steps_that_compare_leaves_out_are_those_that_training_does() -> None:
+    from megatrain.experiments import pictures
+    from megatrain.runtime.training import trainer
+
+    assert pictures.WARM_UP_STEPS == trainer.WARM_UP_STEPS
+
+
 def check_model(folder: Path) -> None:
     """Loads as a user would, and is not the model that the training began with."""
     import torch
@@ -159,6 +166,8 @@ def test_a_run_with_everything_resident_compares_too(command: Any) -> None:
     outcome = command("compare", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "host pools 0 B 0 B equal" in " ".join(outcome.out.split())
+    assert command("report", "run").status == 0, "a page without copies and without host pools"
+    assert "<h3>Host</h3>" not in Path("run/report.html").read_text()
 
 
 @pytest.mark.parametrize("source", ["tiny", "tiny/config.json", "qwen2.5-1.5b"])
