@@ -10,7 +10,6 @@ class TimelineCanvas {
     this.left = 76;
     this.right = 52;
     this.selected = -1;
-    this.hovered = -1;
     this.chosenKind = -1;
     let top = AXIS;
     this.panels = ["predicted", "measured"].map((name) => {

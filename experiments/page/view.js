@@ -88,7 +88,7 @@ class Overview {
         context.fillRect(from, y, Math.max(x(panel.end[op]) - from, 0.4), 11);
       }
     });
-    write(context, panelName(timeline), 0, 17, { size: 11.5, colour: MUTED });
+    write(context, timeline.lanes[0], 0, 17, { size: 11.5, colour: MUTED });
     const [from, to] = [x(view.from), x(view.to)];
     context.fillStyle = "rgba(255,255,255,0.72)";
     context.fillRect(timeline.left, 0, from - timeline.left, height);
@@ -97,8 +97,4 @@ class Overview {
     context.lineWidth = 1;
     context.strokeRect(Math.round(from) + 0.5, 0.5, Math.max(Math.round(to - from) - 1, 2), height - 1);
   }
-}
-
-function panelName(timeline) {
-  return timeline.lanes[0];
 }
