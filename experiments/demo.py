@@ -88,8 +88,9 @@ def demo(out: Path, steps: int, device: str) -> None:
     command("plan", model, "--hardware", hardware, "--device-memory", f"{cap}B", *work, "--out", plan)
     stage(4, "train: execute the plan")
     command("train", plan, "--data", corpus, "--steps", steps, "--device", device, "--out", run)
-    stage(5, "compare: predicted against measured")
+    stage(5, "compare: predicted against measured, as a table, as pictures and as a page for a browser")
     command("compare", run)
+    command("report", run)
     stage(6, f"done in {time.monotonic() - start:.0f} s")
     for file in sorted(run.iterdir()):
         print(f"  {file}")

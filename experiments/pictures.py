@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
+from megatrain.simulator.draw_errors import errors_png
+from megatrain.simulator.error_report import ErrorReport, PeakError, peak_error
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json, read_text
 from megatrain.simulator.memory import usage
@@ -16,10 +18,9 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Timeline
-from megatrain.simulator.units import format_bytes
 
-MemoryRow = dict[str, object]
-"""`what`, `predicted_bytes`, `measured_bytes`"""
+WARM_UP_STEPS = 2
+"""not counted as steady, as in `runtime.training.trainer`, which loads torch"""
 
 
 class Record(NamedTuple):
@@ -31,8 +32,16 @@ class Record(NamedTuple):
     losses: list[float]
     speeds: list[float]
     """tokens/s of each step"""
+    seconds: list[float]
+    """wall time of each step"""
     evaluations: list[tuple[int, float]]
     """(step, loss)"""
+
+    @property
+    def steady_seconds(self) -> dict[int, float]:
+        """Wall time by step, without the first ones, unless there are no others."""
+        times = list(zip(self.steps, self.seconds, strict=True))
+        return dict(times[WARM_UP_STEPS:] or times)
 
 
 def read_record(folder: Path) -> Record:
@@ -45,19 +54,22 @@ def read_record(folder: Path) -> Record:
         rows = [json.loads(line) for line in text.splitlines()]
         evaluations = [(int(row["step"]), float(row["evaluation_loss"])) for row in rows if row.get("evaluation_loss") is not None]
         rows = [row for row in rows if "evaluation_loss" not in row]
-        columns = [[float(row[key]) for row in rows] for key in ("loss", "tokens_per_second")]
-        return Record(device, cores, [int(row["step"]) for row in rows], columns[0], columns[1], evaluations)
+        columns = [[float(row[key]) for row in rows] for key in ("loss", "tokens_per_second", "seconds")]
+        return Record(device, cores, [int(row["step"]) for row in rows], columns[0], columns[1], columns[2], evaluations)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(str(folder / name), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
 
 
-def draw_run(folder: Path, record: Record, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel) -> None:
-    """`timeline.png`, `memory.png` and `loss.png` in the run's folder."""
+def draw_run(
+    folder: Path, record: Record, plan: Plan, schedule: Schedule, predicted: Timeline, measured: Timeline, costs: CostModel, errors: ErrorReport
+) -> None:
+    """`timeline.png`, `errors.png`, `memory.png` and `loss.png` in the run's folder."""
     work, seconds = plan.workload, measured.makespan_ns / 1e9
     what = f"{plan.model.name}, {plan.model.parameters / 1e6:,.0f} M parameters, policy {plan.policy}"
     where = f"{record.device}, {record.cores} cores; {work.accumulation} x {work.batch} x {work.sequence} tokens, {work.dtype}"
     speed = f"{tokens_per_second(work, seconds):,.0f} tokens/s, {tflops_6n(plan.model, work, seconds):.3g} TFLOPS (6N)"
     timeline_png(folder / "timeline.png", [predicted, measured], f"One optimizer step: {what}", f"{where}; {speed}")
+    errors_png(folder / "errors.png", errors, f"Predicted against measured: {what}")
     account = plan_account(plan, schedule, costs)
     fixed = {pool: size for pool, size in account.pools.items() if pool == "device.workspace"}
     memory_png(
@@ -75,27 +87,17 @@ def draw_loss(folder: Path, record: Record, plan: Plan) -> None:
     loss_png(folder / "loss.png", record.steps, record.losses, record.speeds, f"Training loss: {what}", where, record.evaluations)
 
 
-def memory_rows(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> list[MemoryRow]:
+def peaks(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> tuple[PeakError, ...]:
     """Predicted and allocated bytes: of the pools that the plan sizes, in each place, and with CUDA of the whole device."""
     measured = read_json(folder / "memory.json")
     account = plan_account(plan, schedule, costs)
     try:
-        rows: list[MemoryRow] = []
+        rows = []
         for place in ("device", "host"):
             sized = sum(buffer.allocated for buffer in schedule.buffers if buffer.place == place and not buffer.dynamic)
-            rows.append({"what": f"{place} pools", "predicted_bytes": sized, "measured_bytes": measured[f"{place}_pool_bytes"]})
+            rows.append(peak_error(f"{place} pools", sized, int(measured[f"{place}_pool_bytes"])))
         if "device_peak_bytes" in measured:
-            rows.append({"what": "whole device peak", "predicted_bytes": account.device_peak_bytes, "measured_bytes": measured["device_peak_bytes"]})
-        return rows
-    except (KeyError, TypeError):
+            rows.append(peak_error("whole device peak", account.device_peak_bytes, int(measured["device_peak_bytes"])))
+        return tuple(rows)
+    except (KeyError, TypeError, ValueError):
         raise UserError(str(folder / "memory.json"), found="other content", allowed="what `megatrain train` writes", fix="train again") from None
-
-
-def format_memory(rows: list[MemoryRow]) -> str:
-    """The rows as a table."""
-    lines = [f"{'memory':<18} {'predicted':>12} {'measured':>12}   error"]
-    for row in rows:
-        predicted, measured = int(str(row["predicted_bytes"])), int(str(row["measured_bytes"]))
-        error = f"{(predicted - measured) / measured:+8.2%}" if measured else f"{'equal' if predicted == measured else 'none':>8}"  # resident: no host pool
-        lines.append(f"{row['what']:<18} {format_bytes(predicted):>12} {format_bytes(measured):>12} {error}")
-    return "\n".join(lines)

@@ -6,7 +6,6 @@ printed in grey reads too: blue computes, green comes to the device, orange leav
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,25 +19,16 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatrain.simulator.compare import signed_percent
-from megatrain.simulator.files import write_bytes
+from megatrain.simulator import canvas
+from megatrain.simulator.error_table import signed_percent
 from megatrain.simulator.schedule import LANES
 from megatrain.simulator.timeline import Span, Timeline
 from megatrain.simulator.units import format_bytes, format_seconds
 
-WIDTH_PIXELS, DPI = 1600, 150
-STYLE: Any = {
-    "font.family": "DejaVu Sans", "font.size": 9.0, "text.color": "#1f2933", "axes.labelcolor": "#52606d", "axes.edgecolor": "#9aa5b1",
-    "axes.linewidth": 0.8, "xtick.color": "#52606d", "ytick.color": "#1f2933", "xtick.labelsize": 8.5, "ytick.labelsize": 9.0, "legend.frameon": False,
-    "figure.facecolor": "white", "axes.facecolor": "white", "grid.color": "#d9dee3", "grid.linewidth": 0.6,
-}  # fmt: skip
-SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
-INK, MUTED, ALARM, ROW, UNKNOWN = "#1f2933", "#66727f", "#b3261e", "#f3f5f7", "#c9b27c"
 KIND_COLOURS = {
     "embed": "#7fc8c2", "forward": "#6aaee0", "head": "#f2c94c", "loss": "#f7e3a1", "recompute": "#bcdcf4", "backward": "#1f5f9e", "embed_backward": "#2b7a78",
     "load_weights": "#2e9e6b", "load_activations": "#8ed1a8", "load_gradients": "#bfe5c8", "load_state": "#186a46", "load_second": "#0c4a30",
@@ -52,8 +42,9 @@ POOL_COLOURS = {
     "checkpoints": "#1f5f9e", "hidden": "#bcdcf4", "workspace": "#b9c1c9", "context": "#8a949e", "other": "#dfe3e7",
 }  # fmt: skip
 _SPARE_COLOURS = ("#f2c94c", "#7fc8c2", "#d9b3dd", "#2b7a78", "#c9b27c", "#a84f16")
+UNKNOWN = "#c9b27c"
 DOTS = (0, (1, 1.5))
-_ROW_INCHES, _LEFT_INCHES, _RIGHT_INCHES = 0.34, 0.95, 0.75
+_ROW_INCHES, _RIGHT_INCHES = 0.34, 0.75
 _GLYPH_PIXELS = 12.0  # of an id's letter or digit at 8 points, the space beside the id included
 
 
@@ -70,18 +61,18 @@ def timeline_png(path: Path, timelines: Sequence[Timeline], title: str, subtitle
     busy: Counter[str] = Counter()
     for span in (span for timeline in timelines for span in timeline.spans):
         busy[span.kind] += span.duration_ns
-    kinds = sorted((kind for kind in busy if busy[kind] > end_ns / WIDTH_PIXELS), key=[*KIND_COLOURS, *busy].index)
+    kinds = sorted((kind for kind in busy if busy[kind] > end_ns / canvas.WIDTH_PIXELS), key=[*KIND_COLOURS, *busy].index)
     reference = next((timeline for timeline in timelines if timeline.name == "measured"), None)
     handles: list[Artist] = [Patch(facecolor=KIND_COLOURS.get(kind, UNKNOWN), label=kind) for kind in kinds]
     if reference is not None and len(timelines) > 1:
-        handles.append(Line2D([], [], color=INK, linewidth=1.0, linestyle=DOTS, label="end of measured"))
+        handles.append(Line2D([], [], color=canvas.INK, linewidth=1.0, linestyle=DOTS, label="end of measured"))
     legend_rows, rows = -(-len(handles) // 7), _ROW_INCHES * len(lanes)
     panel, top, bottom = rows + 0.44, 0.6 if subtitle else 0.34, 0.62 + 0.24 * legend_rows
     scale, unit = _time_unit(end_ns)
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(top + bottom + len(timelines) * panel - 0.1, title, subtitle)
+    with matplotlib.rc_context(canvas.STYLE):
+        figure = canvas.new_figure(top + bottom + len(timelines) * panel - 0.1, title, subtitle)
         for index, timeline in enumerate(timelines):
-            axes = _axes(figure, bottom + (len(timelines) - 1 - index) * panel, rows, _RIGHT_INCHES)
+            axes = canvas.add_axes(figure, bottom + (len(timelines) - 1 - index) * panel, rows, _RIGHT_INCHES)
             axes.set_xlim(0, end_ns * scale * 1.012)
             axes.set_ylim(len(lanes) - 0.5, -0.5)
             _rows(axes, timeline, lanes)
@@ -90,8 +81,8 @@ def timeline_png(path: Path, timelines: Sequence[Timeline], title: str, subtitle
             axes.tick_params(axis="x", length=3, labelbottom=timeline is timelines[-1])
         axes.set_xlabel(f"time from the start of the step ({unit})")
         place = (0.5, 0.08 / figure.get_figheight())
-        figure.legend(handles=handles, loc="lower center", ncol=-(-len(handles) // legend_rows), bbox_to_anchor=place, columnspacing=1.6, **SWATCHES)
-        _save(figure, path)
+        figure.legend(handles=handles, loc="lower center", ncol=-(-len(handles) // legend_rows), bbox_to_anchor=place, columnspacing=1.6, **canvas.SWATCHES)
+        canvas.save(figure, path)
 
 
 def _time_unit(end_ns: float) -> tuple[float, str]:
@@ -108,15 +99,15 @@ def _rows(axes: Axes, timeline: Timeline, lanes: Sequence[str]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
     axes.set_axisbelow(True)
     for row, lane in enumerate(lanes):
-        axes.axhspan(row - 0.4, row + 0.4, color=ROW, linewidth=0, zorder=0)
+        axes.axhspan(row - 0.4, row + 0.4, color=canvas.ROW, linewidth=0, zorder=0)
         busy = timeline.busy_ns(lane) / timeline.makespan_ns if timeline.makespan_ns else 0.0
-        axes.text(1.05, row, f"{100 * busy:.0f} %", transform=axes.get_yaxis_transform(), ha="right", va="center", color=MUTED, fontsize=8.5)
-    axes.annotate("busy", (1.05, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", ha="right", va="baseline", color=MUTED, fontsize=8.5)
+        axes.text(1.05, row, f"{100 * busy:.0f} %", transform=axes.get_yaxis_transform(), ha="right", va="center", color=canvas.MUTED, fontsize=8.5)
+    axes.annotate("busy", (1.05, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", ha="right", va="baseline", color=canvas.MUTED, fontsize=8.5)
 
 
 def _bars(axes: Axes, timeline: Timeline, lanes: Sequence[str], scale: float) -> None:
     """One bar per op, a pixel apart where the kind's bars are wide enough to bear it, else joined to a neighbour of the kind; ids where they fit."""
-    pixels = axes.get_position().width * WIDTH_PIXELS / (axes.get_xlim()[1] / scale)  # per nanosecond
+    pixels = axes.get_position().width * canvas.WIDTH_PIXELS / (axes.get_xlim()[1] / scale)  # per nanosecond
     kinds: dict[str, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start_ns):
         kinds.setdefault(span.kind, []).append(span)
@@ -144,17 +135,17 @@ def _bars(axes: Axes, timeline: Timeline, lanes: Sequence[str], scale: float) ->
 def _readable(colour: str) -> str:
     """Ink or white, whichever stands out on `colour`."""
     red, green, blue = to_rgb(colour)
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.58 else INK
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.58 else canvas.INK
 
 
 def _step_mark(axes: Axes, timeline: Timeline, reference: Timeline | None, scale: float) -> None:
     """The panel's heading, the step's length and its error, and a line at its end."""
-    axes.axvline(timeline.makespan_ns * scale, color=INK, linewidth=1.0, zorder=5)
+    axes.axvline(timeline.makespan_ns * scale, color=canvas.INK, linewidth=1.0, zorder=5)
     text = f"step {format_seconds(timeline.makespan_ns / 1e9)}"
     if reference is not None and timeline is not reference and reference.makespan_ns:
         text += f"   {signed_percent(timeline.makespan_ns / reference.makespan_ns - 1)} against measured"
-        axes.axvline(reference.makespan_ns * scale, color=INK, linewidth=1.0, linestyle=DOTS, zorder=5)
-    _heading(axes, timeline.name, text)
+        axes.axvline(reference.makespan_ns * scale, color=canvas.INK, linewidth=1.0, linestyle=DOTS, zorder=5)
+    canvas.add_heading(axes, timeline.name, text)
 
 
 def memory_png(
@@ -175,16 +166,16 @@ def memory_png(
         raise ValueError(f"{path.name}: no pool that holds anything over time, nothing to draw")
     scale, unit = _time_unit(end_ns)
     top, bottom, panel, gap = 0.98 if subtitle else 0.72, 0.62, 2.75, 0.62
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(top + bottom + len(places) * (panel + gap) - gap, title, subtitle)
+    with matplotlib.rc_context(canvas.STYLE):
+        figure = canvas.new_figure(top + bottom + len(places) * (panel + gap) - gap, title, subtitle)
         for index, place in enumerate(reversed(places)):
-            axes = _axes(figure, bottom + index * (panel + gap), panel, 3.15)
+            axes = canvas.add_axes(figure, bottom + index * (panel + gap), panel, 3.15)
             axes.set_xlim(0, end_ns * scale)
             if index == 0:
                 axes.set_xlabel(f"time from the start of the step ({unit})")
             pools = {pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")}
             _stack(axes, place, pools, limits[place], end_ns, scale)
-        _save(figure, path)
+        canvas.save(figure, path)
 
 
 def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]], limit: int, end_ns: int, scale: float) -> None:
@@ -210,16 +201,18 @@ def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]
     near, over = limit <= 2.2 * peak, peak > limit
     axes.set_ylim(0, max(1.12 * peak, 1.12 * limit if near else 0) / factor)
     if near:
-        axes.axhline(limit / factor, color=ALARM if over else INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=4)
+        axes.axhline(limit / factor, color=canvas.ALARM if over else canvas.INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=4)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
-        axes.annotate("limit", (0, limit / factor), (5, 5), textcoords="offset points", fontsize=8.5, color=ALARM if over else INK, bbox=box, zorder=5)
+        axes.annotate(
+            "limit", (0, limit / factor), (5, 5), textcoords="offset points", fontsize=8.5, color=canvas.ALARM if over else canvas.INK, bbox=box, zorder=5
+        )
     text = f"peak {format_bytes(peak)} of {format_bytes(limit)}" + (": does not fit" if over else "" if near else " (limit above the axis)")
-    _heading(axes, place, text, ALARM if over else INK)
+    canvas.add_heading(axes, place, text, canvas.ALARM if over else canvas.INK)
     axes.set_ylabel(unit)
-    _plain(axes)
+    canvas.make_plain(axes)
     handles = [Patch(facecolor=colours[pool], label=f"{pool}   {format_bytes(most[pool])}") for pool in reversed(order)]
     corner, heading = (1.015, 1.02), "pool, most bytes held"
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, title=heading, alignment="left", title_fontsize=8.5, **SWATCHES)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, title=heading, alignment="left", title_fontsize=8.5, **canvas.SWATCHES)
 
 
 def _held_at(points: Sequence[tuple[int, int]], times: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -253,9 +246,9 @@ def loss_png(
         raise ValueError(f"{path.name}: {len(steps)} steps, {len(losses)} losses, {len(tokens_per_second)} rates; want as many of each, at least one")
     window, marker = len(steps) // 25, "o" if len(steps) < 30 else ""
     smooth = window > 1
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(5.75 + (0.84 if subtitle else 0.58), title, subtitle)
-        upper, lower = _axes(figure, 2.2, 3.4, 0.35), _axes(figure, 0.62, 1.1, 0.35)
+    with matplotlib.rc_context(canvas.STYLE):
+        figure = canvas.new_figure(5.75 + (0.84 if subtitle else 0.58), title, subtitle)
+        upper, lower = canvas.add_axes(figure, 2.2, 3.4, 0.35), canvas.add_axes(figure, 0.62, 1.1, 0.35)
         upper.plot(steps, losses, marker=marker, markersize=4, color="#9cc4e6" if smooth else "#1f5f9e", linewidth=0.8 if smooth else 1.6)
         if smooth:
             means = np.convolve(losses, np.full(window, 1 / window), "valid")
@@ -263,52 +256,19 @@ def loss_png(
         if evaluations:
             upper.plot(*zip(*evaluations, strict=True), marker="D", markersize=4.5, color="#e07b39", linewidth=1.0)
             upper.annotate("evaluation", evaluations[-1], xytext=(-6, 7), textcoords="offset points", ha="right", fontsize=8, color="#a84f16")
-        _heading(upper, "loss", f"last {losses[-1]:.4f}" + (f", mean of the last {window} steps {statistics.fmean(losses[-window:]):.4f}" if smooth else ""))
+        canvas.add_heading(
+            upper, "loss", f"last {losses[-1]:.4f}" + (f", mean of the last {window} steps {statistics.fmean(losses[-window:]):.4f}" if smooth else "")
+        )
         lower.plot(steps, tokens_per_second, marker=marker, markersize=3.5, color="#2e9e6b", linewidth=1.2)
         lower.set_ylim(0, 1.2 * max(tokens_per_second) or 1)
         lower.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
         lower.yaxis.set_major_locator(MaxNLocator(nbins=3))
         lower.set_xlabel("step")
-        _heading(lower, "tokens/s", f"median {statistics.median(tokens_per_second):,.1f}")
+        canvas.add_heading(lower, "tokens/s", f"median {statistics.median(tokens_per_second):,.1f}")
         margin = 0.02 * (steps[-1] - steps[0]) or 1
         for axes in (upper, lower):
-            _plain(axes)
+            canvas.make_plain(axes)
             axes.set_xlim(steps[0] - margin, steps[-1] + margin)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, steps=[1, 2, 5, 10]))
         upper.tick_params(axis="x", labelbottom=False)
-        _save(figure, path)
-
-
-def _figure(height_inches: float, title: str, subtitle: str) -> Figure:
-    """An empty picture with title and subtitle at the top left, at a fixed distance from the edge."""
-    figure = Figure(figsize=(WIDTH_PIXELS / DPI, height_inches), dpi=DPI)
-    for text, down, size, weight, colour in ((title, 0.14, 13, "bold", INK), (subtitle, 0.42, 9.5, "normal", MUTED)):
-        figure.text(0.14 / (WIDTH_PIXELS / DPI), 1 - down / height_inches, text, ha="left", va="top", fontsize=size, fontweight=weight, color=colour)
-    return figure
-
-
-def _axes(figure: Figure, base: float, height: float, right: float) -> Axes:
-    """Axes `height` tall, `base` above the lower edge and `right` from the right one, all in inches."""
-    width, total = WIDTH_PIXELS / DPI, figure.get_figheight()
-    return figure.add_axes((_LEFT_INCHES / width, base / total, 1 - (_LEFT_INCHES + right) / width, height / total))
-
-
-def _heading(axes: Axes, name: str, text: str, colour: str = INK) -> None:
-    """What a panel shows, in bold at its left, and what came out, at its right."""
-    axes.annotate(name, (0, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", va="baseline", ha="left", fontsize=10.5, fontweight="bold")
-    axes.annotate(text, (1, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", va="baseline", ha="right", fontsize=10, color=colour)
-
-
-def _plain(axes: Axes) -> None:
-    """Two spines, horizontal grid lines behind the data."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y")
-    axes.tick_params(length=3)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
-    write_bytes(path, picture.getvalue())
+        canvas.save(figure, path)

@@ -3,7 +3,8 @@
 One process per timeline, so that prediction and measurement stand one above the other; one thread per lane, named alike in both; one
 slice per op, named by its id. An arrow leads to an op from the op of another lane that it really waited for: one arrow an op at most,
 and only where the lane stood still for it, so arrows show the critical hand-overs and not every dependency. A counter per place
-(device, host) shows the bytes of slots held; persistent buffers do not change and are left out of it.
+(device, host) shows the bytes of slots held; persistent buffers do not change and are left out of it. Beside a timeline named `measured`, a slice of
+another one says by how much its duration and its start are off.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def perfetto(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, Any
     """
     events: list[Event] = []
     names: dict[str, int] = defaultdict(int)
+    measured = next((timeline for timeline in timelines if timeline.name == "measured"), None)
     for process, timeline in enumerate(timelines, start=1):
         if timeline.digest != schedule.digest:
             raise ValueError(f"timeline {timeline.name}: of schedule {timeline.digest}, not of {schedule.digest}; trace it with its own schedule")
@@ -39,7 +41,7 @@ def perfetto(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, Any
         names[timeline.name] += 1
         name = timeline.name if names[timeline.name] == 1 else f"{timeline.name} {names[timeline.name]}"
         events += _headings(process, name, timeline, schedule)
-        events += _slices(process, timeline, schedule)
+        events += _slices(process, timeline, schedule, measured if measured is not timeline else None)
         events += _arrows(process, timeline, schedule)
         events += _counters(process, timeline, schedule)
     persistent: dict[str, int] = defaultdict(int)
@@ -84,18 +86,26 @@ def _by_lane(timeline: Timeline) -> dict[str, list[Span]]:
     return lanes
 
 
-def _slices(process: int, timeline: Timeline, schedule: Schedule) -> Iterator[Event]:
+def _slices(process: int, timeline: Timeline, schedule: Schedule, measured: Timeline | None) -> Iterator[Event]:
     """One complete event per op."""
     for lane, spans in _by_lane(timeline).items():
         following: list[Span | None] = [*spans[1:], None]
         for span, after in zip(spans, following, strict=True):
             overlap = max(0, span.end_ns - after.start_ns) if after else 0
             op = schedule.by_id[span.op]
-            args = _arguments(op) | ({"overlap_ns": overlap} if overlap else {})
+            args = _arguments(op) | ({"overlap_ns": overlap} if overlap else {}) | (_errors(span, measured.by_op.get(span.op)) if measured else {})
             yield {
                 "ph": "X", "name": span.op, "cat": op.kind, "pid": process, "tid": _thread(lane),
                 "ts": _microseconds(span.start_ns), "dur": _microseconds(span.duration_ns - overlap), "args": args,
             }  # fmt: skip
+
+
+def _errors(span: Span, measured: Span | None) -> dict[str, object]:
+    """Predicted against measured, in microseconds, with sign."""
+    if measured is None:
+        return {}
+    duration, start = span.duration_ns - measured.duration_ns, span.start_ns - measured.start_ns
+    return {"measured_us": _microseconds(measured.duration_ns), "error_us": _microseconds(duration), "start_error_us": _microseconds(start)}
 
 
 def _arguments(op: Op) -> dict[str, object]:

@@ -137,5 +137,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"evaluation loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, over {found.tokens:,} tokens after step {found.number}")
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    print(f"wrote {folder}; see `megatrain compare {folder}`")
+    print(f"wrote {folder}; see `megatrain compare {folder}` and `megatrain report {folder}`")
     return 0

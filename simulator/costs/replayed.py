@@ -12,13 +12,14 @@ from megatrain.simulator.timeline import Timeline
 
 
 class Replayed(Unmeasured):
-    """Durations of a timeline, with nothing added: what the engine makes of them, against the timeline, is the engine's own error."""
+    """Durations of a timeline: what the engine makes of them, against the timeline, is the engine's own error."""
 
     sharing = Sharing({})
-    dispatch_ns: Mapping[str, int] = {}
     step_overhead_ns = 0
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, dispatch_ns: Mapping[str, int] | None = None) -> None:
+        """`dispatch_ns`: lane -> what the engine adds before each op, as it does in a prediction; by default nothing."""
+        self.dispatch_ns: Mapping[str, int] = dispatch_ns or {}
         self._durations = {span.op: span.duration_ns for span in timeline.spans}
 
     def sizes(self, schedule: Schedule) -> Sizes:

@@ -22,7 +22,7 @@ KEYS = {
     "feasible", "binding", "policy", "step_seconds", "tokens_per_second", "tflops_6n", "device_peak_bytes", "host_peak_bytes", "lower_bound_seconds", "advice",
 }  # fmt: skip
 RUN_FILES = {"plan.toml", "hardware.toml", "config.toml", "loss.png", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "model"}
-COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "memory.png"}
+COMPARED = {"predicted.json", "comparison.json", "trace.json", "timeline.png", "errors.png", "memory.png"}
 
 
 def png_width(path: Path) -> int:
@@ -92,13 +92,14 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     outcome = command("compare", moved)
     assert (outcome.status, outcome.err) == (0, "")
     assert set(os.listdir(moved)) == RUN_FILES | COMPARED
-    assert "step    predicted" in outcome.out
+    assert "\nend to end " in outcome.out
+    assert "\nexposed h2d " in outcome.out
     assert "\n\n\n" not in outcome.out
     lanes = lanes_by_process(moved / "trace.json")
     assert list(lanes) == ["predicted", "measured"]
     assert lanes["predicted"] == lanes["measured"]
     assert any("compute" in lane for lane in lanes["measured"])
-    for name in ("timeline.png", "memory.png", "loss.png"):
+    for name in ("timeline.png", "errors.png", "memory.png", "loss.png"):
         assert png_width(moved / name) > 1000
 
     outcome = command("compare", moved, "--json")
@@ -109,8 +110,19 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert report["measured_seconds"] == Timeline.load(moved / "measured.json").makespan_ns / 1e9
     assert report["error"] == pytest.approx(report["predicted_seconds"] / report["measured_seconds"] - 1)
     assert {"forward", "backward", "load_weights", "save_gradients", "cpu_update"} <= {kind["kind"] for kind in report["kinds"]}
+    assert json.loads((moved / "comparison.json").read_text()) == report
+    assert report["error"] == pytest.approx(report["engine_error"] + report["cost_model_error"])
+    assert sum(part["of_step"] for part in report["parts"]) == pytest.approx(report["error"])
+    assert report["steps"]["count"] == 2, "the first two of four are not steady"
     assert {row["what"] for row in report["memory"]} >= {"device pools", "host pools"}
     assert all(row["predicted_bytes"] == row["measured_bytes"] for row in report["memory"] if row["what"].endswith("pools"))
+
+
+def test_the_steps_that_compare_leaves_out_are_those_that_training_does() -> None:
+    from megatrain.experiments import pictures
+    from megatrain.runtime.training import trainer
+
+    assert pictures.WARM_UP_STEPS == trainer.WARM_UP_STEPS
 
 
 def check_model(folder: Path) -> None:
@@ -153,7 +165,9 @@ def test_a_run_with_everything_resident_compares_too(command: Any) -> None:
     assert not Path("run/model").exists()
     outcome = command("compare", "run")
     assert (outcome.status, outcome.err) == (0, "")
-    assert "host pools                  0 B          0 B    equal" in outcome.out
+    assert "host pools 0 B 0 B equal" in " ".join(outcome.out.split())
+    assert command("report", "run").status == 0, "a page without copies and without host pools"
+    assert "<h3>Host</h3>" not in Path("run/report.html").read_text()
 
 
 @pytest.mark.parametrize("source", ["tiny", "tiny/config.json", "qwen2.5-1.5b"])

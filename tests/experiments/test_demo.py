@@ -14,7 +14,7 @@ from megatrain.experiments import demo
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 
-FILES = {"plan.toml", "metrics.jsonl", "model", "trace.json", "timeline.png", "memory.png", "loss.png"}
+FILES = {"plan.toml", "metrics.jsonl", "model", "trace.json", "timeline.png", "memory.png", "loss.png", "report.html"}
 
 
 def run_demo(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -40,7 +40,7 @@ def test_the_demo_and_the_demo_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 10e6 < plan.model.parameters < 30e6
     assert plan.device_limit_bytes < 4 * plan.model.parameters, "even the weights alone must not fit"
     assert all(f"=== {number}. " in printed for number in range(1, 7))
-    assert all(f"$ megatrain {verb} " in printed for verb in ("calibrate", "plan", "train", "compare"))
+    assert all(f"$ megatrain {verb} " in printed for verb in ("calibrate", "plan", "train", "compare", "report"))
     assert all(str(run / name) in printed for name in FILES)
 
     # into the same folder, with a model that takes no time: at its size the loss chunk fills most of the device, so no cap below the state fits

@@ -5,7 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from megatrain.simulator.compare import ErrorReport, compare, format_report, signed_percent
+from megatrain.simulator.compare import compare
+from megatrain.simulator.costs import Replayed
+from megatrain.simulator.error_report import ErrorReport, peak_error
+from megatrain.simulator.error_table import format_report, signed_percent
+from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.timeline import Span, Timeline, median_timeline
 
@@ -37,6 +41,8 @@ def test_end_to_end_and_engine_error() -> None:
     assert (result.predicted_seconds, result.measured_seconds, result.replayed_seconds) == (0.09, 0.1, 0.093)
     assert result.error == pytest.approx(-0.1)
     assert result.engine_error == pytest.approx(-0.07)
+    assert result.cost_model_error == pytest.approx(-0.03)
+    assert report().cost_model_error is None
     assert (result.policy, result.digest, result.ops) == ("by hand", SCHEDULE.digest, 5)
 
 
@@ -51,6 +57,43 @@ def test_error_of_each_kind() -> None:
     assert (forward.error, forward.median_error) == (pytest.approx(-5 / 45), pytest.approx(-0.1))
     assert (forward.p95_abs_error, forward.worst_op, forward.worst_error) == (0.2, "F0.m0", -0.2)
     assert (kinds["backward"].error, kinds["backward"].worst_error) == (0.0, 0.0)
+
+
+def test_a_kind_weighs_what_the_step_would_gain_by_foretelling_it_exactly() -> None:
+    kinds = {kind.kind: kind for kind in report().kinds}  # predicted 90 ms; with forward's measured durations 95, with backward's 90, of 100
+    assert kinds["forward"].of_step == pytest.approx(-0.05)
+    assert kinds["backward"].of_step == 0
+    assert kinds["load_weights"].of_step == pytest.approx(0.02), "its first load ends 2 ms earlier, its second hides either way"
+
+
+def test_parts_of_the_step_add_up_to_it_and_their_errors_to_its() -> None:
+    result = report()
+    assert [part.name for part in result.parts] == ["compute", "h2d", "waiting"]
+    compute, h2d, waiting = result.parts
+    assert (compute.predicted_seconds, compute.measured_seconds) == (0.08, 0.085)
+    assert (h2d.predicted_seconds, h2d.measured_seconds) == (0.01, 0.009), "the first load, and in the run the second's beginning"
+    assert (waiting.predicted_seconds, waiting.measured_seconds) == (0.0, 0.006)
+    assert sum(part.predicted_seconds for part in result.parts) == pytest.approx(result.predicted_seconds)
+    assert sum(part.measured_seconds for part in result.parts) == pytest.approx(result.measured_seconds)
+    assert sum(part.of_step for part in result.parts) == pytest.approx(result.error)
+
+
+def test_all_steady_steps_against_the_prediction_with_the_host_s_time_outside() -> None:
+    steps = report(step_seconds={3: 0.1, 4: 0.125, 5: 0.08}, overhead_ns=10 * MS).steps  # 100 ms foretold
+    assert steps is not None
+    assert (steps.count, steps.predicted_seconds, steps.median_seconds) == (3, 0.1, 0.1)
+    assert (steps.median_error, steps.p95_abs_error) == (0.0, pytest.approx(0.25))
+    assert (steps.worst_step, steps.worst_error) == (5, pytest.approx(0.25))
+    assert report().steps is None
+
+
+def test_ops_of_a_lane_and_all_ops_have_a_spread_too() -> None:
+    result = report()
+    compute, h2d = result.lanes
+    assert (compute.count, compute.median_error, compute.worst_op, compute.worst_error) == (3, 0.0, "F0.m0", -0.2)
+    assert (h2d.count, h2d.median_error) == (2, pytest.approx((0.25 - 1 / 6) / 2))
+    assert (h2d.p95_abs_error, h2d.worst_op, h2d.worst_error) == (0.25, "W0f", 0.25)
+    assert (result.median_op_error, result.p95_abs_op_error, result.worst_op, result.worst_op_error) == (0.0, 0.25, "W0f", 0.25)
 
 
 def test_p95_is_an_error_that_happened() -> None:
@@ -100,11 +143,17 @@ def test_first_divergence_is_the_first_start_that_durations_do_not_explain() -> 
     late = report(replayed=replayed).first_divergence  # F0 and F1 start 1 ms late, not more than 1 % of the step; B1 7 ms
     assert late is not None
     assert (late.op, late.measured_start_ns, late.replayed_start_ns, late.late_ns) == ("B1.m0", 60 * MS, 53 * MS, 7 * MS)
+    assert late.ready_ns == 54 * MS
     sooner = report(replayed=replayed, divergence=0.005).first_divergence
     assert sooner is not None
     assert sooner.op == "F0.m0"
-    assert report(replayed=replayed, divergence=0.07).first_divergence is None
-    assert report().first_divergence is None
+    none = report(replayed=replayed, divergence=0.07)
+    assert none.first_divergence is None
+    assert none.latest is not None
+    assert (none.latest.op, none.latest.late_ns, none.divergence_ns) == ("B1.m0", 7 * MS, 7 * MS)
+    assert "first divergence: none; no op started more than 7.000 ms later than the measured durations explain; B1.m0 did by 7.000 ms" in format_report(none)
+    assert (report().first_divergence, report().latest) == (None, None)
+    assert evaluate(SCHEDULE, Replayed(timeline("measured", MEASURED))).spans == tuple(timeline("", REPLAYED).by_op[op.id] for op in SCHEDULE.ops)
 
 
 def test_timelines_of_other_schedules_or_other_ops_are_refused() -> None:
@@ -130,27 +179,39 @@ def test_median_timeline_is_a_step_that_happened() -> None:
 
 
 def test_report_is_plain_data() -> None:
-    result = report(replayed=timeline("replayed", REPLAYED))
+    result = report(replayed=timeline("replayed", REPLAYED), step_seconds={3: 0.1}, memory=[peak_error("host pools", 101, 100)])
     assert msgspec.json.decode(msgspec.json.encode(result), type=ErrorReport) == result
     rows = result.to_rows()
     assert [(row["scope"], row["name"]) for row in rows] == [
         ("step", "step"), ("kind", "forward"), ("kind", "backward"), ("kind", "load_weights"), ("lane", "compute"), ("lane", "h2d"),
+        ("part", "compute"), ("part", "h2d"), ("part", "waiting"),
     ]  # fmt: skip
     assert len({tuple(row) for row in rows}) == 1, "the same keys in every row"
     assert (rows[0]["predicted_seconds"], rows[0]["measured_seconds"], rows[1]["count"]) == (0.09, 0.1, 2)
 
 
 def test_report_as_text_is_aligned_and_signed() -> None:
-    text = format_report(report(replayed=timeline("replayed", REPLAYED)))
+    memory = [peak_error("device pools", 2**30, 2**30), peak_error("whole device peak", 2**30 + 2**24, 2**30), peak_error("host pools", 1, 0)]
+    text = format_report(report(replayed=timeline("replayed", REPLAYED), step_seconds={7: 0.1}, memory=memory))
     lines = text.splitlines()
-    assert lines[0].split() == ["step", "predicted", "90.000", "ms", "measured", "100.000", "ms", "error", "-10.0", "%"]
-    assert lines[1].split() == ["engine", "replayed", "93.000", "ms", "error", "-7.0", "%"]
-    load = next(line for line in lines if line.startswith("load_weights"))
-    assert load.split() == ["load_weights", "2", "20.000", "ms", "20.000", "ms", "+0.0", "%", "+4.2", "%", "25.0", "%", "+25.0", "%", "W0f"]
+    words = [" ".join(line.split()) for line in lines]
+    assert words[1:4] == [
+        "end to end 90.000 ms 100.000 ms -10.00 % the median step's timeline",
+        "engine 93.000 ms 100.000 ms -7.00 % measured durations, replayed",
+        "cost model 90.000 ms 93.000 ms -3.00 % what the durations are off by, of the step",
+    ]
+    assert words[4] == "one op's duration: median +0.0 %, P95 |error| 25.0 %, worst +25.0 % (W0f)"
+    assert words[5] == "1 steady steps' wall time: predicted 90.000 ms, median 100.000 ms"
+    assert words[6] == "a step's wall time: median -10.0 %, P95 |error| 10.0 %, worst -10.0 % (step 7)"
+    assert "load_weights 2 20.000 ms 20.000 ms +0.0 % +2.0 % +4.2 % 25.0 % +25.0 % W0f" in words
+    assert "compute 3 80.000 ms 85.000 ms -5.9 % 7.000 ms +0.0 % 20.0 % -20.0 % F0.m0" in words
+    assert "exposed h2d 10.000 ms 9.000 ms +1.0 %" in words
+    assert words[-3:] == ["device pools 1.00 GiB 1.00 GiB equal", "whole device peak 1.02 GiB 1.00 GiB +1.56 %", "host pools 1 B 0 B -"]
     table = lines[lines.index("") + 1 :][:4]
     assert len({line.rindex("%") for line in table[1:]}) == 1, "columns are aligned"
     assert max(map(len, lines)) <= 120
-    assert text.endswith("first divergence: B1.m0 started at 60.000 ms instead of 53.000 ms, 7.000 ms later than the measured durations explain\n")
+    assert "\nfirst divergence: B1.m0 started at 60.000 ms instead of 53.000 ms, 7.000 ms later than the measured durations explain,\n" in text
+    assert "\n  6.000 ms after all that it waits for had ended\n" in text
 
 
 @pytest.mark.parametrize(("error", "text"), [(0.0123, "+1.2 %"), (-0.5, "-50.0 %"), (0.0, "+0.0 %"), (-1e-9, "+0.0 %"), (None, "-")])

@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatrain.simulator.draw import KIND_COLOURS, WIDTH_PIXELS, loss_png, memory_png, timeline_png
+from megatrain.simulator.canvas import WIDTH_PIXELS
+from megatrain.simulator.compare import compare
+from megatrain.simulator.draw import KIND_COLOURS, loss_png, memory_png, timeline_png
+from megatrain.simulator.draw_errors import errors_png
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
@@ -88,6 +91,19 @@ def test_many_pools_of_one_class_and_unknown_ones_are_drawn(tmp_path: Path) -> N
     many = {f"device.{name}": [(0, GIB), (10, 2 * GIB)] for name in ("weights", "weights_vocabulary", "weights_other", *"abcdefgh")}
     memory_png(tmp_path / "many.png", {**many, "device.x": [(0, 1)], "device.y": [(0, 2)]}, 10 * GIB, 0, "memory")
     assert size(tmp_path / "many.png")[0] == WIDTH_PIXELS
+
+
+def test_errors_are_drawn_with_a_row_for_each_kind_and_part(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    heights = []
+    for policy in ("resident", "k_buffer"):
+        plan = make_plan(policy)
+        predicted, measured = timeline(plan), timeline(plan, "measured", 2)
+        report = compare(predicted, measured, lower(plan), replayed=measured)
+        errors_png(tmp_path / "errors.png", report, policy)
+        assert size(tmp_path / "errors.png")[0] == WIDTH_PIXELS
+        heights.append((size(tmp_path / "errors.png")[1], len(report.kinds) + 2 * len(report.parts)))
+    (low, few), (high, many) = heights
+    assert high - low == pytest.approx((many - few) * 0.27 * 150, abs=2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 40, 400])

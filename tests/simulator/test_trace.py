@@ -73,6 +73,17 @@ def test_one_slice_per_op_to_the_nanosecond(schedule: Schedule) -> None:
         assert event["args"].get("writes", "").split() == list(op.writes)
 
 
+def test_a_slice_says_how_far_it_is_off_what_was_measured(schedule: Schedule) -> None:
+    predicted, measured = play(schedule, "predicted"), play(schedule, "measured", 3)
+    trace = perfetto([predicted, measured], schedule)
+    for event in events(trace, "X", 1):
+        span, real = predicted.by_op[event["name"]], measured.by_op[event["name"]]
+        assert nanoseconds(event["args"]["measured_us"]) == real.duration_ns
+        assert nanoseconds(event["args"]["error_us"]) == span.duration_ns - real.duration_ns
+        assert nanoseconds(event["args"]["start_error_us"]) == span.start_ns - real.start_ns
+    assert not any("error_us" in event["args"] for event in [*events(trace, "X", 2), *events(perfetto([predicted], schedule), "X")])
+
+
 def test_slices_of_a_lane_do_not_overlap_even_where_clocks_do(schedule: Schedule) -> None:
     played = play(schedule, "measured")
     skewed = tuple(msgspec.structs.replace(span, end_ns=span.end_ns + 150) for span in played.spans)

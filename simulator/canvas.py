@@ -1,0 +1,59 @@
+"""Canvas: what all pictures of the simulator have in common: size, type, colours of ink, title, headings; PNG files written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatrain.simulator.files import write_bytes
+
+WIDTH_PIXELS, DPI = 1600, 150
+STYLE: Any = {
+    "font.family": "DejaVu Sans", "font.size": 9.0, "text.color": "#1f2933", "axes.labelcolor": "#52606d", "axes.edgecolor": "#9aa5b1",
+    "axes.linewidth": 0.8, "xtick.color": "#52606d", "ytick.color": "#1f2933", "xtick.labelsize": 8.5, "ytick.labelsize": 9.0, "legend.frameon": False,
+    "figure.facecolor": "white", "axes.facecolor": "white", "grid.color": "#d9dee3", "grid.linewidth": 0.6,
+}  # fmt: skip
+SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
+INK, MUTED, ALARM, ROW = "#1f2933", "#66727f", "#b3261e", "#f3f5f7"
+LEFT_INCHES = 0.95
+"""of a panel's left edge, beside which its rows are named"""
+
+
+def new_figure(height_inches: float, title: str, subtitle: str) -> Figure:
+    """An empty picture with title and subtitle at the top left, at a fixed distance from the edge."""
+    figure = Figure(figsize=(WIDTH_PIXELS / DPI, height_inches), dpi=DPI)
+    for text, down, size, weight, colour in ((title, 0.14, 13, "bold", INK), (subtitle, 0.42, 9.5, "normal", MUTED)):
+        figure.text(0.14 / (WIDTH_PIXELS / DPI), 1 - down / height_inches, text, ha="left", va="top", fontsize=size, fontweight=weight, color=colour)
+    return figure
+
+
+def add_axes(figure: Figure, base: float, height: float, right: float, left: float = LEFT_INCHES) -> Axes:
+    """Axes `height` tall, `base` above the lower edge, `left` and `right` from the others, all in inches."""
+    width, total = WIDTH_PIXELS / DPI, figure.get_figheight()
+    return figure.add_axes((left / width, base / total, 1 - (left + right) / width, height / total))
+
+
+def add_heading(axes: Axes, name: str, text: str, colour: str = INK) -> None:
+    """What a panel shows, in bold at its left, and what came out, at its right."""
+    axes.annotate(name, (0, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", va="baseline", ha="left", fontsize=10.5, fontweight="bold")
+    axes.annotate(text, (1, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", va="baseline", ha="right", fontsize=10, color=colour)
+
+
+def make_plain(axes: Axes) -> None:
+    """Two spines, horizontal grid lines behind the data."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y")
+    axes.tick_params(length=3)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As PNG, the same bytes for the same picture. Raises UserError where `path` cannot be written."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
+    write_bytes(path, picture.getvalue())

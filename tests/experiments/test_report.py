@@ -1,0 +1,183 @@
+"""The page of a run: its text without a browser, and what a headless Chromium shows of it, hovered and clicked."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from megatrain.experiments import cli
+from megatrain.simulator.error_report import ErrorReport
+from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+class Reported(NamedTuple):
+    """A run, its page, and what the page must show."""
+
+    page: Path
+    measured: Timeline
+    predicted: Timeline
+    errors: ErrorReport
+
+
+@pytest.fixture(scope="module")
+def reported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Reported:
+    from megatrain.experiments.compared_run import compare_run
+
+    page = tmp_path_factory.mktemp("report") / "new" / "page.html"
+    assert cli.main(["report", str(finished), "--out", str(page)]) == 0
+    run = compare_run(finished)
+    return Reported(page, run.measured, run.predicted, run.errors)
+
+
+def test_the_page_is_one_file_and_asks_nobody(finished: Path, reported: Reported) -> None:
+    text = reported.page.read_text()
+    assert [file.name for file in reported.page.parent.iterdir()] == ["page.html"]
+    assert not (finished / "report.html").exists()
+    assert not re.search(r"https?://|\bsrc=|<link|@import|\bimport\b|fetch\(|XMLHttpRequest|url\(", text)
+    assert len(text) < 300_000
+
+
+def test_numbers_are_there_without_a_script(reported: Reported) -> None:
+    text = re.sub(r"<script.*</script>", "", reported.page.read_text(), flags=re.DOTALL)
+    assert format_seconds(reported.measured.makespan_ns / 1e9) in text
+    assert format_seconds(reported.predicted.makespan_ns / 1e9) in text
+    for kind in reported.errors.kinds:
+        assert f"<td class=text>{kind.kind}</td><td>{kind.count}</td><td>{format_seconds(kind.predicted_seconds)}</td>" in text
+    for peak in reported.errors.memory:
+        assert format_bytes(peak.measured_bytes) in text
+
+
+def test_a_name_cannot_end_the_script_or_become_a_tag(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("model"))
+    environment = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**environment, "device": "</script><b>&"}))
+    assert cli.main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    assert "&lt;/script&gt;&lt;b&gt;&amp;" in text
+    assert text.count("</script>") == 2
+
+
+def test_a_folder_without_a_measured_step_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"megatrain: {tmp_path}: found no measured.json; allowed: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[tuple[Page, list[str]]]:
+    """A page of a headless Chromium, the system's or the one that `playwright install chromium` has fetched, without a network; and what it complains of."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    program = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    with sync_api.sync_playwright() as driver:
+        if program is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
+        browser = driver.chromium.launch(executable_path=program)
+        context = browser.new_context(viewport={"width": 1280, "height": 1000}, offline=True, reduced_motion="reduce")
+        page, wrong = context.new_page(), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith("file:") else None)
+        yield page, wrong
+        browser.close()
+
+
+@pytest.fixture
+def page(opened: tuple[Page, list[str]], reported: Reported) -> Iterator[Page]:
+    """The run's page as a reader opens it; whatever its script complains of, or asks the network for, fails the test."""
+    page, wrong = opened
+    page.goto(reported.page.as_uri())
+    yield page
+    assert wrong == []
+
+
+def point(page: Page, op: str, panel: str) -> tuple[float, float]:
+    """The middle of an op's bar, on the screen."""
+    page.locator("#timeline").scroll_into_view_if_needed()
+    box = page.locator("#timeline").bounding_box()
+    bar = page.evaluate(f"timeline.rectangle(numberOf.get('{op}'), {panel})")
+    assert box is not None
+    return box["x"] + (bar["left"] + bar["right"]) / 2, box["y"] + (bar["top"] + bar["bottom"]) / 2
+
+
+def shown(page: Page) -> float:
+    """The share of the step that is in view."""
+    share: float = page.evaluate("(view.to - view.from) / view.end")
+    return share
+
+
+def test_the_page_shows_this_run_s_step_and_peaks(page: Page, reported: Reported) -> None:
+    figures = page.locator(".figures").inner_text()
+    assert format_seconds(reported.measured.makespan_ns / 1e9) in figures
+    assert format_bytes(next(peak.measured_bytes for peak in reported.errors.memory if peak.what == "device pools")) in figures
+    assert page.evaluate("measured.step") == reported.measured.makespan_ns
+    drawn = page.evaluate(
+        "(id) => { const c = document.getElementById(id); return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }", "timeline"
+    )
+    assert drawn > 20, "an empty canvas has one colour"
+
+
+def test_a_click_on_an_op_shows_its_numbers(page: Page, reported: Reported) -> None:
+    for op in ("B2.m0", "F1.m0"):
+        page.mouse.click(*point(page, op, "measured"))
+        assert page.locator("#readout b").first.inner_text() == op
+        assert page.locator("#measured-duration").inner_text() == format_seconds(reported.measured.by_op[op].duration_ns / 1e9)
+        assert page.locator("#predicted-duration").inner_text() == format_seconds(reported.predicted.by_op[op].duration_ns / 1e9)
+    page.keyboard.press("Escape")
+    assert page.locator("#measured-duration").count() == 0
+
+
+def test_hovering_an_op_names_it_and_its_duration(page: Page, reported: Reported) -> None:
+    page.mouse.move(*point(page, "B1.m0", "measured"))
+    tip = page.locator("#tip")
+    assert tip.is_visible()
+    assert "B1.m0 backward" in tip.inner_text()
+    assert f"measured {format_seconds(reported.measured.by_op['B1.m0'].duration_ns / 1e9)}" in tip.inner_text()
+    page.mouse.move(5, 5)
+    assert tip.is_hidden()
+
+
+def test_zooming_keeps_the_time_under_the_pointer_and_dragging_moves_it(page: Page) -> None:
+    assert shown(page) == 1
+    x, y = point(page, "B2.m0", "measured")
+    page.mouse.move(x, y)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -600)
+    page.keyboard.up("Control")
+    page.wait_for_function("view.to - view.from < 0.8 * view.end")
+    assert point(page, "B2.m0", "measured")[0] == pytest.approx(x, abs=1.5)
+    page.mouse.down()
+    page.mouse.move(x + 120, y, steps=4)
+    page.mouse.up()
+    assert point(page, "B2.m0", "measured")[0] == pytest.approx(x + 120, abs=1.5)
+    assert page.locator("#measured-duration").count() == 0, "a drag selects nothing"
+    before = shown(page)
+    page.click("#in")
+    assert shown(page) == pytest.approx(before / 2)
+    page.click("#all")
+    assert shown(page) == 1
+
+
+def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Reported) -> None:
+    page.fill("#find", "f2")
+    page.press("#find", "Enter")
+    assert page.locator("#readout b").first.inner_text() == "F2.m0"
+    assert shown(page) < 1
+    page.fill("#find", "F99")
+    page.press("#find", "Enter")
+    assert page.locator("#find.wrong").count() == 1
+    worst = next(kind for kind in reported.errors.kinds if kind.kind == "backward").worst_op
+    page.locator(f"table button.op[data-op='{worst}']").first.click()
+    assert page.locator("#readout b").first.inner_text() == worst
+    page.locator("#kinds button", has_text="forward").first.click()
+    assert page.locator("#kinds button[aria-pressed=true]").inner_text() == "forward"
