@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from whole_models import SEQUENCE, weights
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
@@ -18,6 +19,7 @@ from megatrain.runtime.optimizer import AdamW
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.specs import ModelSpec
 
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 
@@ -95,5 +97,18 @@ def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
 def session() -> Callable[..., Session]:
     def make(plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD) -> Session:
         return Session(plan, schedule, weights or random_weights(0), threads)
+
+    return make
+
+
+@pytest.fixture
+def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
+    """A session of one resident model with the weights of `whole_models`; `run(model, ...)`."""
+
+    def make(model: ModelSpec, **changes: Any) -> Any:
+        plan = make_plan(
+            changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes}
+        )
+        return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
 
     return make
