@@ -95,7 +95,7 @@ def refuse_attention(plan: Plan, device: torch.device) -> None:
         raise UserError(
             "workload: documents", found=f"true, beside {f'attention = {plan.workload.attention!r}' if plan.workload.attention else kept}",
             allowed="flash, or attention that is kept, where flash attention takes documents' lengths: bf16 on an Ampere GPU or later",
-            fix="make a plan without documents, or without these",
+            fix="make the plan with --plain-packing, or without these",
         )  # fmt: skip
     if plan.workload.attention == "cudnn" and torch.are_deterministic_algorithms_enabled():
         raise UserError(

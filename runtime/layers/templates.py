@@ -134,7 +134,7 @@ class Templates:
         except ValueError as error:
             raise UserError(
                 f"model {self.model.name}: model_type", found=f"{self.model.family}, whose model has {error}", allowed="rows of one document",
-                fix="make a plan without documents",
+                fix="make the plan with --plain-packing",
             ) from None  # fmt: skip
 
     def expect(self, micro: int, documents: torch.Tensor | None) -> None:

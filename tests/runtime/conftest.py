@@ -36,9 +36,9 @@ def one_thread() -> Iterator[None]:
 class Session:
     """An executor with weights in it; steps on random tokens."""
 
-    def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int]) -> None:
+    def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int], settings: AdamW) -> None:
         self.plan = plan
-        self.executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.05, weight_decay=0.1), torch.device("cpu"), schedule=schedule, threads=threads)
+        self.executor = Executor(plan, config_of(plan.model), settings, torch.device("cpu"), schedule=schedule, threads=threads)
         self.state = ModelState(plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
         try:
             self.state.load(weights)
@@ -95,8 +95,11 @@ def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
 
 @pytest.fixture(scope="session")
 def session() -> Callable[..., Session]:
-    def make(plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD) -> Session:
-        return Session(plan, schedule, weights or random_weights(0), threads)
+    def make(
+        plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD,
+        settings: AdamW = AdamW(max_norm=0.05, weight_decay=0.1),  # noqa: B008 - frozen
+    ) -> Session:  # fmt: skip
+        return Session(plan, schedule, weights or random_weights(0), threads, settings)
 
     return make
 

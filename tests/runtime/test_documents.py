@@ -103,7 +103,7 @@ def test_packed_rows_after_saving_and_loading(run: Callable[..., Any], tmp_path:
     with run(model_of(family), documents=True) as running:
         plan, config = running.plan, config_of(running.plan.model)
         batches = [with_documents(plan, PACKED)]
-        running.executor.step(batches, rate=1e-2, number=1)
+        running.executor.step(batches, rate=1e-4, number=1)
         export(running.state, plan, config, tmp_path / "trained")
         reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
         compare(running, batches, loss_of_each_alone(reloaded, batches), reloaded, 1e-5)
@@ -121,7 +121,6 @@ def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(run: Callable[...,
         compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, BF16_BOUND)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", DOCUMENTED)
 @pytest.mark.parametrize("documents", [LEFT, RIGHT], ids=["left", "right"])
 def test_padding_is_transformers_attention_mask(run: Callable[..., Any], family: str, documents: torch.Tensor) -> None:
