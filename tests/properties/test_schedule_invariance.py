@@ -30,7 +30,7 @@ from megatrain.simulator.specs import DTYPE_BYTES, Clipping, LayerSpec, ModelSpe
 
 STEPS = 5
 RATE = 1e-2
-GROUPS = (Group(match="*self_attn.o_proj*", weight_decay=0.3), Group(match="*up_proj*", rate_factor=0.5), Group(match="*k_proj*", rate_factor=0.0), Group(match="*norm*", weight_decay=0.05))
+GROUPS = (Group(match="*self_attn.o_proj*", weight_decay=0.3), Group(match="*up_proj*", rate_factor=0.5), Group(match="*norm*", weight_decay=0.05))
 SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
 """neighbouring tensors decay differently, and copies end inside tensors: a chunk has several stretches"""
 CPU = torch.device("cpu")
