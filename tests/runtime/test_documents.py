@@ -187,6 +187,17 @@ def test_documents_told_by_lengths_make_no_mask(run: Callable[..., Any], monkeyp
         assert len(called) == 2 * (4 if kept else 8), "once for a layer whose attention is kept, else twice"
 
 
+def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a layer is timed. With windows, whose mask is spared, lengths say so; without, the causal kernel needs none."""
+    reference_lengths.install(monkeypatch)
+    for family, spared in (("qwen2", True), ("llama", False)):
+        model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="fp32", documents=True)
+        templates = Templates(model, work, config_of(model), torch.device("cpu"))
+        templates.begin(0)
+        given = templates._handed("3", 0)["attention_mask"]
+        assert given.starts.tolist() == [0, 24, 48] if spared else given is None
+
+
 # ---- lengths
 
 
