@@ -52,6 +52,7 @@ def parser() -> options.OneLineParser:
     options.add_limits(made)
     options.add_policy(made)
     options.add_workload(made)
+    made.set_defaults(documents=False)  # random tokens have none
     made.add_argument("--systems", type=systems, default=list(OWN), metavar="NAMES", help=f"of {', '.join(SYSTEMS)} (default {','.join(OWN)})")
     steps = options.whole("--steps", WARM_UP_STEPS + 1)
     made.add_argument("--steps", type=steps, default=7, help=f"of each system; the first {WARM_UP_STEPS} do not count (default 7)")

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.specs import Workload
+    from megatrain.simulator.specs import ModelSpec, Workload
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -94,16 +95,33 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", choices=("flash", "cudnn"), help="the attention kernel; each rounds otherwise (default: the one that PyTorch picks)")
     group.add_argument("--loss-chunk", type=whole("--loss-chunk"), default=1024, help="tokens whose logits exist at one time (default 1024)")
     group.add_argument("--compile", action="store_true", help="layers through torch.compile: faster, less activations, rounds otherwise than eager layers")
-    group.add_argument("--documents", action="store_true", help="rows may hold several documents, or padding: attention stays inside a document")
+    packing = group.add_mutually_exclusive_group()
+    packing.add_argument(
+        "--documents", action="store_true", default=None, help="rows hold several documents, and attention stays inside each (default where the model can)"
+    )
+    packing.add_argument("--plain-packing", dest="documents", action="store_false", help="rows are one text without borders: attention sees over them")
 
 
-def workload(args: argparse.Namespace) -> Workload:
+def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
+    """What the options say, for `model`. Raises UserError where documents are asked for and nothing keeps them apart; unasked, it says so on stderr."""
     from megatrain.simulator.specs import Workload
 
+    obstacle = _against_documents(args, model) if args.documents is not False else None
+    if obstacle and args.documents:
+        raise UserError("--documents", found=obstacle, allowed="attention that can stay inside a document", fix="use --plain-packing")
+    if obstacle:
+        print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
     return Workload(
         batch=args.batch, sequence=args.seq, accumulation=args.accumulation, dtype=args.dtype, clipping=args.clipping, loss_chunk=args.loss_chunk,
-        compiled=args.compile, attention=args.attention, documents=args.documents,
+        compiled=args.compile, attention=args.attention, documents=args.documents is not False and not obstacle,
     )  # fmt: skip
+
+
+def _against_documents(args: argparse.Namespace, model: ModelSpec) -> str | None:
+    """Why this model's attention cannot stay inside a document."""
+    if model.documents_by(args.dtype) is None:
+        return f"{model.family}, whose linear attention carries its state from one into the next"
+    return "--attention cudnn, which takes no lengths of documents" if args.attention == "cudnn" else None
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ def text(verdict: Verdict) -> str:
     """One plan in full: does it fit, how fast, what fills the memory, what would help."""
     lines = [_heading(verdict), _decision(verdict)]
     lines += _speed(verdict) if verdict.feasible else [f"{verdict.binding} binds: {verdict.reason}"]
+    lines += [f"documents: {verdict.documents}"] if verdict.documents else []
     lines += memory(verdict)
     if verdict.longest_context is not None:
         batch = f"a micro-batch of {verdict.largest_batch:,} x {verdict.workload.sequence}" if verdict.largest_batch else f"none of {verdict.workload.sequence}"

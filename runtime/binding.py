@@ -220,18 +220,22 @@ class Binder:
         return run
 
     def _gradient_sink(self, layer: str, op: Op, buffer: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
-        """Where the layer's gradients go, in the order of its tensors: rounded to the compute dtype, then written or, if `op` reads `buffer`, added."""
+        """Where the layer's gradients go, in the order of its tensors: rounded to the compute dtype, then written or, if `op` reads `buffer`, added.
+
+        What has none, or is frozen, has zeros: no part of a norm, and moments that stay zero.
+        """
         spec, adding = self.plan.model.stack[layer], buffer in op.reads
         dtype = self._gradient_dtype(buffer, layer)
         targets = list(layer_tensors(self.arenas, spec, buffer, dtype).values())
         padded = any(tensor.padded != tensor.elements for tensor in spec.tensors)
         flat = self.arenas.flat(buffer, dtype, spec.elements)
+        frozen = [treatment(self.settings, spec, tensor).frozen for tensor in spec.tensors]
 
         def put(gradients: Sequence[torch.Tensor | None]) -> None:
-            if not adding and (padded or None in gradients):
+            if not adding and (padded or any(frozen) or any(gradient is None for gradient in gradients)):
                 flat.zero_()
-            for target, gradient in zip(targets, gradients, strict=True):
-                if gradient is not None:
+            for target, gradient, still in zip(targets, gradients, frozen, strict=True):
+                if gradient is not None and not still:
                     optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
 
         return put

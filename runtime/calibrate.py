@@ -133,7 +133,8 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: S
     machine.forget_device_memory(device)
     before = torch.cuda.memory_allocated(device) if cuda else 0
     generator = torch.Generator().manual_seed(0)
-    halves = (torch.arange(work.sequence) * 2 // work.sequence).expand(work.batch, -1) if work.documents else None
+    # several, and one of them as long as can be: what attention takes at most
+    documents = (torch.arange(work.sequence) > 0).long().expand(work.batch, -1) if work.documents else None
     with Executor(plan, config, AdamW(), device, schedule=schedule or lower(plan)) as executor:
         ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0, device))
         timelines, seconds = [], []
@@ -141,7 +142,7 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: S
         while number < _WARM_UP + _STEPS or time.monotonic() - steady_since < _SECONDS:
             number += 1
             drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
-            result = executor.step([Batch(ids, labels, halves) for ids, labels in drawn], rate=1e-4, number=number)
+            result = executor.step([Batch(ids, labels, documents) for ids, labels in drawn], rate=1e-4, number=number)
             if number == _WARM_UP:
                 steady_since = time.monotonic()
             elif number > _WARM_UP:
@@ -150,7 +151,7 @@ def _run(plan: Plan, config: PretrainedConfig, device: torch.device, schedule: S
         if not cuda:
             return _Measured(executor.schedule, timelines, seconds, {}, 0)
         peaks, growth = _watch_memory(executor)
-        executor.step([Batch(ids, labels, halves) for ids, labels in drawn], rate=1e-4, number=number + 1)
+        executor.step([Batch(ids, labels, documents) for ids, labels in drawn], rate=1e-4, number=number + 1)
         base = before + executor.arenas.total("device")
         return _Measured(executor.schedule, timelines, seconds, {kind: peak - base for kind, peak in peaks.items()}, growth["recompute"])
 

@@ -217,9 +217,10 @@ class Executor:
         self._state.scale = 1 / max(labelled, 1)
         for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
             if batch.documents is not None and not work.documents:
-                raise UserError("data", found="rows of several documents", allowed="rows of one, as planned", fix="make the plan with --documents")
+                raise UserError("data", found="rows of several documents", allowed="rows of one, as planned", fix="make the plan without --plain-packing")
             rows = [batch.ids, each] + ([torch.zeros_like(batch.ids) if batch.documents is None else batch.documents] if work.documents else [])
             self._binder.tokens(micro).copy_(torch.stack(rows))
+            self.templates.expect(micro, batch.documents)
         return labelled
 
     def _play(self, program: _Program) -> Timeline:

@@ -23,6 +23,11 @@ class Treatment(NamedTuple):
     weight_decay: float
     rate_factor: float
 
+    @property
+    def frozen(self) -> bool:
+        """It is not trained: as with `requires_grad = False` its weights stay, and nothing of its gradient is seen."""
+        return self.rate_factor == 0
+
 
 def treatment(settings: AdamW, layer: LayerSpec, tensor: TensorSpec) -> Treatment:
     """Of one tensor: its group's, or the default."""

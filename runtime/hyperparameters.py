@@ -17,7 +17,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weight_decay: Annotated[float, Meta(ge=0, le=1e38)] | None = None
     """None: as for tensors of no group"""
     rate_factor: Annotated[float, Meta(ge=0, le=1e38)] = 1.0
-    """times the learning rate of the step"""
+    """times the learning rate of the step; 0: frozen, with no gradient, no part of a norm, and moments that stay zero"""
 
 
 class AdamW(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

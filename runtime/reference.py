@@ -73,6 +73,9 @@ class Reference:
         total: dict[str, list[dict[str, torch.Tensor]]] = {layer: [] for layer in self._parameters}
         losses = [self._micro_batch(batch, scale, total) for batch in batches]
         gradients = {layer: self._sum(self.spec.stack[layer], parts) for layer, parts in total.items()}
+        for spec in self.spec.stack.values():
+            frozen = [tensor.name for tensor in spec.tensors if treatment(self.settings, spec, tensor).frozen]
+            gradients[spec.name] |= {name: torch.zeros_like(gradients[spec.name][name]) for name in frozen}
         factors: dict[str, torch.Tensor] = {}
         norm = None
         if self.work.clipping in ("global", "layer"):

@@ -23,6 +23,8 @@ from megatrain.simulator.schedule import CODES, LANES
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
 UNMEASURED_KINDS = ("loss",)  # computed only by an evaluation: a share of what is measured
 """Kinds whose duration hangs on `Op.shape`."""
+LAYER_KINDS = ("forward", "recompute", "backward")
+"""Those of a decoder layer."""
 COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations", "load_second")
 """Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
 `save_gradients`. The size of the other curve kinds is parameters."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import KEEP_ATTENTION, Architecture, Part, Tensors, cut, text_config
+from megatrain.simulator.families import KEEP_ATTENTION, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 
 ALIGNMENT = 64
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 Dtype = Literal["bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 Clipping = Literal["global", "layer", "update", "none"]
-EMBEDDING, HEAD = "e", "h"
+EMBEDDING, HEAD, DOCUMENTS = "e", "h", "-documents"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -284,12 +284,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         width = DTYPE_BYTES[dtype]
         return max(width * (layer.elements + 3 * tokens * layer.inner) for layer in self.decoders)
 
+    def documents_by(self, dtype: Dtype) -> Literal["lengths", "mask"] | None:
+        """What keeps documents of a row apart on a GPU: their lengths, told to a fused kernel, or a mask; None where nothing does."""
+        if any(layer.attention == "linear_attention" for layer in self.decoders):
+            return None
+        return "mask" if dtype == "fp32" or self.family in WRITTEN_OUT else "lengths"
+
     def mask_bytes(self, workload: Workload) -> int:
         """Bytes of what says which token sees which, where causality alone does not: with documents, or a window shorter than a row.
 
         A byte a pair for each type of attention, S S, and with documents for each row, B S S; and in a layer that reads one, the same for each
-        row in the compute dtype, as it is added to the scores, B S S b. Linear attention has none.
+        row in the compute dtype, as it is added to the scores, B S S b. Linear attention has none, and neither has a kernel that is told lengths.
         """
+        if workload.documents and self.documents_by(workload.dtype) == "lengths":
+            return 0
         pairs, masks = workload.sequence**2, dict[str, int]()
         for layer in self.decoders:
             windowed = 0 < self._part(layer.name).window < workload.sequence
@@ -361,7 +369,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss_chunk: int = 1024
     """tokens whose logits exist at one time; part of the arithmetic, because the head's gradient is summed chunk by chunk"""
     documents: bool = False
-    """rows may hold several documents, or padding: attention stays inside a document, and reads a mask for it"""
+    """rows may hold several documents, or padding, and attention stays inside a document. Packing by default: `megatrain plan` says so in its plans, and
+    one that does not speak of documents has none"""
 
     def __post_init__(self) -> None:
         for field, most in (("batch", 2**20), ("sequence", 2**24), ("accumulation", _MOST_MICRO_BATCHES), ("loss_chunk", 2**31)):
@@ -386,4 +395,4 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def shape(self) -> str:
         compiled, attention = "-compiled" if self.compiled else "", f"-{self.attention}" if self.attention else ""
-        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + ("-documents" if self.documents else "")
+        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + (DOCUMENTS if self.documents else "")

@@ -19,6 +19,7 @@ from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.evaluator import bounds
 from megatrain.simulator.exposed import exposed_ns, slowed_ns
+from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
@@ -97,6 +98,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """tokens of one sequence that fit, one sequence a micro-batch; None where it was not asked for, as the next"""
     largest_batch: int | None = None
     """sequences of a micro-batch that fit at the workload's sequence length"""
+    documents: str = ""
+    """what it costs that attention stays inside documents; empty where it costs nothing, or rows are one text"""
     reason: str = ""
     """why it does not fit, in one line"""
     advice: tuple[Suggestion, ...] = ()
@@ -198,9 +201,15 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
         host_peak_bytes=account.host_peak_bytes, host_limit_bytes=account.host_limit_bytes, pools=dict(account.pools),
         classes={place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in classes.items()},
         calibrated=hardware.costs.date if hardware.costs else "", uncertainty=uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
-        reason="" if choice.feasible else account.advice,
+        documents=_documents(plan.model, work), reason="" if choice.feasible else account.advice,
     )  # fmt: skip
     return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+
+
+def _documents(model: ModelSpec, work: Workload) -> str:
+    if not work.documents or model.documents_by(work.dtype) != "mask" or model.family in WRITTEN_OUT:
+        return ""
+    return f"in {work.dtype} a mask keeps them apart, and attention computes the pairs that it hides, half of them in vain"
 
 
 def _lacking(verdict: Verdict) -> str:

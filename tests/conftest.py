@@ -11,6 +11,7 @@ import pytest
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.specs import ModelSpec, Workload
 
+pytest.register_assert_rewrite("whole_models", "reference_lengths")
 hypothesis.settings.register_profile("megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("megatrain")
 

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with console.status("measuring"):
         hardware = calibrate(
-            args.name, model, options.workload(args), config_of(model, folder), options.device(args),
+            args.name, model, options.workload(args, model), config_of(model, folder), options.device(args),
             host_bytes=args.host_memory, device_bytes=args.device_memory, progress=lambda what: console.print(f"measuring {what}", highlight=False),
         )  # fmt: skip
     write_toml(args.out, hardware, "A machine, measured by `megatrain calibrate`. Times in ns, sizes in bytes or parameters.")

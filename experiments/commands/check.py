@@ -38,8 +38,9 @@ def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardw
     from megatrain.simulator.specs import ModelSpec
     from megatrain.simulator.verdict import candidates
 
+    model = ModelSpec.load(args.model)
     return candidates(
-        ModelSpec.load(args.model), hardware, options.workload(args), source=source, hardware_name=hardware_name,
+        model, hardware, options.workload(args, model), source=source, hardware_name=hardware_name,
         device_limit=args.device_memory, host_limit=args.host_memory, policies=policies(args.policy),
     )  # fmt: skip
 

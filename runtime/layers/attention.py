@@ -2,7 +2,8 @@
 
 A recompute that is given a layer's attention output and log-sum-exp runs everything but the attention kernel, and its backward runs that kernel's
 backward on them: the same kernel on the same inputs as without keeping, so the same bits. Where neither a kernel is chosen nor anything kept, this is
-transformers' `sdpa_attention_forward`, unchanged. Causal attention without mask or dropout, for layers that pass their keyword arguments on to it.
+transformers' `sdpa_attention_forward`, unchanged. Causal attention without dropout, for layers that pass their keyword arguments on to it; without
+mask but for the CPU's. Documents that are kept apart by their lengths (`lengths.py`) come as `Bounds` instead of a mask, and need no such layers.
 
 | kernel | where | aten op, and what it wants |
 |---|---|---|
@@ -21,9 +22,10 @@ import torch
 from torch.backends import cuda as sdp
 from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from megatrain.runtime.layers.lengths import Bounds, attend_within, takes_lengths
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -84,11 +86,16 @@ def refuse_attention(plan: Plan, device: torch.device) -> None:
             fix="leave `attention` out of the workload",
         )  # fmt: skip
     special = plan.workload.attention or plan.placed("attention")
-    if special and plan.workload.documents:
+    if (
+        special
+        and plan.workload.documents
+        and (plan.workload.attention == "cudnn" or (device.type == "cuda" and not takes_lengths(plan.model, plan.workload, device)))
+    ):
         kept = f"knobs.placement.attention = {plan.knobs.placement.attention!r}"
         raise UserError(
             "workload: documents", found=f"true, beside {f'attention = {plan.workload.attention!r}' if plan.workload.attention else kept}",
-            allowed="a kernel of choice, and attention that is kept, for rows of one document", fix="make a plan without documents, or without these",
+            allowed="flash, or attention that is kept, where flash attention takes documents' lengths: bf16 on an Ampere GPU or later",
+            fix="make the plan with --plain-packing, or without these",
         )  # fmt: skip
     if plan.workload.attention == "cudnn" and torch.are_deterministic_algorithms_enabled():
         raise UserError(
@@ -107,34 +114,45 @@ def take_over(config: PretrainedConfig) -> None:
 
 
 def attend(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, *,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | Bounds | None, *,
     scaling: float | None = None, kernel: Kernel | None = None, kept: Attention | None = None, taken: list[torch.Tensor] | None = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query [batch, heads, sequence, size], key and value likewise with their own heads -> [batch, sequence, heads, size], contiguous.
 
     `kernel`: None leaves it to PyTorch, and then nothing can be kept. `kept`: not computed but this. `taken`: gets the output and the log-sum-exp.
+    With `Bounds` the kernel is `lengths.py`'s, whatever is named; a layer's `sliding_window` is what transformers hands to flash attention.
     """
+    if isinstance(attention_mask, Bounds):
+        assert not others.get("dropout"), "kernels are called without dropout"
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_within(attention_mask, query, key, value, scale, others.get("sliding_window") or 0, kept=kept, taken=taken), None
     if kernel is None:
         made, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         return made, None
-    assert attention_mask is None, "kernels are called for causal attention alone"
+    assert attention_mask is None or kernel == "cpu", "kernels are called for causal attention alone"
     assert not others.get("dropout"), "kernels are called without dropout"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None:  # what `scaled_dot_product_attention` makes of heads and mask before this kernel
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
     if kept is not None:
-        output = _Kept.apply(kernel, scale, query, key, value, kept.output.transpose(1, 2), kept.log_sum_exp)
+        output = _Kept.apply(kernel, scale, attention_mask, query, key, value, kept.output.transpose(1, 2), kept.log_sum_exp)
     else:
-        output, log_sum_exp = _forward(kernel, scale, query, key, value)
+        output, log_sum_exp = _forward(kernel, scale, attention_mask, query, key, value)
     made = output.transpose(1, 2).contiguous()
     if taken is not None:
         taken += [made, log_sum_exp.reshape(log_sum_exp.shape[:3]).contiguous()]
     return made, None
 
 
-def _forward(kernel: Kernel, scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    kernel: Kernel, scale: float, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output [batch, heads, sequence, size] and log-sum-exp [batch, heads, sequence(, 1)], with autograd's own backward."""
     aten = torch.ops.aten
     if kernel == "cpu":
-        made = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, 0.0, True, scale=scale)
+        made = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
     elif kernel == "flash":
         made = aten._scaled_dot_product_flash_attention.default(query, key, value, 0.0, True, False, scale=scale)
     else:
@@ -147,26 +165,28 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: Kernel, scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx: Any, kernel: Kernel, scale: float, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+        log_sum_exp: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(mask, query, key, value, output, log_sum_exp)
         ctx.kernel, ctx.scale = kernel, scale
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sum_exp = ctx.saved_tensors
-        return (None, None, *_backward(ctx.kernel, ctx.scale, gradient, query, key, value, output, log_sum_exp), None, None)
+        mask, query, key, value, output, log_sum_exp = ctx.saved_tensors
+        return (None, None, None, *_backward(ctx.kernel, ctx.scale, mask, gradient, query, key, value, output, log_sum_exp), None, None)
 
 
 def _backward(
-    kernel: Kernel, scale: float, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
+    kernel: Kernel, scale: float, mask: torch.Tensor | None, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    output: torch.Tensor, log_sum_exp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value. Random states are passed for form: without dropout nothing reads them. None stands for an undefined tensor."""
     aten, lengths = torch.ops.aten, (query.shape[2], key.shape[2])
     if kernel == "cpu":
         made = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            gradient, query, key, value, output, log_sum_exp, 0.0, True, scale=scale
+            gradient, query, key, value, output, log_sum_exp, 0.0, mask is None, attn_mask=mask, scale=scale
         )  # fmt: skip
     elif kernel == "flash":
         seed, offset = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.zeros((), dtype=torch.uint64, device=query.device)

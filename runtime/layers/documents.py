@@ -11,15 +11,20 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from megatrain.runtime.batch import IGNORED, Batch
 
 
+def begins(documents: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence] int64, -1 for padding -> bool, where a document begins, the same shape."""
+    found = torch.ones_like(documents, dtype=torch.bool)
+    found[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return found
+
+
 def positions(documents: torch.Tensor) -> torch.Tensor:
     """[batch, sequence] int64, -1 for padding -> each position's distance from the start of its document, the same shape.
 
     A run of padding is a document of its own: it sees itself alone, nothing sees it, and no row of the attention is empty, which would be NaN.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(1).values
+    return index - torch.where(begins(documents), index, 0).cummax(1).values
 
 
 def trained_labels(batch: Batch) -> torch.Tensor:

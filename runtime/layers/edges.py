@@ -101,12 +101,19 @@ class Edges:
 
         Layers of one attention type are handed the same tensors. With documents the mask is [batch, 1, sequence, sequence].
         """
-        rows = torch.empty((), dtype=self._dtype, device=self._device).expand(batch, sequence, self._hidden)
-        return self._noted(rows, positions, helped=positions is not None and not self.packs)
+        helped = positions is not None and not self.packs
+        rows = self._no_rows(batch, sequence)
+        return self._noted(rows, positions, masks(self._way_to_layers.config, rows, positions) if helped and positions is not None else None)
 
-    def _noted(self, rows: torch.Tensor, positions: torch.Tensor | None, *, helped: bool) -> list[Arguments]:
+    def arguments_without_masks(self, positions: torch.Tensor) -> list[Arguments]:
+        """The same where something else keeps documents apart; nothing waits for the device."""
+        return self._noted(self._no_rows(*positions.shape), positions, self._no_mask)
+
+    def _no_rows(self, batch: int, sequence: int) -> torch.Tensor:
+        return torch.empty((), dtype=self._dtype, device=self._device).expand(batch, sequence, self._hidden)
+
+    def _noted(self, rows: torch.Tensor, positions: torch.Tensor | None, prepared: Any) -> list[Arguments]:
         with torch.no_grad():
-            prepared = masks(self._way_to_layers.config, rows, positions) if helped and positions is not None else None
             self._run(self._way_to_layers, inputs_embeds=rows, position_ids=positions, attention_mask=prepared)
         return [noted.arguments for noted in self._noting]
 
@@ -117,9 +124,10 @@ class Edges:
         """
         rows = torch.zeros(1, 2, self._hidden, dtype=self._dtype, device=self._device)
         positions = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
-        if all(map(_apart, self._noted(rows, positions, helped=False))):
+        if all(map(_apart, self._noted(rows, positions, None))):
             return True
-        if not getattr(self._way_to_layers.config, "layer_types", None) or not all(map(_apart, self._noted(rows, positions, helped=True))):
+        config = self._way_to_layers.config
+        if not getattr(config, "layer_types", None) or not all(map(_apart, self._noted(rows, positions, masks(config, rows, positions)))):
             raise ValueError("attention across documents")
         return False
 

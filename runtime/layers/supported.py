@@ -27,5 +27,5 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     if workload is not None and workload.documents and linear is not None:
         raise UserError(
             f"{where}: layer {linear.name}", found="linear_attention, which lets a document see the ones before it", allowed="rows of one document",
-            fix="make a plan without documents; padding at a row's end needs none, only labels that are ignored",
+            fix="make the plan with --plain-packing; padding at a row's end needs no documents, only labels that are ignored",
         )  # fmt: skip

@@ -8,17 +8,19 @@ layer*, and looked up at backward in whichever slot then holds the layer, so tha
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
-from megatrain.runtime.layers import attention
+from megatrain.runtime.layers import attention, lengths
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import positions
 from megatrain.runtime.layers.edges import Arguments, Edges
@@ -29,8 +31,10 @@ from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import with_nulls
+from megatrain.simulator.families import WRITTEN_OUT, with_nulls
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
+
+_log = logging.getLogger(__name__)
 
 
 def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
@@ -94,7 +98,13 @@ class Templates:
         quiet.output_router_logits = False
         whole = skeleton(quiet, self.dtype, device)
         self._kernel = attention.kernel_of(model, workload, device) if workload.attention or keeps else None
-        if self._kernel:
+        self._by_lengths = workload.documents and lengths.takes_lengths(model, workload, device)
+        if workload.documents and device.type == "cuda" and not self._by_lengths:
+            _log.warning(
+                "documents are kept apart by a mask, which no fused causal kernel reads: flash attention takes their lengths for bf16 on an Ampere GPU or "
+                "later, and not for the scores of %s", ", ".join(WRITTEN_OUT),
+            )  # fmt: skip
+        if self._kernel or self._by_lengths:
             attention.take_over(whole.config)
         self.prefix: str = whole.base_model_prefix
         self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(whole.base_model.layers)}
@@ -108,11 +118,13 @@ class Templates:
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
         self._edges = Edges(whole, model.hidden, self.dtype, device)
         self._causal: list[Arguments] = []
-        """what each decoder layer is handed where every row is one document; made here, since making masks waits for the device"""
+        """what each decoder layer is handed where every row is one document; made here, since making masks waits for the device. Empty where documents
+        are told by lengths and a window's mask, which that spares, would lie there for nothing"""
         if workload.documents:
             self._refuse_what_does_not_pack()
-        else:
+        if not (self._by_lengths and model.mask_bytes(msgspec.structs.replace(workload, documents=False))):
             self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
+        self._rooms: dict[int, int | None] = {}
         self._chunk_loss = torch.compile(self._token_losses, dynamic=False) if workload.compiled else self._token_losses
         self._arguments: dict[int, list[Arguments]] = {}
 
@@ -122,18 +134,36 @@ class Templates:
         except ValueError as error:
             raise UserError(
                 f"model {self.model.name}: model_type", found=f"{self.model.family}, whose model has {error}", allowed="rows of one document",
-                fix="make a plan without documents",
+                fix="make the plan with --plain-packing",
             ) from None  # fmt: skip
 
-    def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
-        """A micro-batch begins: masks and positions for its `documents` [batch, sequence] int64, on the device.
-
-        With documents transformers looks whether there are several, which waits for the device once a micro-batch.
+    def expect(self, micro: int, documents: torch.Tensor | None) -> None:
+        """Before a step: a micro-batch's `documents` [batch, sequence] int64 on the host, whose number is read here and not while ops run. None: there is
+        one a row, and attention is the causal kernel's.
         """
-        if documents is not None:
-            self._arguments[micro] = self._edges.arguments(self.workload.batch, self.workload.sequence, positions(documents))
+        self._rooms[micro] = None if documents is None else lengths.room(documents)
+
+    def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
+        """A micro-batch begins: lengths or masks, and positions, for its `documents` [batch, sequence] int64, on the device, unless `expect` has heard
+        that there is one a row.
+
+        For a mask transformers looks whether there are several, which waits for the device once a micro-batch; lengths wait for nothing.
+        """
+        one_a_row = documents is None or self._rooms.get(micro, 0) is None
+        if not (one_a_row and self._causal):
+            self._arguments[micro] = self._apart(micro, documents)
         if self.routing:
             self.routing.begin(micro, documents)
+
+    def _apart(self, micro: int, documents: torch.Tensor | None) -> list[Arguments]:
+        work = self.workload
+        if documents is None:
+            documents = torch.zeros(work.batch, work.sequence, dtype=torch.int64, device=self.device)
+        if not self._by_lengths:
+            return self._edges.arguments(work.batch, work.sequence, positions(documents))
+        places = self._rooms.get(micro, 0)
+        bounds = lengths.bounds(documents, work.batch if places is None else places or lengths.room(documents), compiled=work.compiled)
+        return [{**handed, "attention_mask": bounds} for handed in self._edges.arguments_without_masks(positions(documents))]
 
     def end(self, micro: int) -> None:
         """The micro-batch's backward is done."""

@@ -39,16 +39,14 @@ def find_data(options: DataOptions, plan: Plan, folder: Path | None, seed: int, 
     refuse_packing(chosen.packing, plan)
     training, held_out = open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
     if training.conversations and not training.documents:
-        on_note("conversations are packed so that each sees the ones before it in its row; a plan made with --documents keeps them apart")
+        on_note("conversations are packed so that each sees the ones before it in its row; a plan made without --plain-packing keeps them apart")
     return training, held_out
 
 
 def refuse_packing(packing: str, plan: Plan) -> None:
-    """Raises UserError where batches would number their documents and the plan does not keep them apart, or the other way round."""
-    apart = plan.workload.documents
-    if (packing != "plain") != apart:
-        allowed = "documents or none, since the plan keeps documents apart" if apart else "plain, since the plan attends over whole rows"
-        raise UserError("data: packing", found=packing, allowed=allowed, fix="leave packing out, or make a plan for it")
+    """Raises UserError where batches would number their documents and the plan does not keep them apart."""
+    if packing != "plain" and not plan.workload.documents:
+        raise UserError("data: packing", found=packing, allowed="plain, since the plan attends over whole rows", fix="leave packing out, or make a plan for it")
 
 
 def find_model(source: str, plan: Plan, *, needed: bool) -> Path | None:

@@ -3,8 +3,8 @@
     duration(size) = linear between the two measured sizes around it, along the outermost segment beyond them
 
 and, for compute, the duration of the very shape, or of the nearest measured shape scaled by FLOPs. A recompute without attention that was not
-measured takes of the one with it the share that the datasheet's rates give. Whatever lies outside the
-measured sizes or shapes is flagged as extrapolated.
+measured takes of the one with it the share that the datasheet's rates give, and so does a layer that was measured with documents of the one without,
+and the other way round. Whatever lies outside the measured sizes or shapes is flagged as extrapolated.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import msgspec
+
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, CostTable, Workspace
+from megatrain.simulator.hardware import COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import Op, is_kept
 from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import DOCUMENTS, ModelSpec, Workload
 
 
 class Calibrated(Shared):
@@ -57,12 +59,27 @@ class Calibrated(Shared):
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = interpolate(self._curve(op), size)
+            elif (other := _other_packing(size)) and not self._has(kind, size) and self._has(kind, other):
+                self._known[key] = self._as_packed(op, other)
             elif is_kept(size) and size not in self.table.compute.get(kind, {}) and self._datasheet is not None:
                 full, share = self._datasheet.whole(op)
                 self._known[key] = math.ceil(share * self._look_up(full)[0]), True
             else:
                 self._known[key] = self._compute(kind, size, op.amount)
         return self._known[key]
+
+    def _has(self, kind: str, shape: str) -> bool:
+        """Something was measured from which `shape` can be had."""
+        return any(_dtype(known) == _dtype(shape) for known in self.table.compute.get("head" if kind in UNMEASURED_KINDS else kind, {}))
+
+    def _as_packed(self, op: Op, shape: str) -> tuple[int, bool]:
+        """(duration, extrapolated) of `op` from what it takes with rows packed the other way, as in `shape`. All but the decoder layers take the same."""
+        duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
+        if op.kind not in LAYER_KINDS:
+            return duration, outside
+        sheet = self._datasheet
+        share = sheet.share(op, msgspec.structs.replace(sheet.workload, documents=not sheet.workload.documents)) if sheet else 1.0
+        return math.ceil(share * duration), True
 
     def _curve(self, op: Op) -> tuple[tuple[int, int], ...]:
         kind, curves = op.kind, self.table.curves
@@ -91,15 +108,21 @@ class Calibrated(Shared):
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Of this model and workload, or of the same model with other tokens: what autograd saves is proportional to the tokens."""
         known, shape = self.table.activations, f"{model.shape}/{workload.shape}"
-        for other in [shape, *sorted(known)]:
-            if other in known and _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
-                tokens, size = known[other]
-                return -(-size * workload.tokens // tokens)
+        for wanted in (shape, _other_packing(shape)):
+            for other in [wanted, *sorted(known)]:
+                if other in known and _layer(other) == _layer(shape) and _dtype(other) == _dtype(wanted):
+                    tokens, size = known[other]
+                    return -(-size * workload.tokens // tokens)
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Of this very shape only: it has fixed parts, so it does not scale."""
-        return self.table.workspace.get(f"{model.shape}/{workload.shape}")
+        """Of this very shape only: it has fixed parts, so it does not scale. With rows packed the other way, but for the mask."""
+        shape = f"{model.shape}/{workload.shape}"
+        found, beside = self.table.workspace.get(shape), self.table.workspace.get(_other_packing(shape))
+        if found or beside is None:
+            return found
+        more = model.mask_bytes(workload) - model.mask_bytes(msgspec.structs.replace(workload, documents=not workload.documents))
+        return msgspec.structs.replace(beside, layer=max(beside.layer + more, 0))
 
 
 def _layer(shape: str) -> str:
@@ -110,6 +133,11 @@ def _layer(shape: str) -> str:
 def _dtype(shape: str) -> str:
     """And what else decides the kernels: compiled or not, a chosen attention."""
     return shape.rpartition("/")[2].partition("-")[2]
+
+
+def _other_packing(shape: str) -> str:
+    """The shape of the same tokens with documents kept apart, or without."""
+    return shape.removesuffix(DOCUMENTS) if shape.endswith(DOCUMENTS) else shape + DOCUMENTS
 
 
 def _list(keys: Mapping[str, object]) -> str:

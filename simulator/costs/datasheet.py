@@ -3,7 +3,9 @@
     copy      the time on the link's curve, linear between its points and along the outermost segment beyond; latency + bytes / rate without a
               curve; nothing at all on a unified machine
     compute   linear FLOPs / (peak x linear efficiency) + attention FLOPs / (peak x attention efficiency x S / (S + half length))
-              + moved bytes / device rate, S tokens a sequence; of the workload's attention kernel where the machine names it
+              + moved bytes / device rate, S tokens a sequence; of the workload's attention kernel where the machine names it. Documents are told
+              to flash attention by their lengths: its rate, as if every row were one document, since shorter ones only take less. Where a mask
+              keeps them apart no masked pair is left out: twice the FLOPs, which nobody measured
     the rest  bytes or parameters / rate
 
 The terms add up because kernels run one after the other, and because a product is slower by about the time of reading its weights: 1,024 tokens
@@ -11,7 +13,8 @@ times a 3584 x 18944 matrix take 0.230 ms on an H200 (2026-11-21), its rate with
 Traffic is counted as eager PyTorch moves it (`ModelSpec.work`): compiled layers are 15 to 20 % faster. Launching kernels costs nothing here, so
 ops of a few hundred tokens come out too fast.
 
-Only copies beyond a curve that was measured are flagged as extrapolated; how far off the rates may be is the machine's `uncertainty`.
+Copies beyond a curve that was measured are flagged as extrapolated, and layers whose attention reads a mask for documents; how far off the rates may
+be is the machine's `uncertainty`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Unmeasured
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, AttentionRate, HardwareSpec
+from megatrain.simulator.families import WRITTEN_OUT
+from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, AttentionRate, HardwareSpec
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -66,7 +70,9 @@ class Datasheet(Unmeasured):
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens)
-        attention = hardware.attention.get(workload.attention or "", usual)
+        attention = hardware.attention.get("flash" if workload.documents else workload.attention or "", usual)
+        # written-out scores are all computed, with documents or without
+        self.masked = workload.documents and model.documents_by(workload.dtype) == "mask" and model.family not in WRITTEN_OUT
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
         self._attention_flops_per_ns = flops_per_ns * attention.efficiency * workload.sequence / (workload.sequence + attention.half_tokens)
         self._computed: dict[tuple[str, str, bool], int] = {}
@@ -101,14 +107,19 @@ class Datasheet(Unmeasured):
     def _compute_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
         if (kind, layer, kept) not in self._computed:
             work = self.model.work(kind, layer, self.workload, kept=kept)
-            attention = work.attention_flops * (_ATTENTION_BACKWARD if kind == "backward" else 1)
+            attention = work.attention_flops * (_ATTENTION_BACKWARD if kind == "backward" else 1) * (2 if self.masked else 1)
             self._computed[kind, layer, kept] = math.ceil(
                 work.linear_flops / self._linear_flops_per_ns + attention / self._attention_flops_per_ns + work.moved_bytes / self.hardware.device_gb_per_s
             )
         return self._computed[kind, layer, kept]
 
     def extrapolated(self, op: Op) -> bool:
-        return op.kind in COPY_KINDS and self._copy(op)[1]
+        return (op.kind in COPY_KINDS and self._copy(op)[1]) or (self.masked and op.kind in LAYER_KINDS)
+
+    def share(self, op: Op, workload: Workload) -> float:
+        """The time of a decoder layer's `op` over what it would be under another `workload` of the same tokens."""
+        other, kept = Datasheet(self.hardware, self.model, workload), is_kept(op.shape)
+        return self._compute_ns(op.kind, op.layer, kept=kept) / other._compute_ns(op.kind, op.layer, kept=kept)
 
     def duration_ns(self, op: Op) -> int:
         hardware, kind = self.hardware, op.kind

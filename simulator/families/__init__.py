@@ -11,10 +11,12 @@ from megatrain.simulator.families.decoders import FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.parts import Part, Tensors, joined
 
-__all__ = ["FAMILIES", "KEEP_ATTENTION", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
+__all__ = ["FAMILIES", "KEEP_ATTENTION", "WRITTEN_OUT", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
+WRITTEN_OUT = ("gemma2", "gpt_oss")
+"""families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
 

@@ -153,7 +153,7 @@ MISTAKES = {
         TRAIN, "hidden_size 64", "hidden_size 32", "megatrain plan", edited("tiny/config.json", ('"hidden_size": 32', '"hidden_size": 64'))
     ),
     "missing corpus": Mistake((*TRAIN, "--data", "gone"), "no such file or folder", "*.py", "check the path"),
-    "empty corpus": Mistake((*TRAIN, "--data", "empty.txt"), "1 tokens", "the 33 of one step", "more text", written("empty.txt", "")),
+    "empty corpus": Mistake((*TRAIN, "--data", "empty.txt"), "1 tokens", "the 32 of one step", "more text", written("empty.txt", "")),
     "corpus folder without text": Mistake((*TRAIN, "--data", "tiny"), "a folder without data", "*.txt", "check the path"),
     "corpus that is a device": Mistake((*TRAIN, "--data", "/dev/zero"), "no such file", "a file or folder with", "check the path"),
     "out folder taken": Mistake((*TRAIN, "--out", "corpus"), "something there already", "a new or empty folder", "--out"),

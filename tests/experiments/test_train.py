@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.training.config import Config
 
@@ -88,7 +89,6 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (("--logging.tracker", "trackio"), r"logging: tracker: trackio: found no such package; allowed: an installed one; fix: pip install trackio"),
         (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),
         (("--eval-data", "corpus", "--eval-fraction", "0.1"), r"config: data: evaluation: found more than one of a fraction, documents and a file"),
-        (("--packing", "documents"), r"data: packing: found documents; allowed: plain, since the plan attends over whole rows; fix: leave packing out"),
         (("--columns", "csv"), r"config: data.columns: found 'csv'; allowed: 'auto', 'text', "),
         (("--from-step", "2"), r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or --resume RUN"),
         (("--resume", "run"), r"megatrain train: --out, --resume: found both"),
@@ -121,6 +121,7 @@ def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(comm
     lines = [json.dumps({"messages": turns}) for _ in range(40)]
     Path("chat.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]))
     words = ("train", "plan.toml", "--data", "chat.jsonl", "--loss", "last", "--eval-documents", 4, "--data-cache", "cache", "--steps", 3, "--device", "cpu")
+    words = (*words, "--packing", "plain")  # a conversation is longer than a row
     outcome = command(*words, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "recognised: messages, chat template of the tokenizer, loss on the last assistant turn" in outcome.out
@@ -135,3 +136,38 @@ def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(comm
     assert len(list(Path("cache").iterdir())) == 1
     strict = command(*words, "--strict", "--out", "another")
     assert re.match(r"megatrain: bad row .*chat.jsonl:4: found invalid JSON", strict.err), strict.err
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("words", "documents", "packing"), [((), True, "documents"), (("--documents",), True, "documents"), (("--plain-packing",), False, "plain")]
+)
+def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(command: Any, words: tuple[str, ...], documents: bool, packing: str) -> None:
+    """By a plan that says so; one that does not is for rows of one text, and so it may be trained under either."""
+    work = ("--policy", "double_buffer", "--batch", 2, "--seq", 16, "--dtype", "fp32")
+    outcome = command("plan", "tiny", "--hardware", "h200", *work, *words, "--out", "made.toml")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert ("documents: in fp32 a mask keeps them apart" in outcome.out) is documents
+    assert ("documents = true" in Path("made.toml").read_text()) is documents
+    train = ("train", "made.toml", "--data", "corpus", "--steps", 2, "--device", "cpu")
+    assert f"packing {packing}, " in command(*train, "--out", "run").out
+    assert "packing plain, " in command(*train, "--packing", "plain", "--out", "another").out
+    refused = command(*train, "--packing", "documents", "--out", "third")
+    assert refused.err == "" if documents else "data: packing: found documents; allowed: plain, since the plan attends over whole rows" in refused.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so(command: Any) -> None:
+    config = tiny_config("qwen3_next").to_dict()
+    Path("next").mkdir()
+    Path("next/config.json").write_text(json.dumps(config))
+    words = ("plan", "next", "--hardware", "h200", "--policy", "resident", "--batch", 2, "--seq", 16, "--out", "next.toml")
+    refused = command(*words, "--documents")
+    assert refused.status == 2
+    assert re.match(r"megatrain: --documents: found qwen3_next, whose linear attention .*; allowed: .*; fix: use --plain-packing\n$", refused.err)
+    outcome = command(*words)
+    assert outcome.status == 0
+    assert outcome.err == "rows are packed without borders between documents: qwen3_next, whose linear attention carries its state from one into the next\n"
+    assert "documents" not in Path("next.toml").read_text()
+    cudnn = command("check", "tiny", "--hardware", "h200", "--policy", "resident", "--attention", "cudnn")
+    assert cudnn.err == "rows are packed without borders between documents: --attention cudnn, which takes no lengths of documents\n"

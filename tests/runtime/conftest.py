@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from whole_models import SEQUENCE, weights
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
@@ -18,6 +19,7 @@ from megatrain.runtime.optimizer import AdamW
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.specs import ModelSpec
 
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 
@@ -34,9 +36,9 @@ def one_thread() -> Iterator[None]:
 class Session:
     """An executor with weights in it; steps on random tokens."""
 
-    def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int]) -> None:
+    def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int], settings: AdamW) -> None:
         self.plan = plan
-        self.executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.05, weight_decay=0.1), torch.device("cpu"), schedule=schedule, threads=threads)
+        self.executor = Executor(plan, config_of(plan.model), settings, torch.device("cpu"), schedule=schedule, threads=threads)
         self.state = ModelState(plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
         try:
             self.state.load(weights)
@@ -93,7 +95,23 @@ def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
 
 @pytest.fixture(scope="session")
 def session() -> Callable[..., Session]:
-    def make(plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD) -> Session:
-        return Session(plan, schedule, weights or random_weights(0), threads)
+    def make(
+        plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD,
+        settings: AdamW = AdamW(max_norm=0.05, weight_decay=0.1),  # noqa: B008 - frozen
+    ) -> Session:  # fmt: skip
+        return Session(plan, schedule, weights or random_weights(0), threads, settings)
+
+    return make
+
+
+@pytest.fixture
+def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
+    """A session of one resident model with the weights of `whole_models`; `run(model, ...)`."""
+
+    def make(model: ModelSpec, **changes: Any) -> Any:
+        plan = make_plan(
+            changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes}
+        )
+        return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,24 @@ def test_each_way_of_calling_is_one_graph_a_kind(make_plan: Callable[..., Plan],
     assert counts == [3, 3]
 
 
-@pytest.mark.parametrize(("changes", "found"), [
-    ({"attention": "flash"}, "true, beside attention = 'flash'"), ({"placement": Placement(attention="1")}, "true, beside knobs.placement.attention = '1'"),
+KEPT: dict[str, Any] = {"placement": Placement(attention="1")}
+
+
+@pytest.mark.parametrize(("changes", "lengths", "found"), [
+    ({"attention": "flash"}, True, ""), (KEPT, True, ""), ({"attention": "cudnn"}, True, "attention = 'cudnn'"),
+    ({"attention": "flash"}, False, "attention = 'flash'"), (KEPT, False, "knobs.placement.attention = '1'"), ({}, False, ""),
 ])  # fmt: skip
-def test_neither_a_kernel_nor_a_kept_attention_has_a_mask_for_documents(make_plan: Callable[..., Plan], changes: dict[str, Any], found: str) -> None:
-    with pytest.raises(UserError, match=f"workload: documents: found {found}"):
-        refuse_attention(make_plan(documents=True, **changes), CPU)
+def test_beside_documents_there_are_kernels_that_take_lengths(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], lengths: bool, found: str
+) -> None:
+    """On a GPU. The CPU's kernel takes a mask."""
+    monkeypatch.setattr(attention, "takes_lengths", lambda *_: lengths)
+    monkeypatch.setattr(attention, "kernel_of", lambda *_: None)
+    plan = make_plan(documents=True, **changes)
+    with pytest.raises(UserError, match=f"workload: documents: found true, beside {found}") if found else contextlib.nullcontext():
+        refuse_attention(plan, torch.device("cuda"))
+    if changes.get("attention") != "cudnn":
+        refuse_attention(plan, CPU)
 
 
 def test_cudnn_is_refused_in_deterministic_mode(make_plan: Callable[..., Plan]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from tiny_families import config_of as tiny_config
 
-from megatrain.experiments import options
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.templates import config_of
@@ -132,12 +130,5 @@ def test_the_routers_loss_is_left_out(executable: Callable[..., Plan], session: 
 def test_documents_that_were_not_planned_are_refused(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
     with session(executable()) as running:
         (batch,) = running.batches(1)
-        with pytest.raises(UserError, match=r"data: found rows of several documents; .*; fix: make the plan with --documents"):
+        with pytest.raises(UserError, match=r"data: found rows of several documents; .*; fix: make the plan without --plain-packing"):
             running.executor.step([batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1)
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_the_command_line_plans_them(documents: bool) -> None:
-    parser = argparse.ArgumentParser()
-    options.add_workload(parser)
-    assert options.workload(parser.parse_args(["--documents"] if documents else [])).documents is documents

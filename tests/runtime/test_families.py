@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,29 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_families import config_of as tiny_config
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
+from whole_models import (
+    BF16_BOUND,
+    DOCUMENTED,
+    LEFT,
+    PACKED,
+    RIGHT,
+    SEQUENCE,
+    compare,
+    drawn,
+    labelled,
+    model_of,
+    scale_of,
+    token_losses,
+    weights,
+    whole_model,
+    with_documents,
+)
 
 from megatrain.runtime import calibrate as calibration
-from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.model_files import export, folder_weights
-from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.skeleton import kind_of, skeleton, widen_buffers
 from megatrain.runtime.layers.templates import Templates, config_of
-from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.runtime.rates import Rates
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
@@ -30,149 +40,9 @@ from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.specs import ModelSpec, Workload
 
-TINY: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-SEQUENCE = 24
-SLIDING = ["sliding_attention", "full_attention"] * 2
-QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
-CHANGES: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 8},
-    "qwen2": {**QWEN_WINDOW, "max_window_layers": 2},
-    "qwen3": {**QWEN_WINDOW, "max_window_layers": 1, "head_dim": 16},
-    "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0},
-    "olmo3": {"sliding_window": 8, "layer_types": SLIDING},
-    "glm": {"head_dim": 16},
-    "glm4": {"head_dim": 16},
-    "glm4_moe": {"head_dim": 16, "use_qk_norm": True},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
-    "granitemoe": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
-    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
-    "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "layer_types": SLIDING},
-    "smollm3": {**QWEN_WINDOW, "no_rope_layer_interval": 2},
-    "gpt_oss": {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
-    "mixtral": {"sliding_window": 8},
-    "qwen2_moe": {"mlp_only_layers": [1]},
-    "qwen3_moe": {"mlp_only_layers": [1], "head_dim": 16},
-    "qwen3_next": {"head_dim": 16, "full_attention_interval": 2, "mlp_only_layers": [2]},
-    "phi3": {"sliding_window": 8},
-    "starcoder2": {"sliding_window": 8},
-    "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
-    "gpt_neox": {"rotary_pct": 0.5},
-}
-"""on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
          "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
-BF16_BOUND = 0.02
-"""of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
-the embedding's rows and the micro-batches
-"""
-
-
-def model_of(family: str, **changes: Any) -> ModelSpec:
-    config = tiny_config(family, **{**TINY, **CHANGES.get(family, {}), **changes})
-    return ModelSpec.from_config(config.to_dict(), family, family)
-
-
-def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Every tensor another one, norms around one half and biases not zero."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{layer} {tensor}".encode()))
-    if tensor.endswith("e_score_correction_bias"):
-        return torch.randn(shape, generator=generator) * 0.1
-    return torch.randn(shape, generator=generator) * 0.1 + (0.5 if len(shape) == 1 else 0)
-
-
-def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
-    """transformers' model with the same weights."""
-    dtype = torch.float32 if plan.workload.dtype == "fp32" else torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    widen_buffers(model)
-    prefix = model.base_model_prefix
-    with torch.no_grad():
-        for layer in plan.model.stack.values():
-            for tensor in layer.tensors:
-                master = weights(layer.name, tensor.name, tensor.shape)  # its high plane is rounded with ties away from zero
-                model.get_parameter(hub_name(layer.name, tensor.name, prefix)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
-        for index, layer in enumerate(model.base_model.layers):
-            for name, buffer in layer.named_buffers():
-                buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
-    return model
-
-
-Tensors = dict[tuple[str, str], torch.Tensor]
-
-
-def gradients_of(running: Any) -> Tensors:
-    """What the last step left, fp32."""
-    found: Tensors = {}
-    for layer in running.plan.model.stack.values():
-        buffer, offset = f"device.gradients:{layer.name}", 0
-        flat = running.executor.arenas.flat(buffer, running.executor._binder._gradient_dtype(buffer, layer.name), layer.elements)
-        for tensor in layer.tensors:
-            found[layer.name, tensor.name] = flat[offset : offset + tensor.elements].float().view(tensor.shape).clone()
-            offset += tensor.padded
-    return found
-
-
-def their_gradients(plan: Plan, model: Any) -> Tensors:
-    found: Tensors = {}
-    for layer in plan.model.stack.values():
-        for tensor in layer.tensors:
-            gradient = model.get_parameter(hub_name(layer.name, tensor.name, model.base_model_prefix)).grad
-            found[layer.name, tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.float()
-    return found
-
-
-def difference(ours: Tensors, theirs: Tensors) -> float:
-    """The largest over the tensors of the largest difference, relative to the tensor's largest element."""
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30)) for name in theirs)
-
-
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def drawn(plan: Plan, seed: int = 0) -> list[Batch]:
-    """Micro-batches of random tokens, of which each has another number of labels."""
-    work, generator = plan.workload, torch.Generator().manual_seed(seed)
-    batches = []
-    for micro in range(work.accumulation):
-        ids, labels = torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)
-        labels[0, : 3 + micro] = IGNORED
-        batches.append(Batch(ids, labels))
-    return batches
-
-
-def scale_of(batches: Sequence[Batch]) -> float:
-    return 1 / sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-
-
-@pytest.fixture
-def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
-    """A session of one resident model with the weights of this file; `run(model, ...)`."""
-
-    def make(model: ModelSpec, **changes: Any) -> Any:
-        plan = make_plan(
-            changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes}
-        )
-        return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
-
-    return make
-
-
-def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, bound: float) -> None:
-    """A step of ours against `loss` of theirs, whose backward is still to come."""
-    result = running.executor.step(batches, rate=0.0, number=1)
-    loss.backward()
-    assert result.loss == pytest.approx(float(loss.detach()), rel=bound)
-    found = difference(gradients_of(running), their_gradients(running.plan, model))
-    logging.getLogger(__name__).info("%s: loss %.1e, gradients %.1e", running.plan.model.family, abs(result.loss / float(loss.detach()) - 1), found)
-    assert found < bound
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -185,58 +55,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any]
         compare(running, batches, loss, model, bound)
 
 
-# ---- documents and padding
-
-PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
-LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
-RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
-DOCUMENTED = [family for family in FAMILIES if family != "qwen3_next"]
-
-
-def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
-    """Labels stand at padding too, and at a document's end: the first must not count."""
-    ids, labels, _ = drawn(plan)[0]
-    return Batch(ids, labels, documents)
-
-
-def labelled(batch: Batch) -> Batch:
-    assert batch.documents is not None
-    return batch._replace(labels=batch.labels.masked_fill(batch.documents < 0, IGNORED))
-
-
-@pytest.mark.parametrize("family", DOCUMENTED)
-def test_a_packed_row_trains_as_its_documents_alone(run: Callable[..., Any], family: str) -> None:
-    """Theirs sees each document by itself, without a mask, positions or padding."""
-    with run(model_of(family), documents=True) as running:
-        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, PACKED)
-        loss = torch.zeros(())
-        for ids, labels, documents in zip(*labelled(batch), strict=True):
-            for document in range(int(documents.max()) + 1):
-                here = documents == document
-                loss = loss + token_losses(model(ids[None, here]).logits, labels[None, here])
-        compare(running, [batch], loss * scale_of([labelled(batch)]), model, 1e-5)
-
-
-@pytest.mark.parametrize("family", DOCUMENTED)
-def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(run: Callable[..., Any], family: str) -> None:
-    """By its position ids: documents alone are other matrix products, which in bf16 round differently."""
-    with run(model_of(family), dtype="bf16", documents=True) as running:
-        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, PACKED)
-        position_ids = torch.cat([torch.arange(length) for length in (9, 1, 14, 12, 7, 5)]).view(2, SEQUENCE)
-        inputs = {"inputs_embeds": torch.empty(2, SEQUENCE, 1, dtype=torch.bfloat16), "position_ids": position_ids}
-        prepared = masks(model.config, **inputs) if family == "gpt_oss" else None  # its model does not show the positions to its masks
-        logits = model(batch.ids, position_ids=position_ids, attention_mask=prepared).logits
-        compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, BF16_BOUND)
-
-
-@pytest.mark.parametrize("family", DOCUMENTED)
-@pytest.mark.parametrize("documents", [LEFT, RIGHT], ids=["left", "right"])
-def test_padding_is_transformers_attention_mask(run: Callable[..., Any], family: str, documents: torch.Tensor) -> None:
-    with run(model_of(family), documents=True) as running:
-        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, documents)
-        mask = (documents >= 0).long()
-        logits = model(batch.ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-        compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, 1e-5)
+# ---- padding
 
 
 def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[..., Any]) -> None:
@@ -375,6 +194,6 @@ def test_linear_attention_over_documents_is_refused_by_name(make_plan: Callable[
     plan = make_plan("resident", model=model_of("qwen3_next"), documents=True)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     with pytest.raises(
-        UserError, match=r"model qwen3_next: layer 0: found linear_attention, which .*; allowed: rows of one document; fix: make a plan without"
+        UserError, match=r"model qwen3_next: layer 0: found linear_attention, which .*; allowed: rows of one document; fix: make the plan with --plain-packing"
     ):
         session(plan)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import reference_lengths
 import torch
+from whole_models import model_of
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.lanes import Crew, LaneError
@@ -54,6 +56,19 @@ def test_no_op_reads_a_value(
         for number in (1, 2, 3):
             running.step(number)
         running.executor.drain()
+
+
+@pytest.mark.usefixtures("no_reads")
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])
+def test_documents_told_by_lengths_wait_for_nothing(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    reference_lengths.install(monkeypatch)
+    model = model_of(family)
+    with session(executable("resident", model=model, documents=True, accumulation=2, device_limit_bytes=2**30, host_limit_bytes=2**30)) as running:
+        for number in (1, 2):
+            numbered = [batch._replace(documents=torch.arange(16).expand(2, -1) // (4 * number)) for batch in running.batches(number)]
+            running.executor.step(numbered, rate=1e-2, number=number)
 
 
 def _read(name: str) -> None:

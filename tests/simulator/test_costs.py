@@ -18,7 +18,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import Clipping, ModelSpec, Workload
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -337,3 +337,65 @@ def test_a_replay_of_another_schedule_is_refused() -> None:
     assert costs.duration_ns(forward("any")) == 7
     with pytest.raises(UserError, match=r"no span of W0\.c0"):
         costs.duration_ns(load(1))
+
+
+# ---- documents
+
+
+def packed_as(documents: bool, **changes: Any) -> Workload:
+    return Workload(batch=32, sequence=1024, documents=documents, **changes)
+
+
+def compute(kind: str, model: ModelSpec, work: Workload) -> Op:
+    layer, op = model.decoders[0], str(OpId(kind, "" if kind == "head" else "0", "", 0))
+    return Op(id=op, lane="compute", flops=model.work(kind, "0", work).flops, shape=f"{layer.signature}/{work.shape}")
+
+
+@pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
+def test_documents_cost_flash_attention_over_whole_rows(kind: str) -> None:
+    """Not cuDNN's rate, where the machine names it for a plan without."""
+    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
+    packed, flash, cudnn = (
+        Datasheet(hardware, model, work) for work in (packed_as(True), packed_as(False, attention="flash"), packed_as(False, attention="cudnn"))
+    )
+    op = compute(kind, model, packed_as(True))
+    assert packed.duration_ns(op) == flash.duration_ns(op) > cudnn.duration_ns(op)
+    assert not packed.extrapolated(op)
+
+
+def test_a_mask_for_documents_costs_the_hidden_pairs_too_and_is_flagged() -> None:
+    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
+    packed, plain = (Datasheet(hardware, model, packed_as(documents, dtype="fp32")) for documents in (True, False))
+    op = compute("forward", model, packed_as(True, dtype="fp32"))
+    attention = model.work("forward", "0", packed_as(True)).attention_flops / plain._attention_flops_per_ns
+    assert packed.duration_ns(op) - plain.duration_ns(op) == pytest.approx(attention, rel=1e-3)
+    assert (packed.extrapolated(op), plain.extrapolated(op)) == (True, False)
+
+
+def test_scores_that_are_written_out_cost_the_same_with_documents() -> None:
+    model = ModelSpec.load("gemma-2-27b")
+    durations = {Datasheet(HardwareSpec.load("h200"), model, packed_as(documents))._compute_ns("forward", "0") for documents in (False, True)}
+    assert len(durations) == 1
+
+
+@pytest.mark.parametrize("measured_with", [False, True])
+def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flagged(measured_with: bool) -> None:
+    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
+    measured, wanted = packed_as(measured_with), packed_as(not measured_with)
+    ops = {kind: compute(kind, model, measured) for kind in ("forward", "head")}
+    shape = f"{model.shape}/{measured.shape}"
+    costs = Calibrated(
+        table(
+            compute={kind: {op.shape: (op.amount, 1000)} for kind, op in ops.items()}, activations={shape: (measured.tokens, 77)},
+            workspace={shape: Workspace(layer=5, head=6)},
+        ), Datasheet(hardware, model, wanted),
+    )  # fmt: skip
+    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in ops.values()] == [(1000, False)] * 2
+    others = [compute(kind, model, wanted) for kind in ops]
+    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in others] == [(1000, True), (1000, False)], (
+        "the usual attention is flash; the head has none"
+    )
+    assert costs.activations_bytes(model, wanted) == 77
+    assert costs.workspace(model, wanted) == Workspace(layer=5, head=6)
+    chosen = packed_as(False, attention="cudnn")
+    assert Datasheet(hardware, model, chosen).share(ops["forward"], packed_as(True)) < 1

@@ -130,13 +130,16 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
 
 def test_masks_are_counted_where_causality_alone_does_not_do(make_model: Callable[..., ModelSpec]) -> None:
     plain, both = make_model(), make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=8)
-    work, packed = Workload(batch=3, sequence=16), Workload(batch=3, sequence=16, documents=True)
-    pairs = 16 * 16
+    capped = make_model(family="gemma2", head_dim=16, sliding_window=16)
+    work, pairs = Workload(batch=3, sequence=16, dtype="fp32"), 16 * 16
+    packed = msgspec.structs.replace(work, documents=True)
     assert plain.mask_bytes(work) == 0
-    assert plain.mask_bytes(packed) == 3 * pairs + 3 * pairs * 2
-    assert both.mask_bytes(work) == pairs + 3 * pairs * 2, "a window's, one for all rows"
-    assert both.mask_bytes(packed) == 2 * 3 * pairs + 3 * pairs * 2
+    assert plain.mask_bytes(packed) == 3 * pairs + 3 * pairs * 4
+    assert both.mask_bytes(work) == pairs + 3 * pairs * 4, "a window's, one for all rows"
+    assert both.mask_bytes(packed) == 2 * 3 * pairs + 3 * pairs * 4
     assert both.mask_bytes(Workload(batch=3, sequence=8)) == 0, "a window as long as the row"
     for model in (plain, both):
         grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
         assert grown == model.mask_bytes(packed) - model.mask_bytes(work)
+        assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, "lengths are told instead"
+    assert capped.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 2 * 3 * pairs + 3 * pairs * 2, "scores that no fused kernel computes"

@@ -1,0 +1,166 @@
+"""Every family's tiny model, its weights and batches, and what tells a step of ours from one of transformers' whole model."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import config_of as tiny_config
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.layers.skeleton import widen_buffers
+from megatrain.runtime.optimizer import round_to_bf16
+from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.specs import ModelSpec
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+SEQUENCE = 24
+SLIDING = ["sliding_attention", "full_attention"] * 2
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "qwen2": {**QWEN_WINDOW, "max_window_layers": 2},
+    "qwen3": {**QWEN_WINDOW, "max_window_layers": 1, "head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0},
+    "olmo3": {"sliding_window": 8, "layer_types": SLIDING},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "glm4_moe": {"head_dim": 16, "use_qk_norm": True},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "granitemoe": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "layer_types": SLIDING},
+    "smollm3": {**QWEN_WINDOW, "no_rope_layer_interval": 2},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
+    "mixtral": {"sliding_window": 8},
+    "qwen2_moe": {"mlp_only_layers": [1]},
+    "qwen3_moe": {"mlp_only_layers": [1], "head_dim": 16},
+    "qwen3_next": {"head_dim": 16, "full_attention_interval": 2, "mlp_only_layers": [2]},
+    "phi3": {"sliding_window": 8},
+    "starcoder2": {"sliding_window": 8},
+    "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
+    "gpt_neox": {"rotary_pct": 0.5},
+}
+"""on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
+BF16_BOUND = 0.02
+"""of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
+the embedding's rows and the micro-batches
+"""
+
+
+def model_of(family: str, **changes: Any) -> ModelSpec:
+    config = tiny_config(family, **{**TINY, **CHANGES.get(family, {}), **changes})
+    return ModelSpec.from_config(config.to_dict(), family, family)
+
+
+def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Every tensor another one, norms around one half and biases not zero."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{layer} {tensor}".encode()))
+    if tensor.endswith("e_score_correction_bias"):
+        return torch.randn(shape, generator=generator) * 0.1
+    return torch.randn(shape, generator=generator) * 0.1 + (0.5 if len(shape) == 1 else 0)
+
+
+def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
+    """transformers' model with the same weights."""
+    dtype = torch.float32 if plan.workload.dtype == "fp32" else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    widen_buffers(model)
+    prefix = model.base_model_prefix
+    with torch.no_grad():
+        for layer in plan.model.stack.values():
+            for tensor in layer.tensors:
+                master = weights(layer.name, tensor.name, tensor.shape)  # its high plane is rounded with ties away from zero
+                model.get_parameter(hub_name(layer.name, tensor.name, prefix)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
+        for index, layer in enumerate(model.base_model.layers):
+            for name, buffer in layer.named_buffers():
+                buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
+    return model
+
+
+Tensors = dict[tuple[str, str], torch.Tensor]
+
+
+def gradients_of(running: Any) -> Tensors:
+    """What the last step left, fp32."""
+    found: Tensors = {}
+    for layer in running.plan.model.stack.values():
+        buffer, offset = f"device.gradients:{layer.name}", 0
+        flat = running.executor.arenas.flat(buffer, running.executor._binder._gradient_dtype(buffer, layer.name), layer.elements)
+        for tensor in layer.tensors:
+            found[layer.name, tensor.name] = flat[offset : offset + tensor.elements].float().view(tensor.shape).clone()
+            offset += tensor.padded
+    return found
+
+
+def their_gradients(plan: Plan, model: Any) -> Tensors:
+    found: Tensors = {}
+    for layer in plan.model.stack.values():
+        for tensor in layer.tensors:
+            gradient = model.get_parameter(hub_name(layer.name, tensor.name, model.base_model_prefix)).grad
+            found[layer.name, tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.float()
+    return found
+
+
+def difference(ours: Tensors, theirs: Tensors) -> float:
+    """The largest over the tensors of the largest difference, relative to the tensor's largest element."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30)) for name in theirs)
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def drawn(plan: Plan, seed: int = 0) -> list[Batch]:
+    """Micro-batches of random tokens, of which each has another number of labels."""
+    work, generator = plan.workload, torch.Generator().manual_seed(seed)
+    batches = []
+    for micro in range(work.accumulation):
+        ids, labels = torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)
+        labels[0, : 3 + micro] = IGNORED
+        batches.append(Batch(ids, labels))
+    return batches
+
+
+def scale_of(batches: Sequence[Batch]) -> float:
+    return 1 / sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+
+
+def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, bound: float) -> None:
+    """A step of ours against `loss` of theirs, whose backward is still to come."""
+    result = running.executor.step(batches, rate=0.0, number=1)
+    loss.backward()
+    assert result.loss == pytest.approx(float(loss.detach()), rel=bound)
+    found = difference(gradients_of(running), their_gradients(running.plan, model))
+    logging.getLogger(__name__).info("%s: loss %.1e, gradients %.1e", running.plan.model.family, abs(result.loss / float(loss.detach()) - 1), found)
+    assert found < bound
+
+
+PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
+LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
+RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
+DOCUMENTED = [family for family in FAMILIES if family != "qwen3_next"]
+
+
+def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
+    """Labels stand at padding too, and at a document's end: the first must not count."""
+    ids, labels, _ = drawn(plan)[0]
+    return Batch(ids, labels, documents)
+
+
+def labelled(batch: Batch) -> Batch:
+    assert batch.documents is not None
+    return batch._replace(labels=batch.labels.masked_fill(batch.documents < 0, IGNORED))
