@@ -21,8 +21,9 @@ from megatrain.simulator.files import read_toml
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
-UNMEASURED_KINDS = ("loss",)  # computed only by an evaluation: a share of what is measured
 """Kinds whose duration hangs on `Op.shape`."""
+UNMEASURED_KINDS = ("loss",)
+"""Likewise, computed only by an evaluation; in calibrations before 2026-11-22 they were not measured."""
 COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations", "load_second")
 """Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
 `save_gradients`. The size of the other curve kinds is parameters."""
@@ -121,7 +122,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 if left >= right:
                     raise UserError(f"costs.curves.{key}", found=f"size {right} after {left}", allowed="ascending sizes", fix=_FIX)
         for kind, durations in self.compute.items():
-            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS)
+            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS + UNMEASURED_KINDS)
             for shape, (amount, duration) in durations.items():
                 _at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
                 _at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)

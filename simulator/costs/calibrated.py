@@ -2,18 +2,20 @@
 
     duration(size) = linear between the two measured sizes around it, along the outermost segment beyond them
 
-and, for compute, the duration of the very shape, or of the nearest measured shape scaled by FLOPs. A recompute without attention that was not
-measured takes of the one with it the share that the datasheet's rates give. Whatever lies outside the
-measured sizes or shapes is flagged as extrapolated.
+and, for compute, the duration of the very shape, or between the shapes that were measured of the same layer (`grid.py`), or beyond them that of the
+nearest, scaled by FLOPs. A recompute without attention that was not measured takes of the one with it the share that the datasheet's rates give.
+Whatever lies outside the measured sizes or shapes is flagged as extrapolated.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
+from megatrain.simulator.costs.grid import Point, between
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
@@ -21,6 +23,9 @@ from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, UNMEASURED_KIND
 from megatrain.simulator.schedule import Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
+
+_SHAPE = re.compile(r"/(\d+)x(\d+)-")
+_ATTENDING = ("forward", "recompute", "backward")
 
 
 class Calibrated(Shared):
@@ -75,13 +80,17 @@ class Calibrated(Shared):
         return curves[name]
 
     def _compute(self, kind: str, shape: str, amount: int) -> tuple[int, bool]:
-        share = kind in UNMEASURED_KINDS  # the loss is the head without its backward: of its time, the share of its FLOPs
+        share = kind in UNMEASURED_KINDS and kind not in self.table.compute  # the loss is the head without its backward: of its time, the share of its FLOPs
         measured = self.table.compute.get("head" if share else kind, {})
         if shape in measured and not share:
             return measured[shape][1], False
+        alike = {known: values for known, values in sorted(measured.items()) if _dtype(known) == _dtype(shape) and is_kept(known) == is_kept(shape)}
+        points = [Point(*_tokens(known), duration) for known, (_, duration) in alike.items() if _layer(known) == _layer(shape)]
+        if len(points) > 1 and not share and (time := between(points, *_tokens(shape), attends=kind in _ATTENDING)) is not None:
+            return time, False
         candidates = []
-        for known, (known_amount, duration) in sorted(measured.items()):
-            if amount and known_amount and _dtype(known) == _dtype(shape) and is_kept(known) == is_kept(shape):
+        for known, (known_amount, duration) in alike.items():
+            if amount and known_amount:
                 candidates.append((_layer(known) != _layer(shape), abs(math.log(amount / known_amount)), known, known_amount, duration))
         if not candidates:
             raise UserError(f"costs of {self.table.measured_on}: compute.{kind}", found=f"nothing for {shape}", allowed=_list(measured), fix=FIX)
@@ -98,8 +107,29 @@ class Calibrated(Shared):
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Of this very shape only: it has fixed parts, so it does not scale."""
-        return self.table.workspace.get(f"{model.shape}/{workload.shape}")
+        """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale."""
+        known, shape = self.table.workspace, f"{model.shape}/{workload.shape}"
+        if shape in known:
+            return known[shape]
+        points: dict[int, Workspace] = {}
+        for other, found in sorted(known.items()):
+            if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
+                tokens = _tokens(other)[0]
+                points[tokens] = _larger(found, points.get(tokens, found))
+        if len(points) < 2:
+            return None
+        line = {field: tuple((tokens, getattr(found, field)) for tokens, found in sorted(points.items())) for field in Workspace.__struct_fields__}
+        return Workspace(**{field: interpolate(values, workload.tokens)[0] for field, values in line.items()})
+
+
+def _larger(one: Workspace, other: Workspace) -> Workspace:
+    return Workspace(**{field: max(getattr(one, field), getattr(other, field)) for field in Workspace.__struct_fields__})
+
+
+def _tokens(shape: str) -> tuple[int, int]:
+    """(tokens, sequence) of `LAYER/BATCHxSEQUENCE-DTYPE`; zeros of what is none."""
+    match = _SHAPE.search(shape)
+    return (int(match[1]) * int(match[2]), int(match[2])) if match else (0, 0)
 
 
 def _layer(shape: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ import torch
 from megatrain.runtime import calibrate as module
 from megatrain.runtime import rates
 from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.trial import Trial
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_toml
-from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, HardwareSpec
+from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, UNMEASURED_KINDS, HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import lower, peers
+from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -44,12 +44,12 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     # every kind, and compute for this very model and workload
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
     shape = f"{plan.model.shape}/{plan.workload.shape}"
-    assert table.compute.keys() == set(COMPUTE_KINDS)
+    assert table.compute.keys() == {*COMPUTE_KINDS, *UNMEASURED_KINDS}
     kept = shape.replace("/", f"{KEPT}/")
     assert all(durations.keys() - {kept} == {shape} and min(durations[shape]) > 0 for durations in table.compute.values())
     assert {kind for kind, durations in table.compute.items() if kept in durations} == {"recompute"}
     assert 0 < table.compute["recompute"][kept][0] < table.compute["recompute"][shape][0]
-    amounts = {op.kind: op.amount for op in lower(plan).ops if op.shape}
+    amounts = {op.kind: op.amount for op in (*lower(plan).ops, *evaluation(plan).ops) if op.shape}
     assert {kind: durations[shape][0] for kind, durations in table.compute.items()} == amounts
     assert "accumulate_gradients:add" in table.curves
     assert {"norm@compute", "norm@update", "ratios", "ratios@update"} <= set(table.curves)
@@ -102,8 +102,8 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     times: dict[str, tuple[int, int]] = {"F0": (1, 10), "W0": (7, 40), "F1": (13, 20), "F2": (45, 50)}
     schedule = Schedule.from_text(text)
     spans = tuple(Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1]) for op in schedule.ops)
-    measured: Any = module._Measured(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], 0, 0)
-    assert module._dispatch(measured) == {"compute": 3, "h2d": 7}
+    trial = Trial(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], None, {}, 0, 0, 0)
+    assert module._dispatch(trial) == {"compute": 3, "h2d": 7}
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:

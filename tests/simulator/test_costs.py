@@ -103,10 +103,34 @@ def test_a_measured_shape_is_taken_as_it_is() -> None:
     assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
 
 
-def test_another_shape_is_scaled_by_flops_from_the_nearest_and_flagged() -> None:
+def test_between_two_measured_token_counts_is_a_line_and_beyond_them_the_nearest_is_scaled_by_flops_and_flagged() -> None:
     costs = Calibrated(table())
-    assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1200, True)
-    assert costs.duration_ns(forward(64)) == 6000
+    assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1167, False)
+    assert (costs.duration_ns(forward(64)), costs.extrapolated(forward(64))) == (6000, True)
+    assert (costs.duration_ns(forward(4)), costs.extrapolated(forward(4))) == (400, True)
+
+
+def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> None:
+    """At 1,024 tokens a sequence 10 ns a sequence of them, at 2,048 1 ns a 1,024 tokens more, for whatever attends; the head does not."""
+    shapes = {SHAPE.format(8): (80, 80), SHAPE.format(32): (320, 320), SHAPE.format(8).replace("x1024-", "x2048-"): (200, 176)}
+    costs = Calibrated(table(compute={"forward": shapes, "head": shapes}))
+    half = Op(id="F0.m0", lane="compute", flops=1, shape=SHAPE.format(8).replace("x1024-", "x1536-"))  # 12 x 1,024 tokens
+    assert (costs.duration_ns(half), costs.extrapolated(half)) == (120 + 6, False)
+    longer = msgspec.structs.replace(half, shape=SHAPE.format(8).replace("x1024-", "x4096-"))
+    assert costs.extrapolated(longer)
+    head = msgspec.structs.replace(half, id="H.m0")
+    assert costs.duration_ns(head) == 80 + round((176 - 80) / 2)
+
+
+def test_workspace_is_a_line_over_the_tokens() -> None:
+    small, large = Workspace(layer=100, head=50, update=7), Workspace(layer=300, head=50, update=7)
+    costs = Calibrated(table(workspace={SHAPE.format(8): small, SHAPE.format(32): large}))
+    model = ModelSpec.load("qwen2.5-3b")
+    assert costs.workspace(model, Workload(batch=20, sequence=1024)) == Workspace(layer=200, head=50, update=7)
+    assert costs.workspace(model, Workload(batch=8, sequence=1024)) == small
+    assert costs.workspace(model, Workload(batch=20, sequence=1024, dtype="fp32")) is None
+    alone = Calibrated(table(workspace={SHAPE.format(8): small}))
+    assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
 
 
 def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:
