@@ -1,0 +1,145 @@
+"""Summary: what the rows say of the predictions, against the targets; every error is (predicted - measured) / measured."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from megatrain.experiments.prove.rows import Row
+from megatrain.experiments.prove.suites import BEST
+from megatrain.simulator.compare import signed_percent
+from megatrain.simulator.units import format_seconds
+
+LEAST_PLANS = 12
+"""of one group, for a regret"""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares, not percents. None where there are no rows that tell."""
+
+    cases: int
+    failed: int
+    step_mape: float | None
+    step_worst: float | None
+    """signed"""
+    step_bias: float | None
+    """mean of the signed errors"""
+    device_mape: float | None
+    device_worst: float | None
+    device_smallest: float | None
+    """the most negative error: by how much a peak was under-predicted"""
+    host_worst: float | None
+    replay_worst: float | None
+    tau: dict[str, float]
+    """group -> Kendall's tau of the order of its policies"""
+    tau_of_plans: dict[str, float]
+    """group -> likewise of all its plans"""
+    regret: dict[str, float]
+    """group of at least 12 executed plans -> by how much the planner's choice was slower than the fastest"""
+
+    def targets(self) -> list[tuple[str, float | None, str, bool]]:
+        """(what, value, target, met)"""
+
+        def line(what: str, value: float | None, target: str, met: Callable[[float], bool]) -> tuple[str, float | None, str, bool]:
+            return what, value, target, value is not None and met(value)
+
+        return [
+            line("step time, mean absolute error", self.step_mape, "<= 3 %", lambda value: value <= 0.03),
+            line("step time, worst", self.step_worst, "<= 8 %", lambda value: abs(value) <= 0.08),
+            line("device peak, worst", self.device_worst, "<= 1.5 %", lambda value: abs(value) <= 0.015),
+            line("device peak, most too small", self.device_smallest, ">= -0.5 %", lambda value: value >= -0.005),
+            line("host memory, worst", self.host_worst, "<= 1 %", lambda value: abs(value) <= 0.01),
+            line("replay, worst", self.replay_worst, "<= 1 %", lambda value: abs(value) <= 0.01),
+            line("Kendall's tau of policies, mean", _mean(self.tau.values()), ">= 0.9", lambda value: value >= 0.9),
+            line("regret, worst", max(self.regret.values(), default=None), "<= 2 %", lambda value: value <= 0.02),
+        ]
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Concordant less discordant pairs over all pairs; a tie counts as neither.
+
+    >>> kendall_tau([(1, 10), (2, 30), (3, 20)])
+    0.3333333333333333
+    """
+    signs = [(a - c) * (b - d) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+
+
+def step_error(row: Row) -> float:
+    assert row.plan.prediction is not None
+    assert row.step_seconds is not None
+    return row.plan.prediction.step_seconds / row.step_seconds - 1
+
+
+def device_error(row: Row) -> float:
+    assert row.plan.prediction is not None
+    assert row.device_peak_bytes is not None
+    return row.plan.prediction.device_peak_bytes / row.device_peak_bytes - 1
+
+
+def host_error(row: Row) -> float | None:
+    """None where a plan keeps nothing of note on the host: a gigabyte is what tells."""
+    assert row.plan.prediction is not None
+    if not row.host_bytes or not row.host_pool_bytes or row.host_pool_bytes < 2**30:
+        return None
+    return row.plan.prediction.host_peak_bytes / row.host_bytes - 1
+
+
+def summarize(rows: Iterable[Row]) -> Summary:
+    rows = list(rows)
+    ran = [row for row in rows if not row.failure]
+    steps, devices = [step_error(row) for row in ran], [device_error(row) for row in ran]
+    hosts = [error for row in ran if (error := host_error(row)) is not None]
+    replays = [row.replay_error for row in ran if row.replay_error is not None]
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in ran:
+        groups[row.group].append(row)
+    policies = {name: [row for row in found if row.policy != BEST and not row.variant] for name, found in groups.items()}
+    plans = {name: list({row.plan.digest: row for row in found}.values()) for name, found in groups.items()}
+    regret = {name: value for name, found in groups.items() if len(plans[name]) >= LEAST_PLANS and (value := _regret(found)) is not None}
+    return Summary(
+        cases=len(rows), failed=len(rows) - len(ran), step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
+        device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
+        host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
+        tau={name: _tau(found) for name, found in policies.items() if len(found) >= 3},
+        tau_of_plans={name: _tau(found) for name, found in plans.items() if len(found) >= 3}, regret=regret,
+    )  # fmt: skip
+
+
+def _tau(rows: list[Row]) -> float:
+    return kendall_tau([(row.plan.prediction.step_seconds, row.step_seconds) for row in rows if row.plan.prediction and row.step_seconds])
+
+
+def _regret(rows: list[Row]) -> float | None:
+    chosen = next((row.step_seconds for row in rows if row.policy == BEST), None)
+    fastest = min(row.step_seconds for row in rows if row.step_seconds)
+    return chosen / fastest - 1 if chosen else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.mean(found) if found else None
+
+
+def format_summary(rows: Sequence[Row], summary: Summary) -> str:
+    """A line for each case, then the targets."""
+    width = max([len(row.name) for row in rows], default=4)
+    lines = [f"{'case':<{width}} {'predicted':>11} {'measured':>11} {'step':>8} {'device':>8} {'replay':>8}"]
+    for row in rows:
+        if row.failure:
+            lines.append(f"{row.name:<{width}} failed: {row.failure}")
+        elif row.plan.prediction and row.step_seconds:
+            times = f"{format_seconds(row.plan.prediction.step_seconds):>11} {format_seconds(row.step_seconds):>11}"
+            errors = " ".join(f"{signed_percent(error):>8}" for error in (step_error(row), device_error(row), row.replay_error))
+            lines.append(f"{row.name:<{width}} {times} {errors}")
+    lines.append("")
+    for what, value, target, met in summary.targets():
+        text = "-" if value is None else f"{value:.3f}" if "tau" in what else signed_percent(value)
+        lines.append(f"{what:<34} {text:>9}   target {target:<9} {'met' if met else 'MISSED' if value is not None else 'not measured'}")
+    lines += [f"tau {name}: {value:.2f}" for name, value in summary.tau.items()]
+    lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
+    return "\n".join(lines)
