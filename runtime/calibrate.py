@@ -33,14 +33,16 @@ from megatrain.simulator.hardware import (
     COPY_KINDS,
     CURVE_KINDS,
     UNMEASURED_KINDS,
+    WIDE_KINDS,
     CostTable,
     HardwareSpec,
     Workspace,
 )
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.policies import lower
+from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.schedule import Op, serialized
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec, Workload
 
 _LAYERS = 3
 _LEAST_ATTENTION = 0.05  # of a recompute's FLOPs: below, nobody keeps it (a tenth of the time on an H200)
@@ -101,24 +103,24 @@ class _Bench:
         )  # fmt: skip
         for op in trial.schedule.ops:
             if op.kind in kinds:
-                self._collect(op, [timeline.by_op[op.id].duration_ns for timeline in trial.timelines])
+                self._collect(plan, op, [timeline.by_op[op.id].duration_ns for timeline in trial.timelines])
         if trial.evaluation:
-            self._collect(*trial.evaluation)
+            self._collect(plan, *trial.evaluation)
         return trial
 
-    def _collect(self, op: Op, durations: list[int]) -> None:
-        key = _key(op)
+    def _collect(self, plan: Plan, op: Op, durations: list[int]) -> None:
+        key = _key(op, wide=op.kind in WIDE_KINDS and gradient_bytes(plan, op.layer) > DTYPE_BYTES[plan.workload.dtype])
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount
 
     def layers(self, subject: Subject, workload: Workload) -> _Layers | None:
         """One point of the grid: everything whose time or memory hangs on the tokens. None where it does not fit."""
         small, cuda = subject.model.shortest(_LAYERS), self.device.type == "cuda"
-        kinds = COMPUTE_KINDS + (_OPTIMIZER_KINDS if cuda else ())
+        beside = {"resident": _OPTIMIZER_KINDS}  # where they run alone
         trial = None
         for policy in ("resident", "double_buffer") if cuda else ("sequential",):
             with contextlib.suppress(UserError):
-                trial = self.run(subject, self.plan(policy, small, workload), kinds, evaluates=True)
+                trial = self.run(subject, self.plan(policy, small, workload), COMPUTE_KINDS + beside.get(policy, ()), evaluates=True)
                 break
         if trial is None:
             self.progress(f"left out, no room: {workload.batch} x {workload.sequence} tokens")
@@ -140,6 +142,7 @@ def calibrate(
     where even the cut-down model does not fit.
     """
     limits = (device_bytes or machine.usable_device_bytes(device), host_bytes or machine.host_bytes())
+    workload, *grid = (msgspec.structs.replace(point, accumulation=1) for point in (workload, *grid))
     bench, subject, small = _Bench(device, limits, progress), Subject(model, config), model.shortest(_LAYERS)
     try:
         quick = msgspec.structs.replace(workload, batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)))
@@ -177,11 +180,12 @@ def calibrate(
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
     """The ops that do not hang on the tokens: on the host's cores, and on the device whole layers and chunks of them."""
     small, host_kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
-    by_update = msgspec.structs.replace(workload, clipping="update")
+    by_update, twice = msgspec.structs.replace(workload, clipping="update"), msgspec.structs.replace(workload, accumulation=2)
     for what, policy, work, kinds, alone in (
         ("optimizer on the host", "sequential", workload, host_kinds, False),
-        ("gradient accumulation", "sequential", msgspec.structs.replace(workload, accumulation=2), host_kinds, False),
+        ("gradient accumulation", "sequential", twice, host_kinds, False),
         ("optimizer on the device", "resident", workload, _OPTIMIZER_KINDS, False),
+        ("gradient accumulation on the device", "resident", twice, _OPTIMIZER_KINDS, False),
         ("optimizer on the device, in chunks", "overlapped", workload, _OPTIMIZER_KINDS, True),
         ("clipping by the update, on the host", "sequential", by_update, ("ratios",), False),
         ("clipping by the update, in chunks", "overlapped", by_update, ("ratios",), True),
@@ -202,13 +206,13 @@ def _worth_keeping(model: ModelSpec, workload: Workload) -> list[str]:
     return [layer for layer, work in works.items() if work.attention_flops >= _LEAST_ATTENTION * work.flops]
 
 
-def _key(op: Op) -> tuple[str, str | int]:
-    """Where the cost table keeps the duration of `op`."""
+def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
+    """Where the cost table keeps the duration of `op`, whose gradient may be `wide`."""
     if op.kind in COMPUTE_KINDS + UNMEASURED_KINDS:
         return op.kind, op.shape
-    adds = ":add" if set(op.reads) & set(op.writes) else ""
+    how = ":add" if op.adds else ":wide" if wide else ""
     other_lane = f"@{op.lane}" if op.kind in _OPTIMIZER_KINDS[1:] and op.lane != "cpu" else ""
-    return f"{op.kind}{adds}{other_lane}", op.parameters
+    return f"{op.kind}{how}{other_lane}", op.parameters
 
 
 def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], device: torch.device) -> CostTable:

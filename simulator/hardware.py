@@ -27,6 +27,8 @@ UNMEASURED_KINDS = ("loss",)
 COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations", "load_second")
 """Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
 `save_gradients`. The size of the other curve kinds is parameters."""
+WIDE_KINDS = ("norm", "ratios", "update", "cpu_update", "accumulate_gradients")
+"""Kinds that read or write a step gradient, which is wider where it is a sum."""
 PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
 """Kinds of other systems' schedules, whose size is bytes; a machine's rates give their durations."""
 CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + UNMEASURED_KINDS + PASS_KINDS + COPY_KINDS[2:])
@@ -92,7 +94,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     date: str
     curves: dict[str, tuple[tuple[int, int], ...]]
     """(size, duration_ns) points, sizes ascending, by op kind; by `KIND@LANE` where a kind costs other times on another lane (`norm@compute`),
-    and by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`). A single point of size 0 is a constant (`clip`)."""
+    by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`), and by `KIND:wide` for a gradient in fp32 where layers compute in bf16. A single point of size 0 is a constant (`clip`)."""
     compute: dict[str, dict[str, tuple[int, int]]]
     """op kind -> Op.shape -> (amount, duration_ns); the amount, Op.amount, is what another shape is scaled by"""
     activations: dict[str, tuple[int, int]] = {}
@@ -113,7 +115,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():
-            _known(f"costs.curves.{key}", key.partition("@")[0].removesuffix(":add"), CURVE_KINDS)
+            _known(f"costs.curves.{key}", key.partition("@")[0].removesuffix(":add").removesuffix(":wide"), CURVE_KINDS)
             if "@" in key:
                 _known(f"costs.curves.{key}", key.partition("@")[2], LANES)
             if not points or any(size < 0 or duration < 0 for size, duration in points):

@@ -25,6 +25,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     extrapolated: tuple[str, ...] = ()
     """op kinds whose cost lies outside of what was calibrated"""
     failure: str = ""
+    same_as: str = ""
+    """another case, whose plan is this one: executed once"""
     steps: tuple[float, ...] = ()
     """each steady step, by the clock"""
     step_seconds: float | None = None

@@ -13,6 +13,11 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable
 from megatrain.simulator.specs import ModelSpec, Workload
 
+ALTERNATIVES = {
+    "overlapped": ("nothing stays", "host updates", "one slot", "half stays", "parked", "small copies"),
+    "k_buffer": ("four slots", "blocks of two", "small copies"),
+}
+"""policy -> what is changed in its best plan, so that the planner's choice has something to be compared with"""
 POLICIES = ("overlapped", "k_buffer", "double_buffer", "sequential")
 BEST = "best"
 """the planner's choice among all that the runtime executes"""
@@ -74,9 +79,6 @@ def refuse_grid(suite: Suite, cases: Iterable[Case], table: CostTable | None = N
             )
 
 
-VARIANTS = ("one slot", "large copies", "nothing stays", "host updates", "small copies", "host updates half", "recompute all", "lean state")
-
-
 def _h200() -> Suite:
     """Three shapes, one with the head counts of Llama, one of Qwen3; 4k to 128k tokens a step, sequences of 1,024 and 4,096."""
     models = {
@@ -85,17 +87,16 @@ def _h200() -> Suite:
     }  # fmt: skip
     cap = 16 * 2**30
     cases: list[Case] = []
-    for model in models:  # order of policies, and the planner's choice among them
+    for model in models:  # the order of policies, and the planner's choice
         cases += [Case(model, 16, 1024, policy, cap) for policy in (BEST, *POLICIES)]
+    for model in models:  # few tokens, several micro-batches, and many tokens on the whole device
+        cases += [Case(model, 1, 4096, BEST, cap), Case(model, 8, 1024, BEST, cap, 4), Case(model, 32, 4096, BEST)]
+    for model in models:  # what else the planner could have chosen
+        cases += [Case(model, 16, 1024, policy, cap, variant=variant) for policy, variants in ALTERNATIVES.items() for variant in variants]
     for model in models:
-        cases += [Case(model, 16, 1024, "overlapped", cap, variant=variant) for variant in VARIANTS[:4]]
+        cases += [Case(model, 4, 1024, policy, cap) for policy in ("overlapped", "k_buffer", "sequential")] + [Case(model, 16, 1024, "resident")]
     for model in models:
-        cases += [Case(model, 32, 4096, BEST), Case(model, 1, 4096, BEST, cap), Case(model, 8, 1024, BEST, cap, 4)]
-    for model in models:
-        cases += [Case(model, 4, 4096, policy, cap, 4) for policy in POLICIES[:3]]
-        cases += [Case(model, 16, 1024, "overlapped", cap, variant=variant) for variant in VARIANTS[4:]]
-    for model in models:
-        cases += [Case(model, 4, 1024, policy, cap) for policy in POLICIES] + [Case(model, 32, 4096, "k_buffer"), Case(model, 16, 1024, "resident")]
+        cases += [Case(model, 4, 4096, policy, cap, 4) for policy in ("overlapped", "k_buffer")]
     grid = ((1, 2048), (3, 2048), (6, 2048), (24, 2048), (72, 2048), (48, 512), (3, 8192))
     return Suite(models, Workload(batch=12, sequence=2048, loss_chunk=2048), grid, tuple(cases))
 

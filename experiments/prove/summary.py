@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Shares, not percents. None where there are no rows that tell."""
 
     cases: int
+    executed: int
+    """the others failed, or are the same plan as another case"""
     failed: int
     step_mape: float | None
     step_worst: float | None
@@ -60,13 +63,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Concordant less discordant pairs over all pairs; a tie counts as neither.
+    """Tau-b (Kendall, 1945): concordant less discordant pairs over the root of the product of the pairs without a tie on either side.
 
     >>> kendall_tau([(1, 10), (2, 30), (3, 20)])
     0.3333333333333333
     """
-    signs = [(a - c) * (b - d) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+    both = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
+    untied = math.prod(sum(signs[side] != 0 for signs in both) for side in (0, 1))
+    return sum(left * right for left, right in both) / math.sqrt(untied) if untied else 0.0
 
 
 def step_error(row: Row) -> float:
@@ -92,9 +96,10 @@ def host_error(row: Row) -> float | None:
 def summarize(rows: Iterable[Row]) -> Summary:
     rows = list(rows)
     ran = [row for row in rows if not row.failure]
-    steps, devices = [step_error(row) for row in ran], [device_error(row) for row in ran]
-    hosts = [error for row in ran if (error := host_error(row)) is not None]
-    replays = [row.replay_error for row in ran if row.replay_error is not None]
+    once = [row for row in ran if not row.same_as]
+    steps, devices = [step_error(row) for row in once], [device_error(row) for row in once]
+    hosts = [error for row in once if (error := host_error(row)) is not None]
+    replays = [row.replay_error for row in once if row.replay_error is not None]
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in ran:
         groups[row.group].append(row)
@@ -102,7 +107,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
     plans = {name: list({row.plan.digest: row for row in found}.values()) for name, found in groups.items()}
     regret = {name: value for name, found in groups.items() if len(plans[name]) >= LEAST_PLANS and (value := _regret(found)) is not None}
     return Summary(
-        cases=len(rows), failed=len(rows) - len(ran), step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
+        cases=len(rows), executed=len(once), failed=len(rows) - len(ran), step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
         device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
         host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
         tau={name: _tau(found) for name, found in policies.items() if len(found) >= 3},
@@ -135,8 +140,8 @@ def format_summary(rows: Sequence[Row], summary: Summary) -> str:
         elif row.plan.prediction and row.step_seconds:
             times = f"{format_seconds(row.plan.prediction.step_seconds):>11} {format_seconds(row.step_seconds):>11}"
             errors = " ".join(f"{signed_percent(error):>8}" for error in (step_error(row), device_error(row), row.replay_error))
-            lines.append(f"{row.name:<{width}} {times} {errors}")
-    lines.append("")
+            lines.append(f"{row.name:<{width}} {times} {errors}" + (f"  the plan of {row.same_as}" if row.same_as else ""))
+    lines += ["", f"{summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed"]
     for what, value, target, met in summary.targets():
         text = "-" if value is None else f"{value:.3f}" if "tau" in what else signed_percent(value)
         lines.append(f"{what:<34} {text:>9}   target {target:<9} {'met' if met else 'MISSED' if value is not None else 'not measured'}")

@@ -19,7 +19,7 @@ from megatrain.simulator.costs.grid import Point, between
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, CostTable, Workspace
+from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, WIDE_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -58,7 +58,7 @@ class Calibrated(Shared):
         if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
-        key = (kind, op.lane, op.adds, size)
+        key = (kind, op.lane, op.adds, size) if op.layer.isdigit() else (f"{kind} {op.layer}", op.lane, op.adds, size)
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = interpolate(self._curve(op), size)
@@ -66,14 +66,23 @@ class Calibrated(Shared):
                 full, share = self._datasheet.whole(op)
                 self._known[key] = math.ceil(share * self._look_up(full)[0]), True
             else:
-                self._known[key] = self._compute(kind, size, op.amount)
+                duration, beyond = self._compute(kind, size, op.amount)
+                self._known[key] = duration + self._summing_ns(op), beyond
         return self._known[key]
+
+    def _summing_ns(self, op: Op) -> int:
+        """What a compute op takes more where its gradient is one of several."""
+        if self._elementwise is None or self._datasheet is None:
+            return 0
+        return round(self._elementwise.summed_bytes(op) / self._datasheet.hardware.device_gb_per_s)
 
     def _curve(self, op: Op) -> tuple[tuple[int, int], ...]:
         kind, curves = op.kind, self.table.curves
         if kind in COPY_KINDS:
             kind = "load_weights" if op.lane == "h2d" else "save_gradients"
-        names = ([f"{kind}:add@{op.lane}", f"{kind}:add"] if op.adds else []) + [f"{kind}@{op.lane}", kind]
+        wide = self._elementwise is not None and kind in WIDE_KINDS and self._elementwise.wide(op.layer)
+        which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
+        names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(f"costs of {self.table.measured_on}: curves", found=f"nothing for `{kind}` on lane {op.lane}", allowed=_list(curves), fix=FIX)
