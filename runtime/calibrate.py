@@ -35,6 +35,7 @@ from megatrain.simulator.hardware import (
     UNMEASURED_KINDS,
     WIDE_KINDS,
     CostTable,
+    Curve,
     HardwareSpec,
     Workspace,
 )
@@ -113,19 +114,25 @@ class _Bench:
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount
 
-    def layers(self, subject: Subject, workload: Workload) -> _Layers | None:
-        """One point of the grid: everything whose time or memory hangs on the tokens. None where it does not fit."""
+    def layers(self, subject: Subject, workload: Workload, base: Workload) -> _Layers | None:
+        """One point of the grid: everything whose time or memory hangs on the tokens. None where it does not fit.
+
+        What keeping attention saves a token hangs on the sequence alone, so it is measured once for each length, from the base's on. Compiled, a loss
+        without its backward is one more program to compile: at the base alone.
+        """
         small, cuda = subject.model.shortest(_LAYERS), self.device.type == "cuda"
+        evaluates = workload == base or not workload.compiled
         beside = {"resident": _OPTIMIZER_KINDS}  # where they run alone
         trial = None
         for policy in ("resident", "double_buffer") if cuda else ("sequential",):
             with contextlib.suppress(UserError):
-                trial = self.run(subject, self.plan(policy, small, workload), COMPUTE_KINDS + beside.get(policy, ()), evaluates=True)
+                trial = self.run(subject, self.plan(policy, small, workload), COMPUTE_KINDS + beside.get(policy, ()), evaluates=evaluates)
                 break
         if trial is None:
             self.progress(f"left out, no room: {workload.batch} x {workload.sequence} tokens")
             return None
-        if attended := _worth_keeping(small, workload):
+        keeps = workload == base or workload.sequence > base.sequence
+        if keeps and (attended := _worth_keeping(small, workload)):
             with contextlib.suppress(UserError):  # no room besides, or a kernel that leaves nothing to keep
                 self.run(subject, self.plan(trial.schedule.policy, small, workload, Placement(attention=",".join(attended))), ("recompute",))
         workspace = _workspace(trial) if trial.peaks else None
@@ -157,20 +164,21 @@ def calibrate(
         for each in (subject, *others):
             for point in dict.fromkeys((workload, *grid)):
                 progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
-                points.append(bench.layers(each, point))
+                points.append(bench.layers(each, point, workload))
         progress("copies and rates")
         rates = measure_rates(small, workload, config, device, lane_threads(device))
     finally:
         bench.memory.free()
     table = _table(bench, rates, together, [point for point in points if point], device)
     described = machine.describe(device)
+    h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
         device_bytes=limits[0], host_bytes=limits[1], cores=machine.cores(),
         peak_tflops={workload.dtype: rates.matmul_flops / 1e12}, linear_efficiency=_linear_efficiency(table, rates, small, workload),
         device_gb_per_s=rates.device_bytes_per_s / 1e9, h2d_gb_per_s=_largest(rates.copies["load_weights"]), d2h_gb_per_s=_largest(rates.copies["save_gradients"]),
-        h2d_curve=_curve(rates.copies["load_weights"]), d2h_curve=_curve(rates.copies["save_gradients"]),
-        duplex_fraction=min(rates.contention.get("h2d", {}).get("d2h", 1.0), rates.contention.get("d2h", {}).get("h2d", 1.0)),
+        h2d_curve=h2d, d2h_curve=d2h,
+        duplex_curve=_duplex(rates.duplex, h2d, d2h), duplex_fraction=min(rates.contention.get("h2d", {}).get("d2h", 1.0), rates.contention.get("d2h", {}).get("h2d", 1.0)),
         link_latency_ns=rates.copies["load_weights"][0][1], uncertainty=_UNCERTAINTY, host_gb_per_s=rates.host_bytes_per_s / 1e9,
         cpu_update_per_s=_rate(table.curves["cpu_update"]), cpu_adam_per_s=rates.cpu_adam_per_s, thread_gb_per_s=rates.thread_bytes_per_s / 1e9,
         contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
@@ -218,7 +226,7 @@ def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
 def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], device: torch.device) -> CostTable:
     curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
     compute: dict[str, dict[str, tuple[int, int]]] = {}
-    spread: dict[str, float] = {}
+    spread: dict[str, float] = dict(rates.spread)
     for (kind, size), durations in sorted(bench.samples.items(), key=str):
         typical = round(statistics.median(durations))
         if isinstance(size, str):
@@ -231,7 +239,7 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
         compute=compute, activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
         workspace={point.shape: point.workspace for point in points if point.workspace}, contention=rates.contention, host_memory=rates.host_memory,
-        turns=rates.turns, dispatch_ns=_dispatch(together), spread=spread, step_overhead_ns=max(round(statistics.median(overhead)), 0),
+        turns=rates.turns, fixed=rates.fixed, dispatch_ns=_dispatch(together), spread=spread, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
 
 
@@ -291,13 +299,19 @@ def _largest(points: list[tuple[int, int]]) -> float:
     return size / duration
 
 
-def _curve(points: list[tuple[int, int]]) -> tuple[tuple[int, float], ...]:
+def _curve(points: list[tuple[int, int]]) -> Curve:
     """(bytes, GB/s). A copy never takes less time than a smaller one: where noise says so, it takes as long."""
     longest, curve = 0, []
     for size, duration in points:
         longest = max(longest, duration, 1)
         curve.append((size, size / longest))
     return tuple(curve)
+
+
+def _duplex(both: list[tuple[int, int]], h2d: Curve, d2h: Curve) -> Curve:
+    """(bytes, GB/s of each direction while both are busy), no faster than the faster one alone."""
+    alone = {size: max(dict(h2d)[size], dict(d2h)[size]) for size, _ in both}
+    return tuple((size, min(rate, alone[size])) for size, rate in _curve(both))
 
 
 def _rate(points: tuple[tuple[int, int], ...]) -> float:

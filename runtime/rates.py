@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import statistics
 import threading
 import time
@@ -17,13 +18,18 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.lanes import DEVICE_LANES
 from megatrain.runtime.layers.templates import Templates, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.simulator.fit import HostRates, fit_host_memory
-from megatrain.simulator.hardware import HostMemory, Turns
+from megatrain.simulator.hardware import FixedCosts, Turns
+from megatrain.simulator.hardware import HostMemory as SharedMemory
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
+_LEAST_DUPLEX = 2**20  # smaller copies are no longer than what it takes to enqueue them
+_DUPLEX_UNIT = 2**26  # bytes enqueued at once
 _PAIR_SECONDS = 0.5
+_TOUCHED_BYTES = 2**30  # to see what new pages cost
 _UPDATED = 2**25  # parameters in a unit of the update lane's work
 _MOST_UPDATED = 2**28  # of the largest: 3.5 GiB
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
@@ -37,9 +43,11 @@ class Rates:
 
     copies: dict[str, list[tuple[int, int]]]
     """`load_weights` and `save_gradients`: (bytes, ns)"""
+    duplex: list[tuple[int, int]]
+    """(bytes, ns) of a copy while the other direction is as busy; empty without a GPU"""
     contention: dict[str, dict[str, float]]
     """lane -> other lane -> share of its speed that the first keeps"""
-    host_memory: HostMemory | None
+    host_memory: SharedMemory | None
     """what the link and the host's cores share, where there is a link and its copies suffer from them"""
     turns: Turns | None
     """how the update lane's kernels and those of compute share the device, where there is one"""
@@ -50,12 +58,15 @@ class Rates:
     """copied by one thread, read and written"""
     cpu_adam_per_s: float
     """parameters of a fused AdamW on the host, with bf16 weights and gradients"""
+    fixed: FixedCosts
+    spread: dict[str, float]
+    """of the copies, `KIND BYTES` -> interquartile range over median"""
 
 
 def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int]) -> Rates:
     """Some 10 s. `model` gives the sizes of the layer and the optimizer step that stand for the compute and cpu lanes."""
-    layer, width = model.stack["0"], DTYPE_BYTES[workload.dtype]
-    largest = _COPY_SIZES[-1] if device.type == "cuda" else _COPY_SIZES[-2]
+    layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
+    largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
     sizes = {"host.weights:0": largest, "host.gradients:0": largest, "device.weights:0": largest, "device.gradients:0": largest}
     sizes |= {"device.layer:0": width * layer.elements, "host.layer:0": 4 * layer.elements}
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
@@ -65,23 +76,23 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         for name, size in sizes.items():  # touched, and not zeros: a product of zeros runs 13 % too fast; bytes below 60 keep floats finite
             arenas.flat(name, torch.uint8, size).random_(1, 60)
         torch.set_num_threads(1)
-        copies = {
-            "load_weights": [
-                (size, _time_copy(arenas, "host.weights:0", "device.weights:0", size, largest, device)) for size in _COPY_SIZES if size <= largest
-            ],
-            "save_gradients": [
-                (size, _time_copy(arenas, "device.gradients:0", "host.gradients:0", size, largest, device)) for size in _COPY_SIZES if size <= largest
-            ],
-        }
+        copies: dict[str, list[tuple[int, int]]] = {}
+        spread: dict[str, float] = {}
+        for kind, source, target in (("load_weights", "host.weights:0", "device.weights:0"), ("save_gradients", "device.gradients:0", "host.gradients:0")):
+            for size in (size for size in _COPY_SIZES if size <= largest):
+                typical, spread[f"{kind} {size}"] = _time_copy(arenas, source, target, size, largest, device)
+                copies.setdefault(kind, []).append((size, typical))
+        duplex = [(size, _time_duplex(arenas, size, largest, threads, device)) for size in _COPY_SIZES if _LEAST_DUPLEX <= size <= largest] if cuda else []
         torch.set_num_threads(threads["compute"])
         templates = Templates(model, workload, config, device)
         work = _lane_work(templates, arenas, layer, largest, device, workers)
         speeds = _measure_together(work, threads, device)
-        memory = _host_memory(speeds, _traffic(layer, width, largest)) if device.type == "cuda" else None
-        turns = _turns(templates, arenas, layer, work["compute"], threads, device) if device.type == "cuda" else None
+        memory = _host_memory(speeds, _traffic(layer, width, largest)) if cuda else None
+        turns = _turns(templates, arenas, layer, work["compute"], threads, device) if cuda else None
         matmul, device_rate, host_rate, adam = _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), _adam_rate()
         torch.set_num_threads(1)
-        return Rates(copies, _contention(speeds), memory, turns, matmul, device_rate, host_rate, _memory_rate(torch.device("cpu")), adam)
+        thread_rate = _memory_rate(torch.device("cpu"))
+        return Rates(copies, duplex, _contention(speeds), memory, turns, matmul, device_rate, host_rate, thread_rate, adam, _fixed_costs(device), spread)
     finally:
         torch.set_num_threads(own_threads)
         workers.close()
@@ -106,10 +117,9 @@ def _seconds(work: Work, device: torch.device, repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> int:
-    """ns of one copy of `size` bytes. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
-    places = range(0, largest - size + 1, size)
-    pairs = [(arenas.flat(source, torch.uint8, size, place), arenas.flat(target, torch.uint8, size, place)) for place in places]
+def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> tuple[int, float]:
+    """ns of one copy of `size` bytes, and their interquartile range over it. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
+    pairs = _pairs(arenas, source, target, size, largest)
     times = []
     for turn in range(12):
         read, write = pairs[(turn * 7) % len(pairs)]
@@ -124,7 +134,31 @@ def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int
             begin = time.perf_counter_ns()
             write.copy_(read)
             times.append(time.perf_counter_ns() - begin)
-    return round(statistics.median(times[2:]))
+    low, typical, high = statistics.quantiles(times[2:], n=4)
+    return round(typical), round((high - low) / max(typical, 1), 4)
+
+
+def _pairs(arenas: Arenas, source: str, target: str, size: int, largest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Places to copy from and to."""
+    places = range(0, largest - size + 1, size)
+    return [(arenas.flat(source, torch.uint8, size, place), arenas.flat(target, torch.uint8, size, place)) for place in places]
+
+
+def _time_duplex(arenas: Arenas, size: int, largest: int, threads: dict[str, int], device: torch.device) -> int:
+    """ns of a copy of `size` bytes while copies as large go the other way without a pause; of the slower direction."""
+    count = max(_DUPLEX_UNIT // size, 1)
+
+    def work(source: str, target: str) -> Work:
+        places = itertools.cycle(_pairs(arenas, source, target, size, largest))
+
+        def copies() -> None:
+            for read, write in itertools.islice(places, count):
+                write.copy_(read, non_blocking=True)
+
+        return copies
+
+    both = {"h2d": work("host.weights:0", "device.weights:0"), "d2h": work("device.gradients:0", "host.gradients:0")}
+    return round(1e9 / (count * min(_together(both, threads, device).values())))
 
 
 def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers) -> dict[str, Work]:
@@ -224,7 +258,7 @@ def _contention(speeds: dict[tuple[str, ...], dict[str, float]]) -> dict[str, di
     return kept
 
 
-def _host_memory(speeds: dict[tuple[str, ...], dict[str, float]], traffic: dict[str, int]) -> HostMemory | None:
+def _host_memory(speeds: dict[tuple[str, ...], dict[str, float]], traffic: dict[str, int]) -> SharedMemory | None:
     """The fit to what link and cores reach alone and together. `traffic`: bytes in a unit of each lane's work."""
 
     def rates(*lanes: str) -> HostRates:
@@ -287,6 +321,40 @@ def _memory_rate(device: torch.device) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
     target = torch.empty_like(source)
     return 2 * size / _seconds(lambda: target.copy_(source), device)
+
+
+def _fixed_costs(device: torch.device) -> FixedCosts:
+    """Of launches and events the mean of a thousand, enqueued without waiting; of memory one stretch of new pages."""
+    small = torch.zeros(64, device=device)
+    cuda, count = device.type == "cuda", 1000
+
+    def enqueue(work: Work) -> int:
+        _synchronize(device)
+        begin = time.perf_counter_ns()
+        for _ in range(count):
+            work()
+        taken = (time.perf_counter_ns() - begin) // count
+        _synchronize(device)
+        return taken
+
+    enqueue(lambda: small.add_(1))  # the first is compiled or loaded
+    launch, event = enqueue(lambda: small.add_(1)), 0
+    if cuda:
+        events = iter([torch.cuda.Event(enable_timing=True) for _ in range(count)])
+        event = enqueue(lambda: next(events).record())
+    memory = HostMemory(registered=cuda)
+    size = _TOUCHED_BYTES
+    begin = time.perf_counter()
+    pages = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    pages.fill_(1)
+    touched = time.perf_counter()
+    memory.register(pages)
+    registered = time.perf_counter()
+    memory.close()
+    return FixedCosts(
+        launch_ns=launch, event_ns=event, first_touch_gb_per_s=size / (touched - begin) / 1e9,
+        registration_gb_per_s=size / (registered - touched) / 1e9 if cuda else 0.0,
+    )  # fmt: skip
 
 
 def _adam_rate() -> float:

@@ -86,6 +86,19 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             _within(f"turns: {field}", getattr(self, field), 0, 1)
 
 
+class FixedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one thing of its kind costs the host, for the reader: measured durations have them in themselves."""
+
+    launch_ns: int
+    """enqueueing a kernel"""
+    event_ns: int
+    """recording a timing event; 0 without a GPU"""
+    first_touch_gb_per_s: float
+    """new pages of the host's memory, by all threads"""
+    registration_gb_per_s: float
+    """of touched pages; 0 without a GPU"""
+
+
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations measured on one machine. Sizes in bytes (copies) or parameters (elementwise ops), times in integer nanoseconds."""
 
@@ -109,7 +122,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dispatch_ns: dict[str, int] = {}
     """lane -> time from an op being ready to its start"""
     spread: dict[str, float] = {}
-    """op kind -> interquartile range over median; for the reader, not used"""
+    """`KIND SIZE` or `KIND SHAPE` -> interquartile range over median; for the reader, and for `megatrain calibrate --again`"""
+    fixed: FixedCosts | None = None
     step_overhead_ns: int = 0
     """host time per step outside the schedule"""
 

@@ -110,10 +110,10 @@ def run(args: argparse.Namespace) -> int:
     refuse_grid(chosen, cases, hardware.costs)
     choices = plans(chosen, cases, folder, hardware)
     done = {row.name: row for row in read_rows(folder / ROWS)}
-    announce(cases, choices, set(done))
+    announce(cases, choices, {name for name, row in done.items() if not row.failure})
     if args.plan_only:
         return 0
-    waiting = [case for case in cases if case.name in choices and case.name not in done]
+    waiting = [case for case in cases if case.name in choices and (case.name not in done or done[case.name].failure)]
     memory = KeptMemory(registered=device.type == "cuda")
     try:
         if most := max((choices[case.name].account.host_peak_bytes for case in waiting), default=0):

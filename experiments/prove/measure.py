@@ -72,8 +72,8 @@ def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.d
             trial = run_trial(
                 plan, config_of(plan.model), device, steps=STEPS, seconds=SECONDS, schedule=policies.executable(plan), host_memory=memory, watches=False
             )  # fmt: skip
-    except (UserError, FloatingPointError) as error:
-        return msgspec.structs.replace(row, failure=str(error).splitlines()[0])
+    except Exception as error:  # whatever one case dies of, the others are still worth measuring; the row says it
+        return msgspec.structs.replace(row, failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     middle = sorted(range(len(trial.seconds)), key=trial.seconds.__getitem__)[len(trial.seconds) // 2]
     costs = cost_model(hardware, plan.model, plan.workload)
     measured = trial.timelines[middle]

@@ -15,7 +15,7 @@ from megatrain.simulator.specs import ModelSpec, Workload
 
 ALTERNATIVES = {
     "overlapped": ("nothing stays", "host updates", "one slot", "half stays", "parked", "small copies"),
-    "k_buffer": ("four slots", "blocks of two", "small copies"),
+    "k_buffer": ("four slots", "blocks of two", "blocks of four", "small copies"),
 }
 """policy -> what is changed in its best plan, so that the planner's choice has something to be compared with"""
 POLICIES = ("overlapped", "k_buffer", "double_buffer", "sequential")

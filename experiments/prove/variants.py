@@ -25,5 +25,6 @@ VARIANTS: dict[str, Callable[[Plan], Plan]] = {
     "four slots": lambda plan: varied(plan, weight_slots=4),
     "small copies": lambda plan: varied(plan, chunk_bytes=max(plan.knobs.chunk_bytes // 4, 2**20)),
     "blocks of two": lambda plan: varied(plan, checkpoint_interval=2),
+    "blocks of four": lambda plan: varied(plan, checkpoint_interval=4),
 }
 """Only knobs: the arithmetic is the same. One that does not fit under the case's cap is left out."""

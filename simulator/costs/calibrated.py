@@ -3,14 +3,15 @@
     duration(size) = linear between the two measured sizes around it, along the outermost segment beyond them
 
 and, for compute, the duration of the very shape, or between the shapes that were measured of the same layer (`grid.py`), or beyond them that of the
-nearest, scaled by FLOPs. A recompute without attention that was not measured takes of the one with it the share that the datasheet's rates give.
-Whatever lies outside the measured sizes or shapes is flagged as extrapolated.
+nearest, scaled by FLOPs. A recompute without attention that was not measured is shorter than the one with it by what a token's attention took at the
+sequence lengths where both were measured, or it takes of it the share that the datasheet's rates give. Whatever lies outside the measured sizes or shapes is flagged as extrapolated.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping
 
 from megatrain.simulator.costs.datasheet import Datasheet
@@ -20,7 +21,7 @@ from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, PASS_KINDS, UNMEASURED_KINDS, WIDE_KINDS, CostTable, Workspace
-from megatrain.simulator.schedule import Op, is_kept
+from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec, Workload
 
@@ -64,11 +65,27 @@ class Calibrated(Shared):
                 self._known[key] = interpolate(self._curve(op), size)
             elif is_kept(size) and size not in self.table.compute.get(kind, {}) and self._datasheet is not None:
                 full, share = self._datasheet.whole(op)
-                self._known[key] = math.ceil(share * self._look_up(full)[0]), True
+                duration, beyond = self._look_up(full)
+                saved = self._attention_ns(kind, size)
+                self._known[key] = (max(duration - saved, 1), beyond) if saved is not None else (math.ceil(share * duration), True)
             else:
                 duration, beyond = self._compute(kind, size, op.amount)
                 self._known[key] = duration + self._summing_ns(op), beyond
         return self._known[key]
+
+    def _attention_ns(self, kind: str, shape: str) -> int | None:
+        """What the attention of a recompute takes, from measured shapes of the same layer with and without it; None where they do not tell."""
+        measured, found = self.table.compute.get(kind, {}), dict[int, list[tuple[int, int]]]()
+        for known, (_, duration) in measured.items():
+            full = known.replace(KEPT + "/", "/")
+            if full != known and full in measured and (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape)):
+                tokens, sequence = _tokens(known)
+                found.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
+        tokens, sequence = _tokens(shape)
+        picoseconds = tuple((length, round(1000 * statistics.mean(ns / count for count, ns in pairs))) for length, pairs in sorted(found.items()))  # a token
+        if not picoseconds or not picoseconds[0][0] <= sequence <= picoseconds[-1][0]:
+            return None
+        return tokens * interpolate(picoseconds, sequence)[0] // 1000
 
     def _summing_ns(self, op: Op) -> int:
         """What a compute op takes more where its gradient is one of several."""

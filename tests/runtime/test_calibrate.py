@@ -30,6 +30,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     """One test for everything that needs a calibration, since one takes seconds."""
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
     heard: list[str] = []
@@ -71,6 +72,11 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     assert [size for size, _ in hardware.h2d_curve] == [size for size, _ in table.curves["load_weights"]]
     assert hardware.h2d_curve[-1][1] == pytest.approx(hardware.h2d_gb_per_s)
     assert hardware.uncertainty == 0.10
+    assert table.fixed is not None
+    assert 0 < table.fixed.launch_ns < 10**6
+    assert 0.01 < table.fixed.first_touch_gb_per_s < 1000
+    assert table.fixed.event_ns == table.fixed.registration_gb_per_s == 0, "what only a GPU has"
+    assert {name.partition(" ")[0] for name in table.spread} >= {*COMPUTE_KINDS, "update", "norm", "load_weights", "cpu_update"}
 
     # the file
     write_toml(tmp_path / "here.toml", hardware)
@@ -108,6 +114,16 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
     assert module._curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == ((100, 2.0), (200, 4.0), (400, 5.0), (800, 10.0))
+
+
+def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
+    h2d, d2h = module._curve([(100, 10), (200, 9), (400, 30)]), module._curve([(100, 11), (200, 12), (400, 33)])
+    curve = module._duplex([(100, 5), (200, 15), (400, 14)], h2d, d2h)
+    assert curve == ((100, 10.0), (200, pytest.approx(200 / 15)), (400, pytest.approx(400 / 30)))
+    spec = {"name": "x", "source": "", "device_bytes": 2**30, "host_bytes": 2**30, "cores": 1, "peak_tflops": {"bf16": 1.0}, "linear_efficiency": 1.0}
+    rates_ = dict.fromkeys(("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s"), 1.0)
+    others = {"duplex_fraction": 1.0, "cpu_update_per_s": 1e9, "cpu_adam_per_s": 1e9, "h2d_curve": h2d, "d2h_curve": d2h}
+    assert HardwareSpec(**spec, **rates_, **others, duplex_curve=curve).duplex_curve == curve
 
 
 def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
