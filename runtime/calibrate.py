@@ -185,6 +185,18 @@ def calibrate(
     )  # fmt: skip
 
 
+def usual_grid(workload: Workload) -> list[Workload]:
+    """Around `workload`: an eighth, half and twice its batch, and as many tokens in sequences half and twice as long. Compiled, where every point is
+    compiled anew, a quarter and twice alone, and the longer sequences.
+    """
+    batch, sequence = workload.batch, workload.sequence
+    points = [(batch // 8, sequence), (batch // 2, sequence), (2 * batch, sequence), (2 * batch, sequence // 2), (batch // 2, 2 * sequence)]
+    if workload.compiled:
+        points = [(batch // 4, sequence), (2 * batch, sequence), (batch // 2, 2 * sequence)]
+    made = [msgspec.structs.replace(workload, batch=max(rows, 1), sequence=max(length, 1)) for rows, length in points]
+    return [point for point in dict.fromkeys(made) if point != workload]
+
+
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
     """The ops that do not hang on the tokens: on the host's cores, and on the device whole layers and chunks of them."""
     small, host_kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
