@@ -10,6 +10,7 @@ import pytest
 
 from megatrain.experiments.prove import __main__ as prove
 from megatrain.experiments.prove import rows as records
+from megatrain.experiments.prove.again import moved
 from megatrain.experiments.prove.measure import planned
 from megatrain.experiments.prove.rows import Row, append_row, read_rows
 from megatrain.experiments.prove.suites import BEST, Case, Suite, refuse_grid, suite
@@ -166,3 +167,26 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
     append_row(path, row("b", 1, 1))
     with pytest.raises(UserError, match=r"line 2: found no JSON"):
         records.read_rows(path)
+
+
+def stored(case: Case, chosen: Suite, hardware: HardwareSpec, measured: float) -> Row:
+    """A row of a plan as it is planned today, whose step took `measured` of what is predicted."""
+    choice = planned(chosen, case, hardware, "h200")
+    assert choice is not None
+    made = row(case.name, 1, measured * choice.step_seconds, plan=choice.plan)
+    return msgspec.structs.replace(made, device_peak_bytes=round(0.99 * choice.account.device_peak_bytes))
+
+
+def test_a_stored_row_that_is_predicted_worse_today_is_named() -> None:
+    chosen, hardware = suite("tiny"), HardwareSpec.load("h200")
+    rows = [stored(chosen.cases[0], chosen, hardware, 1.02), stored(chosen.cases[2], chosen, hardware, 1.02)]
+    assert moved(rows, hardware) == []
+    slower = msgspec.structs.replace(hardware, h2d_curve=tuple((size, rate / 20) for size, rate in hardware.h2d_curve))
+    told = moved(rows, slower)
+    assert len(told) == 1
+    assert told[0].startswith("tiny/1x4x16/whole/k_buffer: step +")
+    other = msgspec.structs.replace(rows[1], plan=msgspec.structs.replace(rows[1].plan, digest="0" * 16))
+    assert "ran as 0000000000000000" in moved([other], hardware)[0]
+    small = msgspec.structs.replace(rows[1], device_peak_bytes=rows[1].plan.prediction.device_peak_bytes * 2)  # type: ignore[union-attr]
+    assert moved([small], hardware) == [], "as wrong as it was"
+    assert moved([msgspec.structs.replace(rows[1], failure="no room")], slower) == []
