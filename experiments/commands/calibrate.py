@@ -74,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     write_toml(args.out, hardware, HEADING)
     print(
-        f"wrote {args.out} after {time.monotonic() - began:.0f} s: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, "
+        f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, "
         f"both at once {hardware.duplex_fraction:.0%} each; matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward "
-        f"{100 * hardware.linear_efficiency:.2g} % of it; CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s"
+        f"{100 * hardware.linear_efficiency:.2g} % of it; CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; "
+        f"it took {time.monotonic() - began:.0f} s"
     )
     return _compare(earlier, hardware, str(args.again)) if earlier else 0
 

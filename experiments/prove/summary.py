@@ -143,7 +143,7 @@ def format_summary(rows: Sequence[Row], summary: Summary) -> str:
             lines.append(f"{row.name:<{width}} {times} {errors}" + (f"  the plan of {row.same_as}" if row.same_as else ""))
     lines += ["", f"{summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed"]
     for what, value, target, met in summary.targets():
-        text = "-" if value is None else f"{value:.3f}" if "tau" in what else signed_percent(value)
+        text = "-" if value is None else f"{value:.3f}" if "tau" in what else f"{value:.1%}" if "mean" in what else signed_percent(value)
         lines.append(f"{what:<34} {text:>9}   target {target:<9} {'met' if met else 'MISSED' if value is not None else 'not measured'}")
     lines += [f"tau {name}: {value:.2f}" for name, value in summary.tau.items()]
     lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
