@@ -201,19 +201,21 @@ def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> N
     """The ops that do not hang on the tokens: on the host's cores, and on the device whole layers and chunks of them."""
     small, host_kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
     by_update, twice = msgspec.structs.replace(workload, clipping="update"), msgspec.structs.replace(workload, accumulation=2)
-    for what, policy, work, kinds, alone in (
-        ("optimizer on the host", "sequential", workload, host_kinds, False),
-        ("gradient accumulation", "sequential", twice, host_kinds, False),
-        ("optimizer on the device", "resident", workload, _OPTIMIZER_KINDS, False),
-        ("gradient accumulation on the device", "resident", twice, _OPTIMIZER_KINDS, False),
-        ("optimizer on the device, in chunks", "overlapped", workload, _OPTIMIZER_KINDS, True),
-        ("clipping by the update, on the host", "sequential", by_update, ("ratios",), False),
-        ("clipping by the update, in chunks", "overlapped", by_update, ("ratios",), True),
-        ("clipping by the update, on the device", "resident", by_update, ("ratios",), True),
+    on_host = Placement(host_updated="all")
+    for what, policy, work, kinds, alone, placement in (
+        ("optimizer on the host", "sequential", workload, host_kinds, False, None),
+        ("optimizer on the host, in chunks", "overlapped", workload, ("cpu_update",), True, on_host),
+        ("gradient accumulation", "sequential", twice, host_kinds, False, None),
+        ("optimizer on the device", "resident", workload, _OPTIMIZER_KINDS, False, None),
+        ("gradient accumulation on the device", "resident", twice, _OPTIMIZER_KINDS, False, None),
+        ("optimizer on the device, in chunks", "overlapped", workload, _OPTIMIZER_KINDS, True, None),
+        ("clipping by the update, on the host", "sequential", by_update, ("ratios",), False, None),
+        ("clipping by the update, in chunks", "overlapped", by_update, ("ratios",), True, None),
+        ("clipping by the update, on the device", "resident", by_update, ("ratios",), True, None),
     ):
         bench.progress(what)
         try:
-            bench.run(subject, bench.plan(policy, small, work), kinds, alone=alone)
+            bench.run(subject, bench.plan(policy, small, work, placement), kinds, alone=alone)
         except UserError:
             if policy != "resident":  # too large for this device even so: then the whole model will not be resident either
                 raise
