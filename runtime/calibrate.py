@@ -169,7 +169,7 @@ def calibrate(
         rates = measure_rates(small, workload, config, device, lane_threads(device))
     finally:
         bench.memory.free()
-    table = _table(bench, rates, together, [point for point in points if point], device)
+    table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
     described = machine.describe(device)
     h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
     return HardwareSpec(
@@ -237,7 +237,7 @@ def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
     return f"{op.kind}{how}{other_lane}", op.parameters
 
 
-def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], device: torch.device) -> CostTable:
+def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], loss_chunk: int, device: torch.device) -> CostTable:
     curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
     compute: dict[str, dict[str, tuple[int, int]]] = {}
     spread: dict[str, float] = dict(rates.spread)
@@ -251,7 +251,7 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
     overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
     return CostTable(
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
-        compute=compute, activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
+        compute=compute, loss_chunk=loss_chunk, activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
         workspace={point.shape: point.workspace for point in points if point.workspace}, contention=rates.contention, host_memory=rates.host_memory,
         turns=rates.turns, fixed=rates.fixed, dispatch_ns=_dispatch(together), spread=spread, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip

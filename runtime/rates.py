@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -60,7 +61,7 @@ class Rates:
     """parameters of a fused AdamW on the host, with bf16 weights and gradients"""
     fixed: FixedCosts
     spread: dict[str, float]
-    """of the copies, `KIND BYTES` -> interquartile range over median"""
+    """`KIND BYTES` of a copy, or the name of a rate -> interquartile range over median"""
 
 
 def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int]) -> Rates:
@@ -89,9 +90,17 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         speeds = _measure_together(work, threads, device)
         memory = _host_memory(speeds, _traffic(layer, width, largest)) if cuda else None
         turns = _turns(templates, arenas, layer, work["compute"], threads, device) if cuda else None
-        matmul, device_rate, host_rate, adam = _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), _adam_rate()
+        host = torch.device("cpu")
+        measured = {
+            "matrix product": _matmul(templates.dtype, device),
+            "device copy": _memory_rate(device),
+            "host copy": _memory_rate(host),
+            "host AdamW": _adam_rate(),
+        }
         torch.set_num_threads(1)
-        thread_rate = _memory_rate(torch.device("cpu"))
+        measured["thread copy"] = _memory_rate(host)
+        spread |= {name: found for name, (_, found) in measured.items()}
+        matmul, device_rate, host_rate, adam, thread_rate = (rate for rate, _ in measured.values())
         return Rates(copies, duplex, _contention(speeds), memory, turns, matmul, device_rate, host_rate, thread_rate, adam, _fixed_costs(device), spread)
     finally:
         torch.set_num_threads(own_threads)
@@ -104,8 +113,17 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _seconds(work: Work, device: torch.device, repeats: int = 7) -> float:
-    """Median wall time of `work`, finished, after two warm-up calls."""
+class _Timed(NamedTuple):
+    """Wall time of a piece of work."""
+
+    seconds: float
+    """median"""
+    spread: float
+    """interquartile range over it"""
+
+
+def _timed(work: Work, device: torch.device, repeats: int = 7) -> _Timed:
+    """Of `work`, finished, after two warm-up calls."""
     times = []
     for turn in range(repeats + 2):
         _synchronize(device)
@@ -114,7 +132,8 @@ def _seconds(work: Work, device: torch.device, repeats: int = 7) -> float:
         _synchronize(device)
         if turn >= 2:
             times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    low, middle, high = statistics.quantiles(times, n=4)
+    return _Timed(middle, round((high - low) / middle, 4))
 
 
 def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> tuple[int, float]:
@@ -308,19 +327,21 @@ def _together(work: dict[str, Work], threads: dict[str, int], device: torch.devi
     return speeds
 
 
-def _matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a large square matrix product on random numbers."""
+def _matmul(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of a large square matrix product on random numbers, and the spread, as of the next two."""
     size = 8192 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: left @ right, device)
+    timed = _timed(lambda: left @ right, device)
+    return 2 * size**3 / timed.seconds, timed.spread
 
 
-def _memory_rate(device: torch.device) -> float:
+def _memory_rate(device: torch.device) -> tuple[float, float]:
     """Bytes read and written a second by a copy inside `device`."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
     target = torch.empty_like(source)
-    return 2 * size / _seconds(lambda: target.copy_(source), device)
+    timed = _timed(lambda: target.copy_(source), device)
+    return 2 * size / timed.seconds, timed.spread
 
 
 def _fixed_costs(device: torch.device) -> FixedCosts:
@@ -357,7 +378,7 @@ def _fixed_costs(device: torch.device) -> FixedCosts:
     )  # fmt: skip
 
 
-def _adam_rate() -> float:
+def _adam_rate() -> tuple[float, float]:
     """PyTorch's fused AdamW with everything in fp32, 28 bytes a parameter, told as parameters of 22 bytes: bf16 weights and gradients, fp32 moments.
 
     Both are bound by memory: on an H200's host 4.9e9/s and 6.2e9/s were measured, 137 and 136 GB/s.
@@ -365,4 +386,5 @@ def _adam_rate() -> float:
     parameter = torch.zeros(2**25, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     fused = torch.optim.AdamW([parameter], fused=True)
-    return parameter.numel() * 28 / 22 / _seconds(fused.step, torch.device("cpu"), repeats=3)
+    timed = _timed(fused.step, torch.device("cpu"), repeats=3)
+    return parameter.numel() * 28 / 22 / timed.seconds, timed.spread

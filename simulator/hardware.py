@@ -114,6 +114,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """model's shape/workload's shape -> (tokens, bytes of one decoder layer's saved activations)"""
     workspace: dict[str, Workspace] = {}
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
+    loss_chunk: int = 0
+    """tokens of a chunk of the loss with which heads were measured; 0 where that was not noted"""
     contention: dict[str, dict[str, float]] = {}
     """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
     host_memory: HostMemory | None = None

@@ -14,6 +14,8 @@ import re
 import statistics
 from collections.abc import Mapping
 
+import msgspec
+
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.grid import Point, between
@@ -70,8 +72,16 @@ class Calibrated(Shared):
                 self._known[key] = (max(duration - saved, 1), beyond) if saved is not None else (math.ceil(share * duration), True)
             else:
                 duration, beyond = self._compute(kind, size, op.amount)
-                self._known[key] = duration + self._summing_ns(op), beyond
+                chunks = self._other_chunks(op)
+                self._known[key] = math.ceil(chunks * duration) + self._summing_ns(op), beyond or chunks != 1.0
         return self._known[key]
+
+    def _other_chunks(self, op: Op) -> float:
+        """By what a head takes longer because its loss comes in other chunks than were measured: as the datasheet's rates say."""
+        if op.kind not in ("head", "loss") or self._datasheet is None or self.table.loss_chunk in (0, self._datasheet.workload.loss_chunk):
+            return 1.0
+        measured = msgspec.structs.replace(self._datasheet.workload, loss_chunk=self.table.loss_chunk)
+        return self._datasheet.duration_ns(op) / Datasheet(self._datasheet.hardware, self._datasheet.model, measured).duration_ns(op)
 
     def _attention_ns(self, kind: str, shape: str) -> int | None:
         """What the attention of a recompute takes, from measured shapes of the same layer with and without it; None where they do not tell."""
@@ -124,17 +134,21 @@ class Calibrated(Shared):
         return -(-duration * amount // known_amount), True
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
-        """Of this model and workload, or of the same model with other tokens: what autograd saves is proportional to the tokens."""
+        """Of this model and workload, or of the same model with the nearest tokens: what autograd saves is proportional to the tokens."""
         known, shape = self.table.activations, f"{model.shape}/{workload.shape}"
-        for other in [shape, *sorted(known)]:
-            if other in known and _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
-                tokens, size = known[other]
-                return -(-size * workload.tokens // tokens)
-        return None
+        alike = [known[other] for other in sorted(known) if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape)]
+        if not alike:
+            return None
+        tokens, size = known.get(shape) or min(alike, key=lambda point: abs(math.log(point[0] / workload.tokens)))
+        return -(-size * workload.tokens // tokens)
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale."""
+        """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale. None with other chunks
+        of the loss, whose logits are the most of a head's.
+        """
         known, shape = self.table.workspace, f"{model.shape}/{workload.shape}"
+        if self.table.loss_chunk not in (0, workload.loss_chunk):
+            return None
         if shape in known:
             return known[shape]
         points: dict[int, Workspace] = {}
