@@ -97,11 +97,12 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
             "host copy": _memory_rate(host),
             "host AdamW": _adam_rate(),
         }
+        fixed = _fixed_costs(device)
         torch.set_num_threads(1)
         measured["thread copy"] = _memory_rate(host)
         spread |= {name: found for name, (_, found) in measured.items()}
         matmul, device_rate, host_rate, adam, thread_rate = (rate for rate, _ in measured.values())
-        return Rates(copies, duplex, _contention(speeds), memory, turns, matmul, device_rate, host_rate, thread_rate, adam, _fixed_costs(device), spread)
+        return Rates(copies, duplex, _contention(speeds), memory, turns, matmul, device_rate, host_rate, thread_rate, adam, fixed, spread)
     finally:
         torch.set_num_threads(own_threads)
         workers.close()

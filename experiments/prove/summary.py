@@ -15,6 +15,8 @@ from megatrain.experiments.prove.suites import BEST
 from megatrain.simulator.compare import signed_percent
 from megatrain.simulator.units import format_seconds
 
+TIE = 0.01
+"""steps that differ by less count as equal: one plan's medians differed by 0.9 % in two runs (experiments/results/h200-x2-qwen2.5-7b-peers)"""
 LEAST_PLANS = 12
 """of one group, for a regret"""
 
@@ -38,7 +40,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     host_worst: float | None
     replay_worst: float | None
     tau: dict[str, float]
-    """group -> Kendall's tau of the order of its policies"""
+    """group -> Kendall's tau of the order of its policies, steps within 1 % being ties"""
+    tau_strict: dict[str, float]
+    """the same where only equal steps are ties"""
     tau_of_plans: dict[str, float]
     """group -> likewise of all its plans"""
     regret: dict[str, float]
@@ -62,13 +66,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Tau-b (Kendall, 1945): concordant less discordant pairs over the root of the product of the pairs without a tie on either side.
+def kendall_tau(pairs: Sequence[tuple[float, float]], tie: float = 0.0) -> float:
+    """Tau-b (Kendall, 1945): concordant less discordant pairs over the root of the product of the pairs without a tie on either side. Positive
+    numbers that differ by no more than the share `tie` of the smaller are equal.
 
-    >>> kendall_tau([(1, 10), (2, 30), (3, 20)])
-    0.3333333333333333
+    >>> kendall_tau([(1, 10), (2, 30), (3, 20)]), kendall_tau([(1, 2), (1.005, 1.99), (2, 3)], 0.01)
+    (0.3333333333333333, 1.0)
     """
-    both = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
+
+    def order(one: float, other: float) -> int:
+        return 0 if abs(one - other) <= tie * min(one, other) else 1 if one > other else -1
+
+    both = [(order(a, c), order(b, d)) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
     untied = math.prod(sum(signs[side] != 0 for signs in both) for side in (0, 1))
     return sum(left * right for left, right in both) / math.sqrt(untied) if untied else 0.0
 
@@ -110,13 +119,14 @@ def summarize(rows: Iterable[Row]) -> Summary:
         cases=len(rows), executed=len(once), failed=len(rows) - len(ran), step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
         device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
         host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
-        tau={name: _tau(found) for name, found in policies.items() if len(found) >= 3},
-        tau_of_plans={name: _tau(found) for name, found in plans.items() if len(found) >= 3}, regret=regret,
+        tau={name: _tau(found, TIE) for name, found in policies.items() if len(found) >= 3},
+        tau_strict={name: _tau(found) for name, found in policies.items() if len(found) >= 3},
+        tau_of_plans={name: _tau(found, TIE) for name, found in plans.items() if len(found) >= 3}, regret=regret,
     )  # fmt: skip
 
 
-def _tau(rows: list[Row]) -> float:
-    return kendall_tau([(row.plan.prediction.step_seconds, row.step_seconds) for row in rows if row.plan.prediction and row.step_seconds])
+def _tau(rows: list[Row], tie: float = 0.0) -> float:
+    return kendall_tau([(row.plan.prediction.step_seconds, row.step_seconds) for row in rows if row.plan.prediction and row.step_seconds], tie)
 
 
 def _regret(rows: list[Row]) -> float | None:
@@ -145,6 +155,6 @@ def format_summary(rows: Sequence[Row], summary: Summary) -> str:
     for what, value, target, met in summary.targets():
         text = "-" if value is None else f"{value:.3f}" if "tau" in what else f"{value:.1%}" if "mean" in what else signed_percent(value)
         lines.append(f"{what:<34} {text:>9}   target {target:<9} {'met' if met else 'MISSED' if value is not None else 'not measured'}")
-    lines += [f"tau {name}: {value:.2f}" for name, value in summary.tau.items()]
+    lines += [f"tau {name}: {value:.2f}, {summary.tau_strict[name]:.2f} without ties" for name, value in summary.tau.items()]
     lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
     return "\n".join(lines)
