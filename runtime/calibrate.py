@@ -49,7 +49,7 @@ _LAYERS = 3
 _LEAST_ATTENTION = 0.05  # of a recompute's FLOPs: below, nobody keeps it (a tenth of the time on an H200)
 _STEPS = 3
 _SECONDS = 2.0  # of steps at least, under each plan: a shared machine's speed wanders within seconds
-_QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it
+_QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
 _OPTIMIZER_KINDS = ("update", "norm", "clip", "ratios")
@@ -152,7 +152,7 @@ def calibrate(
     workload, *grid = (msgspec.structs.replace(point, accumulation=1) for point in (workload, *grid))
     bench, subject, small = _Bench(device, limits, progress), Subject(model, config), model.shortest(_LAYERS)
     try:
-        quick = msgspec.structs.replace(workload, batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)))
+        quick = msgspec.structs.replace(workload, batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)), compiled=False)
         first = bench.plan("sequential", small, workload)
         if needed := sum(buffer.allocated for buffer in lower(first).buffers if buffer.place == "host"):
             progress("memory: touching and registering it")

@@ -15,9 +15,12 @@ from megatrain.experiments.prove.measure import planned
 from megatrain.experiments.prove.rows import Row, append_row, read_rows
 from megatrain.experiments.prove.suites import BEST, Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, kendall_tau, summarize
+from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Plan, Prediction
+from megatrain.simulator.policies._layerwise import cost_keys
+from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import Workload
 
 
@@ -46,6 +49,31 @@ def test_every_case_lies_inside_the_grid() -> None:
         work = chosen.workload(case)
         assert min(point.tokens for point in points) <= work.tokens <= max(point.tokens for point in points)
         assert min(point.sequence for point in points) <= work.sequence <= max(point.sequence for point in points)
+
+
+def test_nothing_that_computes_lies_beyond_the_grid() -> None:
+    """With a table of the grid's points alone; of kept attention those of 4,096 tokens, which are between the lengths where it is measured."""
+    chosen, hardware = suite("h200"), HardwareSpec.load("h200")
+    ids = {"embed": "E.m0", "forward": "F0.m0", "recompute": "R0.m0", "backward": "B0.m0", "head": "H.m0", "embed_backward": "EB.m0", "loss": "HL.m0"}
+
+    def op(model: str, work: Workload, kind: str, *, kept: bool = False) -> Op:
+        plan = Plan(policy="resident", hardware="", source="", device_limit_bytes=1, host_limit_bytes=1, model=chosen.models[model], workload=work)
+        return Op(id=ids[kind], lane="compute", **cost_keys(plan, kind, "0" if kind in ("forward", "recompute", "backward") else "", kept=kept))
+
+    compute: dict[str, dict[str, tuple[int, int]]] = {kind: {} for kind in ids}
+    for model in chosen.models:
+        for point in (chosen.base, *chosen.points()):
+            ops = [op(model, point, kind) for kind in ids]
+            ops += [op(model, point, "recompute", kept=True)] if point == chosen.base or point.sequence > chosen.base.sequence else []
+            for each in ops:
+                compute[each.kind][each.shape] = (each.amount, each.amount)
+    table = CostTable(measured_on="", date="", curves={"norm": ((1, 1),)}, compute=compute)
+    machine = msgspec.structs.replace(hardware, costs=table)
+    for case in chosen.cases:
+        work = chosen.workload(case)
+        costs = cost_model(machine, chosen.models[case.model], work)
+        asked = [op(case.model, work, kind) for kind in ids] + ([op(case.model, work, "recompute", kept=True)] if work.sequence == 4096 else [])
+        assert not [(case.name, each.id) for each in asked if costs.extrapolated(each)]
 
 
 def test_at_least_twelve_plans_of_a_model_can_be_compared() -> None:
