@@ -153,10 +153,12 @@ def calibrate(
     bench, subject, small = _Bench(device, limits, progress), Subject(model, config), model.shortest(_LAYERS)
     try:
         quick = msgspec.structs.replace(workload, batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)), compiled=False)
-        first = bench.plan("sequential", small, workload)
-        if needed := sum(buffer.allocated for buffer in lower(first).buffers if buffer.place == "host"):
+        most = bench.plan("sequential", small, msgspec.structs.replace(quick, accumulation=2))
+        needed = sum(buffer.allocated for buffer in lower(most).buffers if buffer.place == "host")
+        if 0 < needed <= limits[1]:  # otherwise the executor says that it does not fit
             progress("memory: touching and registering it")
-            bench.memory.reserve(needed)
+            with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
+                bench.memory.reserve(needed)
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())

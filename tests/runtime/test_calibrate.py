@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, UNMEASURED_
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
+from megatrain.simulator.specs import Workload
 from megatrain.simulator.timeline import Span, Timeline
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
@@ -96,8 +98,19 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
         assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
 
 
+def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:
+    def points(**changes: Any) -> list[tuple[int, int]]:
+        return [(point.batch, point.sequence) for point in module.usual_grid(Workload(**{"batch": 32, "sequence": 1024, **changes}))]
+
+    assert points() == [(4, 1024), (16, 1024), (64, 1024), (64, 512), (16, 2048)]
+    assert points(compiled=True) == [(8, 1024), (64, 1024), (16, 2048)]
+    assert points(batch=1, sequence=1) == [(2, 1), (1, 2)]
+
+
 def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
     plan = executable()
+    with pytest.raises(UserError, match=r"^host memory: found pools of "):  # before a page of it is touched
+        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**12, device_bytes=2**33)
     with pytest.raises(UserError, match=r"^device memory: found pools of "):
         module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
 
