@@ -26,6 +26,7 @@ from megatrain.runtime.layers.attention import refuse_attention
 from megatrain.runtime.layers.documents import trained_labels
 from megatrain.runtime.layers.templates import Templates
 from megatrain.runtime.memory.arenas import Arenas, OnAllocate
+from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.memory.out_of_memory import out_of_memory
 from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.simulator.errors import UserError
@@ -87,8 +88,10 @@ class Executor:
     def __init__(
         self, plan: Plan, config: PretrainedConfig, settings: AdamW, device: torch.device, *,
         schedule: Schedule | None = None, threads: dict[str, int] | None = None, on_allocate: OnAllocate = lambda *_: None,
+        host_memory: HostMemory | None = None,
     ) -> None:  # fmt: skip
         """`schedule` replaces the plan's own, unverified: for calibration and tests. `on_allocate` hears of bytes allocated, and of all there will be.
+        `host_memory`: kept from one executor to the next, for who runs many.
 
         Raises UserError where the plan does not fit.
         """
@@ -106,7 +109,7 @@ class Executor:
         self._threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(self._threads["cpu"])
         limits = {"device_limit_bytes": plan.device_limit_bytes, "host_limit_bytes": plan.host_limit_bytes}
-        self.arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate)
+        self.arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate, host_memory=host_memory)
         self._steadiness = Steadiness(device, self.arenas.host_memory)
         try:
             keeps = any(buffer.pool == ATTENTION for buffer in self.schedule.buffers)

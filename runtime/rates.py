@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -17,13 +19,18 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.lanes import DEVICE_LANES
 from megatrain.runtime.layers.templates import Templates, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.simulator.fit import HostRates, fit_host_memory
-from megatrain.simulator.hardware import HostMemory, Turns
+from megatrain.simulator.hardware import FixedCosts, Turns
+from megatrain.simulator.hardware import HostMemory as SharedMemory
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
+_LEAST_DUPLEX = 2**20  # smaller copies are no longer than what it takes to enqueue them
+_DUPLEX_UNIT = 2**26  # bytes enqueued at once
 _PAIR_SECONDS = 0.5
+_TOUCHED_BYTES = 2**30  # to see what new pages cost
 _UPDATED = 2**25  # parameters in a unit of the update lane's work
 _MOST_UPDATED = 2**28  # of the largest: 3.5 GiB
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
@@ -37,9 +44,11 @@ class Rates:
 
     copies: dict[str, list[tuple[int, int]]]
     """`load_weights` and `save_gradients`: (bytes, ns)"""
+    duplex: list[tuple[int, int]]
+    """(bytes, ns) of a copy while the other direction is as busy; empty without a GPU"""
     contention: dict[str, dict[str, float]]
     """lane -> other lane -> share of its speed that the first keeps"""
-    host_memory: HostMemory | None
+    host_memory: SharedMemory | None
     """what the link and the host's cores share, where there is a link and its copies suffer from them"""
     turns: Turns | None
     """how the update lane's kernels and those of compute share the device, where there is one"""
@@ -50,12 +59,15 @@ class Rates:
     """copied by one thread, read and written"""
     cpu_adam_per_s: float
     """parameters of a fused AdamW on the host, with bf16 weights and gradients"""
+    fixed: FixedCosts
+    spread: dict[str, float]
+    """`KIND BYTES` of a copy, or the name of a rate -> interquartile range over median"""
 
 
 def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int]) -> Rates:
     """Some 10 s. `model` gives the sizes of the layer and the optimizer step that stand for the compute and cpu lanes."""
-    layer, width = model.stack["0"], DTYPE_BYTES[workload.dtype]
-    largest = _COPY_SIZES[-1] if device.type == "cuda" else _COPY_SIZES[-2]
+    layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
+    largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
     sizes = {"host.weights:0": largest, "host.gradients:0": largest, "device.weights:0": largest, "device.gradients:0": largest}
     sizes |= {"device.layer:0": width * layer.elements, "host.layer:0": 4 * layer.elements}
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
@@ -65,23 +77,32 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         for name, size in sizes.items():  # touched, and not zeros: a product of zeros runs 13 % too fast; bytes below 60 keep floats finite
             arenas.flat(name, torch.uint8, size).random_(1, 60)
         torch.set_num_threads(1)
-        copies = {
-            "load_weights": [
-                (size, _time_copy(arenas, "host.weights:0", "device.weights:0", size, largest, device)) for size in _COPY_SIZES if size <= largest
-            ],
-            "save_gradients": [
-                (size, _time_copy(arenas, "device.gradients:0", "host.gradients:0", size, largest, device)) for size in _COPY_SIZES if size <= largest
-            ],
-        }
+        copies: dict[str, list[tuple[int, int]]] = {}
+        spread: dict[str, float] = {}
+        for kind, source, target in (("load_weights", "host.weights:0", "device.weights:0"), ("save_gradients", "device.gradients:0", "host.gradients:0")):
+            for size in (size for size in _COPY_SIZES if size <= largest):
+                typical, spread[f"{kind} {size}"] = _time_copy(arenas, source, target, size, largest, device)
+                copies.setdefault(kind, []).append((size, typical))
+        duplex = [(size, _time_duplex(arenas, size, largest, threads, device)) for size in _COPY_SIZES if _LEAST_DUPLEX <= size <= largest] if cuda else []
         torch.set_num_threads(threads["compute"])
         templates = Templates(model, workload, config, device)
         work = _lane_work(templates, arenas, layer, largest, device, workers)
         speeds = _measure_together(work, threads, device)
-        memory = _host_memory(speeds, _traffic(layer, width, largest)) if device.type == "cuda" else None
-        turns = _turns(templates, arenas, layer, work["compute"], threads, device) if device.type == "cuda" else None
-        matmul, device_rate, host_rate, adam = _matmul(templates.dtype, device), _memory_rate(device), _memory_rate(torch.device("cpu")), _adam_rate()
+        memory = _host_memory(speeds, _traffic(layer, width, largest)) if cuda else None
+        turns = _turns(templates, arenas, layer, work["compute"], threads, device) if cuda else None
+        host = torch.device("cpu")
+        measured = {
+            "matrix product": _matmul(templates.dtype, device),
+            "device copy": _memory_rate(device),
+            "host copy": _memory_rate(host),
+            "host AdamW": _adam_rate(),
+        }
+        fixed = _fixed_costs(device)
         torch.set_num_threads(1)
-        return Rates(copies, _contention(speeds), memory, turns, matmul, device_rate, host_rate, _memory_rate(torch.device("cpu")), adam)
+        measured["thread copy"] = _memory_rate(host)
+        spread |= {name: found for name, (_, found) in measured.items()}
+        matmul, device_rate, host_rate, adam, thread_rate = (rate for rate, _ in measured.values())
+        return Rates(copies, duplex, _contention(speeds), memory, turns, matmul, device_rate, host_rate, thread_rate, adam, fixed, spread)
     finally:
         torch.set_num_threads(own_threads)
         workers.close()
@@ -93,8 +114,17 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _seconds(work: Work, device: torch.device, repeats: int = 7) -> float:
-    """Median wall time of `work`, finished, after two warm-up calls."""
+class _Timed(NamedTuple):
+    """Wall time of a piece of work."""
+
+    seconds: float
+    """median"""
+    spread: float
+    """interquartile range over it"""
+
+
+def _timed(work: Work, device: torch.device, repeats: int = 7) -> _Timed:
+    """Of `work`, finished, after two warm-up calls."""
     times = []
     for turn in range(repeats + 2):
         _synchronize(device)
@@ -103,13 +133,13 @@ def _seconds(work: Work, device: torch.device, repeats: int = 7) -> float:
         _synchronize(device)
         if turn >= 2:
             times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    low, middle, high = statistics.quantiles(times, n=4)
+    return _Timed(middle, round((high - low) / middle, 4))
 
 
-def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> int:
-    """ns of one copy of `size` bytes. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
-    places = range(0, largest - size + 1, size)
-    pairs = [(arenas.flat(source, torch.uint8, size, place), arenas.flat(target, torch.uint8, size, place)) for place in places]
+def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> tuple[int, float]:
+    """ns of one copy of `size` bytes, and their interquartile range over it. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
+    pairs = _pairs(arenas, source, target, size, largest)
     times = []
     for turn in range(12):
         read, write = pairs[(turn * 7) % len(pairs)]
@@ -124,7 +154,31 @@ def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int
             begin = time.perf_counter_ns()
             write.copy_(read)
             times.append(time.perf_counter_ns() - begin)
-    return round(statistics.median(times[2:]))
+    low, typical, high = statistics.quantiles(times[2:], n=4)
+    return round(typical), round((high - low) / max(typical, 1), 4)
+
+
+def _pairs(arenas: Arenas, source: str, target: str, size: int, largest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Places to copy from and to."""
+    places = range(0, largest - size + 1, size)
+    return [(arenas.flat(source, torch.uint8, size, place), arenas.flat(target, torch.uint8, size, place)) for place in places]
+
+
+def _time_duplex(arenas: Arenas, size: int, largest: int, threads: dict[str, int], device: torch.device) -> int:
+    """ns of a copy of `size` bytes while copies as large go the other way without a pause; of the slower direction."""
+    count = max(_DUPLEX_UNIT // size, 1)
+
+    def work(source: str, target: str) -> Work:
+        places = itertools.cycle(_pairs(arenas, source, target, size, largest))
+
+        def copies() -> None:
+            for read, write in itertools.islice(places, count):
+                write.copy_(read, non_blocking=True)
+
+        return copies
+
+    both = {"h2d": work("host.weights:0", "device.weights:0"), "d2h": work("device.gradients:0", "host.gradients:0")}
+    return round(1e9 / (count * min(_together(both, threads, device).values())))
 
 
 def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers) -> dict[str, Work]:
@@ -224,7 +278,7 @@ def _contention(speeds: dict[tuple[str, ...], dict[str, float]]) -> dict[str, di
     return kept
 
 
-def _host_memory(speeds: dict[tuple[str, ...], dict[str, float]], traffic: dict[str, int]) -> HostMemory | None:
+def _host_memory(speeds: dict[tuple[str, ...], dict[str, float]], traffic: dict[str, int]) -> SharedMemory | None:
     """The fit to what link and cores reach alone and together. `traffic`: bytes in a unit of each lane's work."""
 
     def rates(*lanes: str) -> HostRates:
@@ -274,22 +328,58 @@ def _together(work: dict[str, Work], threads: dict[str, int], device: torch.devi
     return speeds
 
 
-def _matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a large square matrix product on random numbers."""
+def _matmul(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of a large square matrix product on random numbers, and the spread, as of the next two."""
     size = 8192 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: left @ right, device)
+    timed = _timed(lambda: left @ right, device)
+    return 2 * size**3 / timed.seconds, timed.spread
 
 
-def _memory_rate(device: torch.device) -> float:
+def _memory_rate(device: torch.device) -> tuple[float, float]:
     """Bytes read and written a second by a copy inside `device`."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
     target = torch.empty_like(source)
-    return 2 * size / _seconds(lambda: target.copy_(source), device)
+    timed = _timed(lambda: target.copy_(source), device)
+    return 2 * size / timed.seconds, timed.spread
 
 
-def _adam_rate() -> float:
+def _fixed_costs(device: torch.device) -> FixedCosts:
+    """Of launches and events the mean of a thousand, enqueued without waiting; of memory one stretch of new pages."""
+    small = torch.zeros(64, device=device)
+    cuda, count = device.type == "cuda", 1000
+
+    def enqueue(work: Work) -> int:
+        _synchronize(device)
+        begin = time.perf_counter_ns()
+        for _ in range(count):
+            work()
+        taken = (time.perf_counter_ns() - begin) // count
+        _synchronize(device)
+        return taken
+
+    enqueue(lambda: small.add_(1))  # the first is compiled or loaded
+    launch, event = enqueue(lambda: small.add_(1)), 0
+    if cuda:
+        events = iter([torch.cuda.Event(enable_timing=True) for _ in range(count)])
+        event = enqueue(lambda: next(events).record())
+    memory = HostMemory(registered=cuda)
+    size = _TOUCHED_BYTES
+    begin = time.perf_counter()
+    pages = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    pages.fill_(1)
+    touched = time.perf_counter()
+    memory.register(pages)
+    registered = time.perf_counter()
+    memory.close()
+    return FixedCosts(
+        launch_ns=launch, event_ns=event, first_touch_gb_per_s=size / (touched - begin) / 1e9,
+        registration_gb_per_s=size / (registered - touched) / 1e9 if cuda else 0.0,
+    )  # fmt: skip
+
+
+def _adam_rate() -> tuple[float, float]:
     """PyTorch's fused AdamW with everything in fp32, 28 bytes a parameter, told as parameters of 22 bytes: bf16 weights and gradients, fp32 moments.
 
     Both are bound by memory: on an H200's host 4.9e9/s and 6.2e9/s were measured, 137 and 136 GB/s.
@@ -297,4 +387,5 @@ def _adam_rate() -> float:
     parameter = torch.zeros(2**25, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     fused = torch.optim.AdamW([parameter], fused=True)
-    return parameter.numel() * 28 / 22 / _seconds(fused.step, torch.device("cpu"), repeats=3)
+    timed = _timed(fused.step, torch.device("cpu"), repeats=3)
+    return parameter.numel() * 28 / 22 / timed.seconds, timed.spread

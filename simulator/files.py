@@ -16,6 +16,7 @@ import tomli_w
 from megatrain.simulator.errors import UserError
 
 T = TypeVar("T")
+_PAIR = re.compile(r"\[\n\s+([-+.\w]+),\n\s+([-+.\w]+),\n\s+\]")  # of numbers: a point of a curve stands in one line
 _LARGEST_BYTES = 256 * 2**20  # a timeline of 10,000 ops and 100 steps takes 60 MiB as JSON
 
 
@@ -122,6 +123,7 @@ def _structs(annotation: Any) -> list[Any]:
 def write_toml(path: Path, value: msgspec.Struct | dict[str, Any], heading: str = "") -> None:
     """`value` as TOML at `path`, atomically; None-valued keys are left out."""
     text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
+    text = _PAIR.sub(r"[\1, \2]", text)
     write_text(path, "".join(f"# {line}\n" for line in heading.splitlines()) + text)
 
 

@@ -21,13 +21,16 @@ from megatrain.simulator.files import read_toml
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
-UNMEASURED_KINDS = ("loss",)  # computed only by an evaluation: a share of what is measured
 """Kinds whose duration hangs on `Op.shape`."""
 LAYER_KINDS = ("forward", "recompute", "backward")
 """Those of a decoder layer."""
+UNMEASURED_KINDS = ("loss",)
+"""Likewise, computed only by an evaluation; in calibrations before 2026-11-22 they were not measured."""
 COPY_KINDS = ("load_weights", "save_gradients", "load_gradients", "load_state", "save_state", "save_activations", "load_activations", "load_second")
 """Kinds whose size is bytes, and that cost what any copy in their direction costs: the curve of the first that goes there, `load_weights` or
 `save_gradients`. The size of the other curve kinds is parameters."""
+WIDE_KINDS = ("norm", "ratios", "update", "cpu_update", "accumulate_gradients")
+"""Kinds that read or write a step gradient, which is wider where it is a sum."""
 PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
 """Kinds of other systems' schedules, whose size is bytes; a machine's rates give their durations."""
 CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + UNMEASURED_KINDS + PASS_KINDS + COPY_KINDS[2:])
@@ -85,6 +88,19 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             _within(f"turns: {field}", getattr(self, field), 0, 1)
 
 
+class FixedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one thing of its kind costs the host, for the reader: measured durations have them in themselves."""
+
+    launch_ns: int
+    """enqueueing a kernel"""
+    event_ns: int
+    """recording a timing event; 0 without a GPU"""
+    first_touch_gb_per_s: float
+    """new pages of the host's memory, by all threads"""
+    registration_gb_per_s: float
+    """of touched pages; 0 without a GPU"""
+
+
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations measured on one machine. Sizes in bytes (copies) or parameters (elementwise ops), times in integer nanoseconds."""
 
@@ -93,13 +109,15 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     date: str
     curves: dict[str, tuple[tuple[int, int], ...]]
     """(size, duration_ns) points, sizes ascending, by op kind; by `KIND@LANE` where a kind costs other times on another lane (`norm@compute`),
-    and by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`). A single point of size 0 is a constant (`clip`)."""
+    by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`), and by `KIND:wide` for a gradient in fp32 where layers compute in bf16. A single point of size 0 is a constant (`clip`)."""
     compute: dict[str, dict[str, tuple[int, int]]]
     """op kind -> Op.shape -> (amount, duration_ns); the amount, Op.amount, is what another shape is scaled by"""
     activations: dict[str, tuple[int, int]] = {}
     """model's shape/workload's shape -> (tokens, bytes of one decoder layer's saved activations)"""
     workspace: dict[str, Workspace] = {}
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
+    loss_chunk: int = 0
+    """tokens of a chunk of the loss with which heads were measured; 0 where that was not noted"""
     contention: dict[str, dict[str, float]] = {}
     """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
     host_memory: HostMemory | None = None
@@ -108,13 +126,14 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dispatch_ns: dict[str, int] = {}
     """lane -> time from an op being ready to its start"""
     spread: dict[str, float] = {}
-    """op kind -> interquartile range over median; for the reader, not used"""
+    """`KIND SIZE` or `KIND SHAPE` -> interquartile range over median; for the reader, and for `megatrain calibrate --again`"""
+    fixed: FixedCosts | None = None
     step_overhead_ns: int = 0
     """host time per step outside the schedule"""
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():
-            _known(f"costs.curves.{key}", key.partition("@")[0].removesuffix(":add"), CURVE_KINDS)
+            _known(f"costs.curves.{key}", key.partition("@")[0].removesuffix(":add").removesuffix(":wide"), CURVE_KINDS)
             if "@" in key:
                 _known(f"costs.curves.{key}", key.partition("@")[2], LANES)
             if not points or any(size < 0 or duration < 0 for size, duration in points):
@@ -123,7 +142,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 if left >= right:
                     raise UserError(f"costs.curves.{key}", found=f"size {right} after {left}", allowed="ascending sizes", fix=_FIX)
         for kind, durations in self.compute.items():
-            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS)
+            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS + UNMEASURED_KINDS)
             for shape, (amount, duration) in durations.items():
                 _at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
                 _at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)

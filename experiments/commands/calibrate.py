@@ -1,43 +1,99 @@
-"""Measures this machine for a model and a workload: link, layers, optimizer, and how they slow each other."""
+"""Measures this machine for some models over a grid of workloads: link, layers, optimizer, and how they slow each other."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain.experiments import options
+from megatrain.simulator.errors import UserError
+
+if TYPE_CHECKING:
+    from megatrain.simulator.hardware import HardwareSpec
+
+HEADING = """A machine, measured by `megatrain calibrate`. Times in ns, sizes in bytes or parameters; a curve's points are [size, ns], compute is [FLOPs, ns].
+Each number is a median; costs.spread has, under the number's name, the interquartile range over it. `megatrain calibrate --again` measures all of it anew and
+says whether the two agree within these spreads."""
+_TOLD = 5  # differences
+
+
+def grid(text: str) -> list[tuple[int, int]]:
+    """An argparse type: (batch, sequence) pairs."""
+    points = [re.fullmatch(r"(\d{1,7})x(\d{1,8})", part) for part in filter(None, text.replace(" ", "").split(","))]
+    if not points or not all(points):
+        raise UserError("--grid", found=repr(text), allowed="BATCHxSEQUENCE,...", fix="write it like --grid 4x1024,64x1024,8x4096")
+    return [(int(point[1]), int(point[2])) for point in points if point]
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library: the layers to measure")
+    parser.add_argument(
+        "model", nargs="+", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library: the layers to measure; the first "
+        "one's optimizer stands for all",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="HARDWARE", help="the file to write, e.g. hardware.toml")
     parser.add_argument("--name", default="this-machine", help="the machine's name in reports")
+    parser.add_argument(
+        "--grid", type=grid, metavar="BxS,...", help="further batches and sequences at which layers are measured (default: around the workload)"
+    )
+    parser.add_argument("--again", type=Path, metavar="FIRST", help="an earlier file: says whether this run agrees with it; exits 1 where the machine is noisy")
     options.add_workload(parser)
     options.add_limits(parser)
     options.add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    import msgspec
     from rich.console import Console
 
-    from megatrain.runtime.calibrate import calibrate
+    from megatrain.runtime.calibrate import Subject, calibrate, usual_grid
     from megatrain.runtime.layers.templates import config_of
     from megatrain.simulator.files import write_toml
+    from megatrain.simulator.hardware import HardwareSpec
     from megatrain.simulator.specs import ModelSpec
 
     options.check_writable(args.out)
-    model = ModelSpec.load(args.model)
-    folder = args.model if Path(args.model).is_dir() else None
-    console = Console()
+    earlier = HardwareSpec.load(str(args.again)) if args.again else None
+    if earlier and not earlier.costs:
+        raise UserError(f"--again {args.again}", found="a datasheet's rates", allowed="a file that `megatrain calibrate` wrote", fix="leave it out")
+    models = [(ModelSpec.load(source), source if Path(source).is_dir() else None) for source in args.model]
+    subject, *others = (Subject(model, config_of(model, folder)) for model, folder in models)
+    workload = options.workload(args, subject.model)
+    points = [msgspec.structs.replace(workload, batch=batch, sequence=sequence) for batch, sequence in args.grid] if args.grid else usual_grid(workload)
+    console, began = Console(), time.monotonic()
+
+    def progress(what: str) -> None:
+        console.print(f"{time.monotonic() - began:6.1f} s  measuring {what}", highlight=False, markup=False)
+
     with console.status("measuring"):
         hardware = calibrate(
-            args.name, model, options.workload(args, model), config_of(model, folder), options.device(args),
-            host_bytes=args.host_memory, device_bytes=args.device_memory, progress=lambda what: console.print(f"measuring {what}", highlight=False),
+            args.name, subject.model, workload, subject.config, options.device(args), grid=points, others=others,
+            host_bytes=args.host_memory, device_bytes=args.device_memory, progress=progress,
         )  # fmt: skip
-    write_toml(args.out, hardware, "A machine, measured by `megatrain calibrate`. Times in ns, sizes in bytes or parameters.")
+    write_toml(args.out, hardware, HEADING)
     print(
-        f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, both at once {hardware.duplex_fraction:.0%} each; "
-        f"matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward {100 * hardware.linear_efficiency:.2g} % of it; "
-        f"CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s"
+        f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, "
+        f"both at once {hardware.duplex_fraction:.0%} each; matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward "
+        f"{100 * hardware.linear_efficiency:.2g} % of it; CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; "
+        f"it took {time.monotonic() - began:.0f} s"
     )
-    return 0
+    return _compare(earlier, hardware, str(args.again)) if earlier else 0
+
+
+def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
+    from megatrain.simulator.agreement import agreement
+    from megatrain.simulator.error_table import signed_percent
+
+    assert earlier.costs is not None
+    assert hardware.costs is not None
+    found = agreement(earlier.costs, hardware.costs)
+    if not found.compared:
+        raise UserError(f"--again {name}", found="no number that this run has too", allowed="a file of the same models and workloads", fix="repeat its options")
+    print(f"{found.compared - len(found.differences)} of {found.compared} numbers agree with {name} within their spreads")
+    for difference in found.differences[:_TOLD]:
+        print(f"  {difference.name}: {signed_percent(difference.change)}, where {difference.allowed:.1%} is allowed")
+    if found.noisy:
+        print("the machine is noisy: its speed changed between the two by more than within either; predictions from either are as far off")
+    return int(found.noisy)

@@ -23,9 +23,11 @@ class Arenas:
     """The memory of one schedule."""
 
     def __init__(
-        self, schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int, on_allocate: OnAllocate = lambda *_: None
-    ) -> None:
-        """Every page is touched, and registered, before it returns: 1 TB takes minutes, of which `on_allocate` tells.
+        self, schedule: Schedule, device: torch.device, *, device_limit_bytes: int, host_limit_bytes: int, on_allocate: OnAllocate = lambda *_: None,
+        host_memory: HostMemory | None = None,
+    ) -> None:  # fmt: skip
+        """Every page is touched, and registered, before it returns: 1 TB takes minutes, of which `on_allocate` tells. `host_memory`: where the host's
+        pools come from, instead of memory of their own.
 
         Raises UserError where the pools exceed a limit, before anything is allocated, or where the machine has not that much.
         """
@@ -37,7 +39,7 @@ class Arenas:
         self.pool_bytes = {pool: sum(buffer.allocated for buffer in buffers) for pool, buffers in pools.items()}
         for place, limit in (("device", device_limit_bytes), ("host", host_limit_bytes)):
             self._refuse(place, limit)
-        self.host_memory = HostMemory(registered=device.type == "cuda")
+        self.host_memory = host_memory or HostMemory(registered=device.type == "cuda")
         self._place: dict[str, tuple[torch.UntypedStorage, int, int]] = {}
         self._progress = _Progress(sum(self.pool_bytes.values()), on_allocate)
         try:

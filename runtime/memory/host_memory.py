@@ -54,13 +54,17 @@ class HostMemory:
 
     def _prepare(self, piece: torch.Tensor) -> torch.Tensor:
         piece.fill_(0)  # first touch: outside any timed step
+        self.register(piece)
+        return piece
+
+    def register(self, piece: torch.Tensor) -> None:
+        """For a GPU; without one nothing. Raises RuntimeError where that fails."""
         if self._registers:
             self.registrations += 1
             status = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
             if status:  # CUDA also keeps it for this thread, which ends
                 raise RuntimeError(f"cudaHostRegister failed with status {status}")
             self._registered.append(piece)
-        return piece
 
     def close(self) -> None:
         """Unregisters everything; the memory goes with its last tensor."""

@@ -2,27 +2,33 @@
 
     duration(size) = linear between the two measured sizes around it, along the outermost segment beyond them
 
-and, for compute, the duration of the very shape, or of the nearest measured shape scaled by FLOPs. A recompute without attention that was not
-measured takes of the one with it the share that the datasheet's rates give, and so does a layer that was measured with documents of the one without,
-and the other way round. Whatever lies outside the measured sizes or shapes is flagged as extrapolated.
+and, for compute, the duration of the very shape, or between the shapes that were measured of the same layer (`grid.py`), or beyond them that of the
+nearest, scaled by FLOPs. A recompute without attention that was not measured is shorter than the one with it by what a token's attention took at the
+sequence lengths where both were measured, or it takes of it the share that the datasheet's rates give. So does a layer that was measured with
+documents of the one without, and the other way round. Whatever lies outside the measured sizes or shapes is flagged as extrapolated.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections.abc import Mapping
 
 import msgspec
 
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
+from megatrain.simulator.costs.grid import Point, between
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, CostTable, Workspace
-from megatrain.simulator.schedule import Op, is_kept
+from megatrain.simulator.hardware import COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, WIDE_KINDS, CostTable, Workspace
+from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import DOCUMENTS, ModelSpec, Workload
+
+_SHAPE = re.compile(r"/(\d+)x(\d+)-")
 
 
 class Calibrated(Shared):
@@ -55,7 +61,7 @@ class Calibrated(Shared):
         if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
-        key = (kind, op.lane, op.adds, size)
+        key = (kind, op.lane, op.adds, size) if op.layer.isdigit() else (f"{kind} {op.layer}", op.lane, op.adds, size)
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = interpolate(self._curve(op), size)
@@ -63,9 +69,13 @@ class Calibrated(Shared):
                 self._known[key] = self._as_packed(op, other)
             elif is_kept(size) and size not in self.table.compute.get(kind, {}) and self._datasheet is not None:
                 full, share = self._datasheet.whole(op)
-                self._known[key] = math.ceil(share * self._look_up(full)[0]), True
+                duration, beyond = self._look_up(full)
+                saved = self._attention_ns(kind, size)
+                self._known[key] = (max(duration - saved, 1), beyond) if saved is not None else (math.ceil(share * duration), True)
             else:
-                self._known[key] = self._compute(kind, size, op.amount)
+                duration, beyond = self._compute(kind, size, op.amount)
+                chunks = self._other_chunks(op)
+                self._known[key] = math.ceil(chunks * duration) + self._summing_ns(op), beyond or chunks != 1.0
         return self._known[key]
 
     def _has(self, kind: str, shape: str) -> bool:
@@ -81,24 +91,57 @@ class Calibrated(Shared):
         share = sheet.share(op, msgspec.structs.replace(sheet.workload, documents=not sheet.workload.documents)) if sheet else 1.0
         return math.ceil(share * duration), True
 
+    def _other_chunks(self, op: Op) -> float:
+        """By what a head takes longer because its loss comes in other chunks than were measured: as the datasheet's rates say."""
+        if op.kind not in ("head", "loss") or self._datasheet is None or self.table.loss_chunk in (0, self._datasheet.workload.loss_chunk):
+            return 1.0
+        measured = msgspec.structs.replace(self._datasheet.workload, loss_chunk=self.table.loss_chunk)
+        return self._datasheet.duration_ns(op) / Datasheet(self._datasheet.hardware, self._datasheet.model, measured).duration_ns(op)
+
+    def _attention_ns(self, kind: str, shape: str) -> int | None:
+        """What the attention of a recompute takes, from measured shapes of the same layer with and without it; None where they do not tell."""
+        measured, found = self.table.compute.get(kind, {}), dict[int, list[tuple[int, int]]]()
+        for known, (_, duration) in measured.items():
+            full = known.replace(KEPT + "/", "/")
+            if full != known and full in measured and (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape)):
+                tokens, sequence = _tokens(known)
+                found.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
+        tokens, sequence = _tokens(shape)
+        picoseconds = tuple((length, round(1000 * statistics.mean(ns / count for count, ns in pairs))) for length, pairs in sorted(found.items()))  # a token
+        if not picoseconds or not picoseconds[0][0] <= sequence <= picoseconds[-1][0]:
+            return None
+        return tokens * interpolate(picoseconds, sequence)[0] // 1000
+
+    def _summing_ns(self, op: Op) -> int:
+        """What a compute op takes more where its gradient is one of several."""
+        if self._elementwise is None or self._datasheet is None:
+            return 0
+        return round(self._elementwise.summed_bytes(op) / self._datasheet.hardware.device_gb_per_s)
+
     def _curve(self, op: Op) -> tuple[tuple[int, int], ...]:
         kind, curves = op.kind, self.table.curves
         if kind in COPY_KINDS:
             kind = "load_weights" if op.lane == "h2d" else "save_gradients"
-        names = ([f"{kind}:add@{op.lane}", f"{kind}:add"] if op.adds else []) + [f"{kind}@{op.lane}", kind]
+        wide = self._elementwise is not None and kind in WIDE_KINDS and self._elementwise.wide(op.layer)
+        which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
+        names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(f"costs of {self.table.measured_on}: curves", found=f"nothing for `{kind}` on lane {op.lane}", allowed=_list(curves), fix=FIX)
         return curves[name]
 
     def _compute(self, kind: str, shape: str, amount: int) -> tuple[int, bool]:
-        share = kind in UNMEASURED_KINDS  # the loss is the head without its backward: of its time, the share of its FLOPs
+        share = kind in UNMEASURED_KINDS and kind not in self.table.compute  # the loss is the head without its backward: of its time, the share of its FLOPs
         measured = self.table.compute.get("head" if share else kind, {})
         if shape in measured and not share:
             return measured[shape][1], False
+        alike = {known: values for known, values in sorted(measured.items()) if _dtype(known) == _dtype(shape) and is_kept(known) == is_kept(shape)}
+        points = [Point(*_tokens(known), duration) for known, (_, duration) in alike.items() if _layer(known) == _layer(shape)]
+        if len(points) > 1 and not share and (time := between(points, *_tokens(shape), attends=kind in LAYER_KINDS)) is not None:
+            return time, False
         candidates = []
-        for known, (known_amount, duration) in sorted(measured.items()):
-            if amount and known_amount and _dtype(known) == _dtype(shape) and is_kept(known) == is_kept(shape):
+        for known, (known_amount, duration) in alike.items():
+            if amount and known_amount:
                 candidates.append((_layer(known) != _layer(shape), abs(math.log(amount / known_amount)), known, known_amount, duration))
         if not candidates:
             raise UserError(f"costs of {self.table.measured_on}: compute.{kind}", found=f"nothing for {shape}", allowed=_list(measured), fix=FIX)
@@ -106,23 +149,53 @@ class Calibrated(Shared):
         return -(-duration * amount // known_amount), True
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
-        """Of this model and workload, or of the same model with other tokens: what autograd saves is proportional to the tokens."""
+        """Of this model and workload, or of the same model with the nearest tokens, if need be packed the other way: what autograd saves is
+        proportional to the tokens.
+        """
         known, shape = self.table.activations, f"{model.shape}/{workload.shape}"
         for wanted in (shape, _other_packing(shape)):
-            for other in [wanted, *sorted(known)]:
-                if other in known and _layer(other) == _layer(shape) and _dtype(other) == _dtype(wanted):
-                    tokens, size = known[other]
-                    return -(-size * workload.tokens // tokens)
+            alike = [known[other] for other in sorted(known) if _layer(other) == _layer(wanted) and _dtype(other) == _dtype(wanted)]
+            if alike:
+                tokens, size = known.get(wanted) or min(alike, key=lambda point: abs(math.log(point[0] / workload.tokens)))
+                return -(-size * workload.tokens // tokens)
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Of this very shape only: it has fixed parts, so it does not scale. With rows packed the other way, but for the mask."""
+        """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale. With rows packed the
+        other way the same, but for the mask. None with other chunks of the loss, whose logits are the most of a head's.
+        """
+        if self.table.loss_chunk not in (0, workload.loss_chunk):
+            return None
         shape = f"{model.shape}/{workload.shape}"
-        found, beside = self.table.workspace.get(shape), self.table.workspace.get(_other_packing(shape))
+        found, beside = self._workspace(shape, workload), self._workspace(_other_packing(shape), workload)
         if found or beside is None:
             return found
         more = model.mask_bytes(workload) - model.mask_bytes(msgspec.structs.replace(workload, documents=not workload.documents))
         return msgspec.structs.replace(beside, layer=max(beside.layer + more, 0))
+
+    def _workspace(self, shape: str, workload: Workload) -> Workspace | None:
+        known = self.table.workspace
+        if shape in known:
+            return known[shape]
+        points: dict[int, Workspace] = {}
+        for other, found in sorted(known.items()):
+            if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
+                tokens = _tokens(other)[0]
+                points[tokens] = _larger(found, points.get(tokens, found))
+        if len(points) < 2:
+            return None
+        line = {field: tuple((tokens, getattr(found, field)) for tokens, found in sorted(points.items())) for field in Workspace.__struct_fields__}
+        return Workspace(**{field: interpolate(values, workload.tokens)[0] for field, values in line.items()})
+
+
+def _larger(one: Workspace, other: Workspace) -> Workspace:
+    return Workspace(**{field: max(getattr(one, field), getattr(other, field)) for field in Workspace.__struct_fields__})
+
+
+def _tokens(shape: str) -> tuple[int, int]:
+    """(tokens, sequence) of `LAYER/BATCHxSEQUENCE-DTYPE`; zeros of what is none."""
+    match = _SHAPE.search(shape)
+    return (int(match[1]) * int(match[2]), int(match[2])) if match else (0, 0)
 
 
 def _layer(shape: str) -> str:

@@ -59,7 +59,7 @@ class Clipping:
         """A slot for the layer's sums of g^2 / v; `clip_by` gives it back."""
         return self.builder.acquire(f"{self.side[layer][0]}.ratio_rows")
 
-    def ratios(self, layer: str, gradient: str, moments: str, rows: str, chunk: tuple[int, int, int] | None = None) -> None:
+    def ratios(self, layer: str, gradient: str, moments: str, rows: str, chunk: tuple[int | None, int, int] | None = None) -> None:
         """Sums of the whole layer, or of a chunk: (number, first parameter, how many)."""
         number, first, count = chunk or (None, 0, self.stack[layer].elements)
         self.builder.op(OpId("ratios", layer, chunk=number), self.side[layer][1], [gradient, moments], [rows], offset=first, parameters=count)

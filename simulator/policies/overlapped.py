@@ -17,6 +17,8 @@ host's memory bandwidth: for hosts with much of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
@@ -201,7 +203,7 @@ class Overlapped:
         from moments that are in one buffer, or in the slots of all chunks, which there are enough of.
         """
         streamed = [name for name in (*STATE, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
-        chunks = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
+        chunks: Sequence[tuple[int | None, int, int]] = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
         update = _Update(self, layer, gradient, copy_to, source, streamed)
         if not measured and self.clipping.kind == "update" and "moments" in streamed:
             rows, held = self.clipping.rows(layer), []

@@ -115,8 +115,8 @@ def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.runtime import calibrate, rates
 
     monkeypatch.setattr(calibrate, "_SECONDS", 0.2)
-    monkeypatch.setattr(calibrate, "_STEPS", 3)
     monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
 
 

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatrain.simulator.hardware import HardwareSpec
@@ -48,6 +49,31 @@ def lanes_by_process(trace: Path) -> dict[str, set[str]]:
         if event["name"] == "thread_name":
             lanes[processes[event["pid"]]].add(event["args"]["name"])
     return lanes
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_second_calibration_says_whether_it_agrees(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = HardwareSpec.load(str(Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-7b-whole" / "hardware.toml"))
+    assert hardware.costs is not None
+    spread = {f"norm {size}": 0.01 for size, _ in hardware.costs.curves["norm"]}
+    first = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(hardware.costs, spread=spread))
+    slower = {**hardware.costs.curves, "norm": tuple((size, 2 * duration) for size, duration in hardware.costs.curves["norm"])}
+    second = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(hardware.costs, spread=spread, curves=slower))
+    words = ("calibrate", "tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "--out", "new/hardware.toml")
+    measured = [first, first, second, hardware]
+    monkeypatch.setattr("megatrain.runtime.calibrate.calibrate", lambda *_, **__: measured.pop(0))
+    assert command(*words).status == 0
+    again = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
+    assert again.status == 0
+    assert "3 of 3 numbers agree with new/hardware.toml within their spreads" in again.out
+    noisy = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
+    assert noisy.status == 1
+    assert "0 of 3 numbers agree" in noisy.out
+    assert "norm 233057792: +100.0 %, where 4.0% is allowed" in noisy.out
+    assert "the machine is noisy" in noisy.out
+    other = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
+    assert other.status == 2
+    assert "no number that this run has too" in other.err
 
 
 @pytest.mark.usefixtures("workplace", "fast_calibration")

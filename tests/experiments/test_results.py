@@ -7,15 +7,45 @@ from pathlib import Path
 import pytest
 
 from megatrain.experiments.compared_run import compare_run
+from megatrain.experiments.prove.again import moved_in
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine import simulate
 from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.files import convert, read_json
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies import verified
+from megatrain.simulator.specs import ModelSpec
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json").exists())
+BENCHMARKS = sorted(path for path in RESULTS.glob("h200-*/*.json") if {"systems", "plan"} <= read_json(path).keys())
+PROOFS = sorted(path.parent for path in RESULTS.glob("*/rows.jsonl"))
 
 
 def test_there_are_runs() -> None:
     assert RUNS
+    assert BENCHMARKS
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: Path) -> None:
+    """Of `megatrain.experiments.benchmark`: the step of ours, from the machine's file that it names."""
+    result = read_json(path)
+    said = result["plan"]
+    named = {key: said[key] for key in ("policy", "digest", "hardware", "workload", "knobs")}
+    plan = convert({**named, "source": "", "device_limit_bytes": 1, "host_limit_bytes": 1, "model": ModelSpec.load(result["model"])}, Plan, str(path))
+    found = RESULTS.parents[1] / plan.hardware
+    schedule, hardware = verified(plan), HardwareSpec.load(str(found) if found.exists() else plan.hardware)
+    costs = cost_model(hardware, plan.model, plan.workload)
+    today = (simulate(schedule, costs).makespan_ns + costs.step_overhead_ns) / 1e9
+    measured = next(system["step_seconds_median"] for system in result["systems"] if system["system"] == "ours")
+    assert abs(today / measured - 1) <= abs(said["prediction"]["step_seconds"] / measured - 1) + 0.001
+
+
+@pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
+def test_a_stored_proof_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
+    assert moved_in(folder) == []
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)

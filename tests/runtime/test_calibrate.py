@@ -12,14 +12,16 @@ import torch
 from megatrain.runtime import calibrate as module
 from megatrain.runtime import rates
 from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.trial import Trial
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_toml
-from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, HardwareSpec
+from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, UNMEASURED_KINDS, HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import lower, peers
+from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
+from megatrain.simulator.specs import Workload
 from megatrain.simulator.timeline import Span, Timeline
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
@@ -30,6 +32,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     """One test for everything that needs a calibration, since one takes seconds."""
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
     heard: list[str] = []
@@ -44,12 +47,12 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     # every kind, and compute for this very model and workload
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
     shape = f"{plan.model.shape}/{plan.workload.shape}"
-    assert table.compute.keys() == set(COMPUTE_KINDS)
+    assert table.compute.keys() == {*COMPUTE_KINDS, *UNMEASURED_KINDS}
     kept = shape.replace("/", f"{KEPT}/")
     assert all(durations.keys() - {kept} == {shape} and min(durations[shape]) > 0 for durations in table.compute.values())
     assert {kind for kind, durations in table.compute.items() if kept in durations} == {"recompute"}
     assert 0 < table.compute["recompute"][kept][0] < table.compute["recompute"][shape][0]
-    amounts = {op.kind: op.amount for op in lower(plan).ops if op.shape}
+    amounts = {op.kind: op.amount for op in (*lower(plan).ops, *evaluation(plan).ops) if op.shape}
     assert {kind: durations[shape][0] for kind, durations in table.compute.items()} == amounts
     assert "accumulate_gradients:add" in table.curves
     assert {"norm@compute", "norm@update", "ratios", "ratios@update"} <= set(table.curves)
@@ -71,6 +74,11 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     assert [size for size, _ in hardware.h2d_curve] == [size for size, _ in table.curves["load_weights"]]
     assert hardware.h2d_curve[-1][1] == pytest.approx(hardware.h2d_gb_per_s)
     assert hardware.uncertainty == 0.10
+    assert table.fixed is not None
+    assert 0 < table.fixed.launch_ns < 10**6
+    assert 0.01 < table.fixed.first_touch_gb_per_s < 1000
+    assert table.fixed.event_ns == table.fixed.registration_gb_per_s == 0, "what only a GPU has"
+    assert {name.partition(" ")[0] for name in table.spread} >= {*COMPUTE_KINDS, "update", "norm", "load_weights", "cpu_update"}
 
     # the file
     write_toml(tmp_path / "here.toml", hardware)
@@ -90,8 +98,19 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
         assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
 
 
+def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:
+    def points(**changes: Any) -> list[tuple[int, int]]:
+        return [(point.batch, point.sequence) for point in module.usual_grid(Workload(**{"batch": 32, "sequence": 1024, **changes}))]
+
+    assert points() == [(4, 1024), (16, 1024), (64, 1024), (64, 512), (16, 2048)]
+    assert points(compiled=True) == [(8, 1024), (64, 1024), (16, 2048)]
+    assert points(batch=1, sequence=1) == [(2, 1), (1, 2)]
+
+
 def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
     plan = executable()
+    with pytest.raises(UserError, match=r"^host memory: found pools of "):  # before a page of it is touched
+        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**12, device_bytes=2**33)
     with pytest.raises(UserError, match=r"^device memory: found pools of "):
         module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
 
@@ -102,12 +121,22 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     times: dict[str, tuple[int, int]] = {"F0": (1, 10), "W0": (7, 40), "F1": (13, 20), "F2": (45, 50)}
     schedule = Schedule.from_text(text)
     spans = tuple(Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1]) for op in schedule.ops)
-    measured: Any = module._Measured(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], 0, 0)
-    assert module._dispatch(measured) == {"compute": 3, "h2d": 7}
+    trial = Trial(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], None, {}, 0, 0, 0)
+    assert module._dispatch(trial) == {"compute": 3, "h2d": 7}
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
     assert module._curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == ((100, 2.0), (200, 4.0), (400, 5.0), (800, 10.0))
+
+
+def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
+    h2d, d2h = module._curve([(100, 10), (200, 9), (400, 30)]), module._curve([(100, 11), (200, 12), (400, 33)])
+    curve = module._duplex([(100, 5), (200, 15), (400, 14)], h2d, d2h)
+    assert curve == ((100, 10.0), (200, pytest.approx(200 / 15)), (400, pytest.approx(400 / 30)))
+    spec = {"name": "x", "source": "", "device_bytes": 2**30, "host_bytes": 2**30, "cores": 1, "peak_tflops": {"bf16": 1.0}, "linear_efficiency": 1.0}
+    rates_ = dict.fromkeys(("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s"), 1.0)
+    others = {"duplex_fraction": 1.0, "cpu_update_per_s": 1e9, "cpu_adam_per_s": 1e9, "h2d_curve": h2d, "d2h_curve": d2h}
+    assert HardwareSpec(**spec, **rates_, **others, duplex_curve=curve).duplex_curve == curve
 
 
 def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:

@@ -35,7 +35,10 @@ PLACEMENTS = [
 ]  # fmt: skip
 EVERY = [
     *((policy, {"weight_slots": slots, "checkpoint_interval": interval}) for policy, slots in SLOTS.items() for interval in (1, 3)),
-    *(("overlapped", {"placement": placement, "state_slots": 1 + index % 3, "chunk_bytes": 2 ** (16 + index % 4)}) for index, placement in enumerate(PLACEMENTS)),
+    *(
+        ("overlapped", {"placement": placement, "state_slots": 1 + index % 3, "chunk_bytes": 2 ** (16 + index % 4)})
+        for index, placement in enumerate(PLACEMENTS)
+    ),
 ]
 """policies, each with knobs"""
 STEPS = 10
@@ -53,7 +56,8 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    ("dtype", "accumulation", "tied", "clipping"), [("bf16", 1, False, "global"), ("bf16", 4, True, "global"), ("fp32", 4, False, "layer"), ("bf16", 1, True, "update")]
+    ("dtype", "accumulation", "tied", "clipping"),
+    [("bf16", 1, False, "global"), ("bf16", 4, True, "global"), ("fp32", 4, False, "layer"), ("bf16", 1, True, "update")],
 )
 def test_every_schedule_gives_the_reference_s_bits(make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str) -> None:
     device, settings = torch.device("cuda", 0), AdamW(max_norm=0.5, weight_decay=0.1)

@@ -36,6 +36,7 @@ from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.runtime.rates import Rates
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.hardware import FixedCosts
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.specs import ModelSpec, Workload
@@ -172,7 +173,8 @@ def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(calibration, "_SECONDS", 0.05)
     monkeypatch.setattr(calibration, "_STEPS", 2)
     copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
-    monkeypatch.setattr(calibration, "measure_rates", lambda *_: Rates(copies, {}, None, None, 1e11, 1e10, 1e10, 1e10, 1e8))
+    monkeypatch.setattr(calibration, "measure_rates", lambda *_: Rates(copies, [], {}, None, None, 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}))
+    fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
     model, work = model_of("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[0, 1, 2, 3]), Workload(batch=1, sequence=SEQUENCE)
     hardware = calibration.calibrate("here", model, work, config_of(model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32)
     assert hardware.costs is not None

@@ -103,10 +103,92 @@ def test_a_measured_shape_is_taken_as_it_is() -> None:
     assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
 
 
-def test_another_shape_is_scaled_by_flops_from_the_nearest_and_flagged() -> None:
+def test_between_two_measured_token_counts_is_a_line_and_beyond_them_the_nearest_is_scaled_by_flops_and_flagged() -> None:
     costs = Calibrated(table())
-    assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1200, True)
-    assert costs.duration_ns(forward(64)) == 6000
+    assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1167, False)
+    assert (costs.duration_ns(forward(64)), costs.extrapolated(forward(64))) == (6000, True)
+    assert (costs.duration_ns(forward(4)), costs.extrapolated(forward(4))) == (400, True)
+
+
+def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> None:
+    """At 1,024 tokens a sequence 10 ns a sequence of them, at 2,048 1 ns a 1,024 tokens more, for whatever attends; the head does not."""
+    shapes = {SHAPE.format(8): (80, 80), SHAPE.format(32): (320, 320), SHAPE.format(8).replace("x1024-", "x2048-"): (200, 176)}
+    costs = Calibrated(table(compute={"forward": shapes, "head": shapes}))
+    half = Op(id="F0.m0", lane="compute", flops=1, shape=SHAPE.format(8).replace("x1024-", "x1536-"))  # 12 x 1,024 tokens
+    assert (costs.duration_ns(half), costs.extrapolated(half)) == (120 + 6, False)
+    longer = msgspec.structs.replace(half, shape=SHAPE.format(8).replace("x1024-", "x4096-"))
+    assert costs.extrapolated(longer)
+    head = msgspec.structs.replace(half, id="H.m0")
+    assert costs.duration_ns(head) == 80 + round((176 - 80) / 2)
+
+
+def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:
+    model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    measured = table(compute={"head": {SHAPE.format(8): (80, 1_000_000)}}, workspace={SHAPE.format(8): Workspace(layer=1, head=1)}, loss_chunk=1024)
+    head = Op(id="H.m0", lane="compute", flops=80, shape=SHAPE.format(8))
+
+    def costs(chunk: int) -> Any:
+        return cost_model(msgspec.structs.replace(hardware, costs=measured), model, Workload(batch=8, sequence=1024, loss_chunk=chunk))
+
+    assert (costs(1024).duration_ns(head), costs(1024).extrapolated(head)) == (1_000_000, False)
+    assert costs(4096).duration_ns(head) < 1_000_000
+    assert costs(4096).extrapolated(head)
+    assert costs(512).duration_ns(head) > 1_000_000
+    assert costs(1024).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=1024)) == Workspace(layer=1, head=1)
+    assert costs(4096).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=4096)) is None
+
+
+def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
+    """80 us of 8,192 tokens at 1,024 tokens a sequence, 240 at 2,048: 160 between, of the full recompute's own time."""
+    full, long = SHAPE.format(8), SHAPE.format(4).replace("x1024-", "x2048-")
+    shapes = {
+        full: (80, 800_000),
+        SHAPE.format(32): (320, 3_200_000),
+        long: (80, 900_000),
+        full.replace("/", "-kept/"): (70, 720_000),
+        long.replace("/", "-kept/"): (70, 660_000),
+    }
+    costs = cost_model(
+        msgspec.structs.replace(HardwareSpec.load("h200"), costs=table(compute={"recompute": shapes})), ModelSpec.load("qwen2.5-3b"), Workload(batch=16, sequence=1024)
+    )  # fmt: skip
+    kept = Op(id="R0.m0", lane="compute", flops=140, shape=SHAPE.format(16).replace("/", "-kept/"))
+    assert (costs.duration_ns(kept), costs.extrapolated(kept)) == (pytest.approx(1_440_000, abs=20), False)
+    between = msgspec.structs.replace(kept, shape=kept.shape.replace("16x1024", "8x1536"))
+    assert costs.duration_ns(between) == pytest.approx(1_200_000 + 75_000 - 240_000, abs=20)
+    beyond = msgspec.structs.replace(kept, shape=kept.shape.replace("16x1024", "16x512"))
+    assert costs.extrapolated(beyond)
+
+
+def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
+    """A decoder layer's: 2 bytes more a parameter where it is the first of several, 6 where it is added; a tied table is always one of two."""
+    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b")
+    compute = {kind: {SHAPE.format(8): (80, 1_000_000)} for kind in ("backward", "head", "embed_backward", "forward")}
+    curves = {"norm": ((1, 10), (10**9, 10**9)), "norm:wide": ((1, 20), (10**9, 2 * 10**9))}
+    machine = msgspec.structs.replace(hardware, costs=table(compute=compute, curves=curves))
+    one, two = (cost_model(machine, model, Workload(batch=8, sequence=1024, accumulation=count)) for count in (1, 2))
+
+    def op(code: str, *reads: str, size: int = 0) -> Op:
+        return Op(id=code, lane="compute", flops=0 if size else 80, parameters=size, shape="" if size else SHAPE.format(8), reads=reads, writes=("device.g",))
+
+    layer, table_elements = model.stack["0"].elements, model.stack["e"].elements
+    for code, reads, extra in (
+        ("B0.m0", (), 2 * layer), ("B0.m1", ("device.g",), 6 * layer), ("F0.m0", (), 0),
+        ("H.m0", (), 0), ("H.m1", ("device.g",), 4 * table_elements), ("EB.m0", ("device.g",), 0),
+    ):  # fmt: skip
+        assert one.duration_ns(op(code, *reads)) == 1_000_000
+        assert two.duration_ns(op(code, *reads)) == 1_000_000 + round(extra / hardware.device_gb_per_s)
+    assert two.duration_ns(op("N0", size=1000)) == pytest.approx(2 * one.duration_ns(op("N0", size=1000)), rel=0.02)
+
+
+def test_workspace_is_a_line_over_the_tokens() -> None:
+    small, large = Workspace(layer=100, head=50, update=7), Workspace(layer=300, head=50, update=7)
+    costs = Calibrated(table(workspace={SHAPE.format(8): small, SHAPE.format(32): large}))
+    model = ModelSpec.load("qwen2.5-3b")
+    assert costs.workspace(model, Workload(batch=20, sequence=1024)) == Workspace(layer=200, head=50, update=7)
+    assert costs.workspace(model, Workload(batch=8, sequence=1024)) == small
+    assert costs.workspace(model, Workload(batch=20, sequence=1024, dtype="fp32")) is None
+    alone = Calibrated(table(workspace={SHAPE.format(8): small}))
+    assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
 
 
 def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:

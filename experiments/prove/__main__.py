@@ -1,0 +1,170 @@
+"""Calibrates once, then executes plans that were not calibrated on: `python -m megatrain.experiments.prove --out DIR`.
+
+DIR gets `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with a line for each case that ran, and `summary.json`. Run again it goes on where it
+was: a calibration that is there is taken as it is, and so are plans and rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatrain.experiments import options
+from megatrain.experiments.prove.measure import case_seconds, executed, planned
+from megatrain.experiments.prove.rows import Row, append_row, read_rows
+from megatrain.experiments.prove.suites import Case, Suite, refuse_grid, suite
+from megatrain.experiments.prove.summary import format_summary, summarize
+from megatrain.runtime.calibrate import Subject, calibrate
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.memory.kept_memory import KeptMemory
+from megatrain.simulator.assessment import Choice
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import convert, read_json, write_json, write_toml
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.units import format_bytes, format_seconds
+
+HARDWARE, PLANS, ROWS, SUMMARY = "hardware.toml", "plans.json", "rows.jsonl", "summary.json"
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A case by its name, and its plan."""
+
+    name: str
+    choice: Choice
+
+
+def parser() -> options.OneLineParser:
+    made = options.OneLineParser(prog="python -m megatrain.experiments.prove", description=__doc__)
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder for calibration, plans, rows and summary")
+    made.add_argument("--suite", default="h200", metavar="NAME", help="which cases: h200 (default), or tiny, to try the script on a CPU")
+    made.add_argument("--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these")
+    made.add_argument("--seconds", type=options.real("--seconds"), metavar="N", help="start no case that would end later than so many seconds from now")
+    made.add_argument("--plan-only", action="store_true", help="calibrate and plan, execute nothing")
+    options.add_device(made)
+    return made
+
+
+def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> HardwareSpec:
+    """The calibration in the folder, or a new one."""
+    path = folder / HARDWARE
+    if path.exists():
+        return HardwareSpec.load(str(path))
+    first, *others = (Subject(model, config_of(model)) for model in chosen.models.values())
+    began = time.monotonic()
+    hardware = calibrate(
+        "proved", first.model, chosen.base, first.config, device, grid=chosen.points(), others=others, host_bytes=chosen.host_bytes,
+        device_bytes=chosen.device_bytes, progress=lambda what: print(f"{time.monotonic() - began:6.1f} s  calibrating: {what}", flush=True),
+    )  # fmt: skip
+    write_toml(path, hardware, "A machine, measured by `python -m megatrain.experiments.prove`. Times in ns, sizes in bytes or parameters.")
+    print(f"{time.monotonic() - began:6.1f} s  wrote {path}", flush=True)
+    return hardware
+
+
+def plans(chosen: Suite, cases: Sequence[Case], folder: Path, hardware: HardwareSpec) -> dict[str, Choice]:
+    """By case; those that are in the folder, and the others made now."""
+    path = folder / PLANS
+    found = {entry.name: entry.choice for entry in convert(read_json(path), list[Planned], str(path))} if path.exists() else {}
+    began, missing = time.monotonic(), [case for case in cases if case.name not in found]
+    for case in missing:
+        if choice := planned(chosen, case, hardware, HARDWARE):
+            found[case.name] = choice
+    if missing:
+        write_json(path, [Planned(name=name, choice=choice) for name, choice in found.items()])
+        print(f"{time.monotonic() - began:6.1f} s  planned {len(missing)} cases", flush=True)
+    return {case.name: found[case.name] for case in cases if case.name in found}
+
+
+def announce(cases: Sequence[Case], choices: dict[str, Choice], done: set[str]) -> None:
+    """What will run, and how long it will take by its own prediction."""
+    width, total = max(len(case.name) for case in cases), 0.0
+    for case in cases:
+        choice = choices.get(case.name)
+        if choice is None:
+            print(f"{case.name:<{width}}  left out: it does not fit, or changes nothing")
+            continue
+        seconds = 0.0 if case.name in done else case_seconds(choice)
+        total += seconds
+        account = choice.account
+        memory = f"device {format_bytes(account.device_peak_bytes):>10}  host {format_bytes(account.host_peak_bytes):>10}"
+        print(f"{case.name:<{width}}  step {format_seconds(choice.step_seconds):>9}  {memory}  {'done' if case.name in done else f'{seconds:5.1f} s'}")
+    print(f"{total:.0f} s in all", flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.seconds if args.seconds else float("inf")
+    chosen, device, folder = suite(args.suite), options.device(args), args.out
+    cases = [case for case in chosen.cases if not args.cases or any(text in case.name for text in args.cases)]
+    if not cases:
+        raise UserError("--cases", found=" ".join(args.cases), allowed=f"a part of a name such as {chosen.cases[0].name}", fix="leave it out for all")
+    refuse_grid(chosen, cases)
+    options.check_writable(folder / ROWS)
+    folder.mkdir(parents=True, exist_ok=True)
+    hardware = measured_machine(chosen, folder, device)
+    refuse_grid(chosen, cases, hardware.costs)
+    choices = plans(chosen, cases, folder, hardware)
+    done = {row.name: row for row in read_rows(folder / ROWS)}
+    announce(cases, choices, {name for name, row in done.items() if not row.failure})
+    if args.plan_only:
+        return 0
+    waiting = [case for case in cases if case.name in choices and (case.name not in done or done[case.name].failure)]
+    memory = KeptMemory(registered=device.type == "cuda")
+    try:
+        if most := max((choices[case.name].account.host_peak_bytes for case in waiting), default=0):
+            memory.reserve(most)
+        for case in waiting:
+            if twin := _twin(choices[case.name], done.values()):
+                row = msgspec.structs.replace(twin, name=case.name, policy=case.policy, variant=case.variant, same_as=twin.name)
+                append_row(folder / ROWS, row)
+                done[case.name] = row
+                continue
+            seconds = case_seconds(choices[case.name])
+            if time.monotonic() + seconds > deadline:
+                print(f"{case.name}: left for the next run, {seconds:.0f} s would be too long", flush=True)
+                continue
+            began = time.monotonic()
+            row = executed(case, choices[case.name], hardware, device, memory)
+            append_row(folder / ROWS, row)
+            done[case.name] = row
+            told = row.failure or f"predicted {format_seconds(choices[case.name].step_seconds)}, measured {format_seconds(row.step_seconds or 0)}"
+            print(f"{case.name}: {told}; {time.monotonic() - began:.1f} of {seconds:.1f} s", flush=True)
+    finally:
+        memory.free()
+    return tell(folder, [row for row in done.values() if row.name in {case.name for case in cases}])
+
+
+def _twin(choice: Choice, rows: Iterable[Row]) -> Row | None:
+    """The row of the same plan, where it was executed."""
+    return next((row for row in rows if row.plan == choice.plan and not row.failure and not row.same_as), None)
+
+
+def tell(folder: Path, rows: list[Row]) -> int:
+    summary = summarize(rows)
+    write_json(folder / SUMMARY, summary)
+    print("\n" + format_summary(rows, summary))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where it ran, whatever the errors are; 2 for a mistake of the user."""
+    try:
+        return run(parser().parse_args(arguments))
+    except UserError as error:
+        print(f"prove: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("prove: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Summary: what the rows say of the predictions, against the targets; every error is (predicted - measured) / measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from megatrain.experiments.prove.rows import Row
+from megatrain.experiments.prove.suites import BEST
+from megatrain.simulator.error_table import signed_percent
+from megatrain.simulator.units import format_seconds
+
+TIE = 0.01
+"""steps that differ by less count as equal: one plan's medians differed by 0.9 % in two runs (experiments/results/h200-x2-qwen2.5-7b-peers)"""
+LEAST_PLANS = 12
+"""of one group, for a regret"""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares, not percents. None where there are no rows that tell."""
+
+    cases: int
+    executed: int
+    """the others failed, or are the same plan as another case"""
+    failed: int
+    step_mape: float | None
+    step_worst: float | None
+    """signed"""
+    step_bias: float | None
+    """mean of the signed errors"""
+    device_mape: float | None
+    device_worst: float | None
+    device_smallest: float | None
+    """the most negative error: by how much a peak was under-predicted"""
+    host_worst: float | None
+    replay_worst: float | None
+    tau: dict[str, float]
+    """group -> Kendall's tau of the order of its policies, steps within 1 % being ties"""
+    tau_strict: dict[str, float]
+    """the same where only equal steps are ties"""
+    tau_of_plans: dict[str, float]
+    """group -> likewise of all its plans"""
+    regret: dict[str, float]
+    """group of at least 12 executed plans -> by how much the planner's choice was slower than the fastest"""
+
+    def targets(self) -> list[tuple[str, float | None, str, bool]]:
+        """(what, value, target, met)"""
+
+        def line(what: str, value: float | None, target: str, met: Callable[[float], bool]) -> tuple[str, float | None, str, bool]:
+            return what, value, target, value is not None and met(value)
+
+        return [
+            line("step time, mean absolute error", self.step_mape, "<= 3 %", lambda value: value <= 0.03),
+            line("step time, worst", self.step_worst, "<= 8 %", lambda value: abs(value) <= 0.08),
+            line("device peak, worst", self.device_worst, "<= 1.5 %", lambda value: abs(value) <= 0.015),
+            line("device peak, most too small", self.device_smallest, ">= -0.5 %", lambda value: value >= -0.005),
+            line("host memory, worst", self.host_worst, "<= 1 %", lambda value: abs(value) <= 0.01),
+            line("replay, worst", self.replay_worst, "<= 1 %", lambda value: abs(value) <= 0.01),
+            line("Kendall's tau of policies, mean", _mean(self.tau.values()), ">= 0.9", lambda value: value >= 0.9),
+            line("regret, worst", max(self.regret.values(), default=None), "<= 2 %", lambda value: value <= 0.02),
+        ]
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]], tie: float = 0.0) -> float:
+    """Tau-b (Kendall, 1945): concordant less discordant pairs over the root of the product of the pairs without a tie on either side. Positive
+    numbers that differ by no more than the share `tie` of the smaller are equal.
+
+    >>> kendall_tau([(1, 10), (2, 30), (3, 20)]), kendall_tau([(1, 2), (1.005, 1.99), (2, 3)], 0.01)
+    (0.3333333333333333, 1.0)
+    """
+
+    def order(one: float, other: float) -> int:
+        return 0 if abs(one - other) <= tie * min(one, other) else 1 if one > other else -1
+
+    both = [(order(a, c), order(b, d)) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
+    untied = math.prod(sum(signs[side] != 0 for signs in both) for side in (0, 1))
+    return sum(left * right for left, right in both) / math.sqrt(untied) if untied else 0.0
+
+
+def step_error(row: Row) -> float:
+    assert row.plan.prediction is not None
+    assert row.step_seconds is not None
+    return row.plan.prediction.step_seconds / row.step_seconds - 1
+
+
+def device_error(row: Row) -> float:
+    assert row.plan.prediction is not None
+    assert row.device_peak_bytes is not None
+    return row.plan.prediction.device_peak_bytes / row.device_peak_bytes - 1
+
+
+def host_error(row: Row) -> float | None:
+    """None where a plan keeps nothing of note on the host: a gigabyte is what tells."""
+    assert row.plan.prediction is not None
+    if not row.host_bytes or not row.host_pool_bytes or row.host_pool_bytes < 2**30:
+        return None
+    return row.plan.prediction.host_peak_bytes / row.host_bytes - 1
+
+
+def summarize(rows: Iterable[Row]) -> Summary:
+    rows = list(rows)
+    ran = [row for row in rows if not row.failure]
+    once = [row for row in ran if not row.same_as]
+    steps, devices = [step_error(row) for row in once], [device_error(row) for row in once]
+    hosts = [error for row in once if (error := host_error(row)) is not None]
+    replays = [row.replay_error for row in once if row.replay_error is not None]
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in ran:
+        groups[row.group].append(row)
+    policies = {name: [row for row in found if row.policy != BEST and not row.variant] for name, found in groups.items()}
+    plans = {name: list({row.plan.digest: row for row in found}.values()) for name, found in groups.items()}
+    regret = {name: value for name, found in groups.items() if len(plans[name]) >= LEAST_PLANS and (value := _regret(found)) is not None}
+    return Summary(
+        cases=len(rows), executed=len(once), failed=len(rows) - len(ran), step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
+        device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
+        host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
+        tau={name: _tau(found, TIE) for name, found in policies.items() if len(found) >= 3},
+        tau_strict={name: _tau(found) for name, found in policies.items() if len(found) >= 3},
+        tau_of_plans={name: _tau(found, TIE) for name, found in plans.items() if len(found) >= 3}, regret=regret,
+    )  # fmt: skip
+
+
+def _tau(rows: list[Row], tie: float = 0.0) -> float:
+    return kendall_tau([(row.plan.prediction.step_seconds, row.step_seconds) for row in rows if row.plan.prediction and row.step_seconds], tie)
+
+
+def _regret(rows: list[Row]) -> float | None:
+    chosen = next((row.step_seconds for row in rows if row.policy == BEST), None)
+    fastest = min(row.step_seconds for row in rows if row.step_seconds)
+    return chosen / fastest - 1 if chosen else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.mean(found) if found else None
+
+
+def format_summary(rows: Sequence[Row], summary: Summary) -> str:
+    """A line for each case, then the targets."""
+    width = max([len(row.name) for row in rows], default=4)
+    lines = [f"{'case':<{width}} {'predicted':>11} {'measured':>11} {'step':>8} {'device':>8} {'replay':>8}"]
+    for row in rows:
+        if row.failure:
+            lines.append(f"{row.name:<{width}} failed: {row.failure}")
+        elif row.plan.prediction and row.step_seconds:
+            times = f"{format_seconds(row.plan.prediction.step_seconds):>11} {format_seconds(row.step_seconds):>11}"
+            errors = " ".join(f"{signed_percent(error):>8}" for error in (step_error(row), device_error(row), row.replay_error))
+            lines.append(f"{row.name:<{width}} {times} {errors}" + (f"  the plan of {row.same_as}" if row.same_as else ""))
+    lines += ["", f"{summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed"]
+    for what, value, target, met in summary.targets():
+        text = "-" if value is None else f"{value:.3f}" if "tau" in what else f"{value:.1%}" if "mean" in what else signed_percent(value)
+        lines.append(f"{what:<34} {text:>9}   target {target:<9} {'met' if met else 'MISSED' if value is not None else 'not measured'}")
+    lines += [f"tau {name}: {value:.2f}, {summary.tau_strict[name]:.2f} without ties" for name, value in summary.tau.items()]
+    lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""Memory that outlives an executor: the same pages again, zeroed, and more only where there is no room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatrain.runtime.batch import Batch
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.hyperparameters import AdamW
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.memory.kept_memory import KeptMemory
+from megatrain.simulator.plan import Plan
+
+ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
+
+
+def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
+    memory, ready = KeptMemory(registered=False), list[int]()
+    memory.reserve(2**20)
+    first = torch.empty(0, dtype=torch.uint8).set_(memory.allocate([4096, 100], ready.append))
+    first.fill_(7)
+    other = memory.allocate([2**19], ready.append)
+    assert other.data_ptr() == first.data_ptr() + 8192
+    assert ready == [4196, 2**19]
+    memory.close()
+    kept = memory.kept_bytes
+    again = torch.empty(0, dtype=torch.uint8).set_(memory.allocate([2**20], ready.append))
+    assert again.data_ptr() == first.data_ptr()
+    assert not again.any()
+    assert memory.kept_bytes == kept == 2**20
+    memory.allocate([1], ready.append)
+    assert memory.kept_bytes > kept
+    memory.free()
+    assert memory.kept_bytes == 0
+
+
+def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(executable: Callable[..., Plan]) -> None:
+    """Twice on the same pages, of plans that use them otherwise: the same bits as on new ones."""
+    memory, plans = KeptMemory(registered=False), [executable("k_buffer"), executable("overlapped", chunk_bytes=2**16)]
+
+    def masters(plan: Plan, kept: KeptMemory | None) -> bytes:
+        with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), threads=ONE_THREAD, host_memory=kept) as executor:
+            state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
+            state.load(random_weights(0))
+            generator = torch.Generator().manual_seed(0)
+            for number in (1, 2):
+                drawn = torch.randint(plan.model.vocabulary, (2, plan.workload.batch, plan.workload.sequence), generator=generator)
+                executor.step([Batch(*drawn)], rate=1e-2, number=number)
+            executor.drain()
+            tensors = [tensor for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]
+            return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
+
+    wanted = masters(plans[0], None)
+    assert [masters(plan, memory) for plan in (*plans, *plans)] == [wanted] * 4
+    memory.free()
