@@ -37,6 +37,14 @@ class CheckpointNames:
         self.prefix: str = self._whole.base_model_prefix
         self.architecture: str = type(self._whole).__name__
 
+    def buffers(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of what decoder layers have besides parameters that a checkpoint holds, by layer and name."""
+        saved = self._whole.state_dict().keys()
+        return {
+            str(index): {name: tuple(buffer.shape) for name, buffer in layer.named_buffers() if hub_name(str(index), name, self.prefix) in saved}
+            for index, layer in enumerate(self._whole.base_model.layers)
+        }
+
     def reader(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
         """A function from the name of a tensor of the model to its value, for a checkpoint with these `keys`. It raises KeyError for one that is missing."""
         expected = self._whole.state_dict()

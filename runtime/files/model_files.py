@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,12 +25,14 @@ from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import Dtype, LayerSpec
+from megatrain.simulator.specs import Dtype, LayerSpec, ModelSpec, Workload
 
 _SHARD_BYTES = 4 * 10**9
 _PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
+Plane = Callable[[int, int], torch.Tensor]
+"""(first, end) -> these elements of a layer's flat weights, or of the low plane of their masters"""
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -190,12 +192,7 @@ class ModelState:
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
         """The layer's weights by tensor name, to be written in `dtype`, bf16 or fp32: from where they lie, or converted a piece at a time."""
         high, low = self._planes(layer)
-        made, offset = {}, 0
-        for tensor in layer.tensors:
-            part = slice(offset, offset + tensor.elements)
-            made[tensor.name] = Source(dtype, tensor.shape, functools.partial(_converted, high[part], None if low is None else low[part], dtype))
-            offset += tensor.padded
-        return made
+        return weight_sources(layer, dtype, lambda first, end: high[first:end], None if low is None else lambda first, end: low[first:end])
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """The layer's fp32 master weights by tensor name; copies."""
@@ -212,23 +209,53 @@ class ModelState:
         return self._buffers.get(layer.name, {})
 
 
-def _converted(high: torch.Tensor, low: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    for start in range(0, high.numel(), _PIECE):
-        piece = high[start : start + _PIECE]
+def weight_sources(layer: LayerSpec, dtype: torch.dtype, high: Plane, low: Plane | None) -> dict[str, Source]:
+    """The layer's tensors by name, to be written in `dtype`, from the plane that it computes with and, where that is bf16, the masters' low one."""
+    made, offset = {}, 0
+    for tensor in layer.tensors:
+        made[tensor.name] = Source(dtype, tensor.shape, functools.partial(_converted, high, low, offset, offset + tensor.elements, dtype))
+        offset += tensor.padded
+    return made
+
+
+def _converted(high: Plane, low: Plane | None, first: int, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for start in range(first, end, _PIECE):
+        stop = min(start + _PIECE, end)
+        piece = high(start, stop)
         if piece.dtype == dtype:
             yield piece
         elif low is None:
             yield optimizer.round_to_bf16(piece)
         else:
-            yield optimizer.join(piece, low[start : start + _PIECE])
+            yield optimizer.join(piece, low(start, stop))
 
 
-def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
+class Exportable(Protocol):
+    """Whatever has a model's weights: a `ModelState`, or a checkpoint on disk."""
+
+    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
+        """The layer's weights by tensor name, in `dtype`."""
+
+    def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
+        """The layer's buffers by name that belong into a checkpoint."""
+
+
+class Trained(Protocol):
+    """What says which model it is and what it computes in: a plan, or a checkpoint's manifest."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+
+    @property
+    def workload(self) -> Workload: ...
+
+
+def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
 
     A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
-    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one
-    under way that a checkpoint has in parts (a layer's experts). Raises UserError where `folder` exists or cannot be written.
+    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one under way that a checkpoint has in parts (a layer's
+    experts). Raises UserError where `folder` exists or cannot be written.
     """
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
@@ -252,7 +279,7 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
         raise
 
 
-def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     names = CheckpointNames(config)
     shards: list[dict[str, Source]] = [{}]
     for layer in plan.model.stack.values():

@@ -51,15 +51,15 @@ def refuse_packing(packing: str, plan: Plan) -> None:
         raise UserError("data: packing", found=packing, allowed=allowed, fix="leave packing out, or make a plan for it")
 
 
-def find_model(source: str, plan: Plan, *, needed: bool) -> Path | None:
-    """The folder of `source`, a folder or a hub name, where it holds the plan's model; None where it holds none and its weights are not `needed`.
+def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
+    """The folder of `source`, a folder or a hub name, where it holds the model that was planned; None where it holds none and its weights are not `needed`.
 
     Raises UserError where there is none but one is needed, or another one.
     """
     if not needed and not Path(source).is_dir():
         return None
     folder = model_folder(source)
-    if _is_model(folder, plan.model):
+    if _is_model(folder, planned):
         return folder
     if not needed:
         return None
