@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -49,7 +50,11 @@ def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
             )  # fmt: skip
     else:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})
+        given = with_nulls(model.config)
+        try:
+            config = AutoConfig.for_model(**{**absent, **given})
+        except StrictDataclassFieldValidationError:  # one that must have such tokens, which matter to no layer
+            config = AutoConfig.for_model(**{"pad_token_id": None, **given})
     config.use_cache = False
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None

@@ -29,6 +29,16 @@ def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern
     return kinds
 
 
+def full_first(every: int) -> Callable[[Config], list[str]]:
+    """`layer_types`, or a full one and then sliding ones, over and over."""
+    return lambda c: c.each_layer("layer_types", (FULL, SLIDING)) or [SLIDING if index % every else FULL for index in range(c.layers)]
+
+
+def listed(usual: str) -> Callable[[Config], list[str]]:
+    """`layer_types`, or the same attention in every layer."""
+    return lambda c: c.each_layer("layer_types", (FULL, usual)) or [usual if c.count("sliding_window", 0) else FULL] * c.layers
+
+
 def qwen_window(c: Config) -> list[str]:
     """`layer_types`, or sliding from `max_window_layers` on where `use_sliding_window` says so."""
     listed = c.each_layer("layer_types", (FULL, SLIDING))

@@ -152,6 +152,11 @@ def rotary(elements: int) -> Part:
     return Part(forward=Traffic(10 * elements), backward=Traffic(15 * elements))
 
 
+def turned_in_pairs(elements: int) -> Part:
+    """What rotary positions cost beyond `rotary` where they turn neighbouring elements, in fp32: casts there and back, cosines laid out anew."""
+    return Part(forward=Traffic(0, 4 * elements, 2 * elements), backward=Traffic(0, 6 * elements, 2 * elements))
+
+
 def attend(c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: int = 0, copied: bool = False, fused: bool = False) -> Part:
     """Attention itself, in one kernel that keeps q, k, v, its output and a scale a head. A sliding window `kind` sees `sliding_window` tokens.
 

@@ -62,10 +62,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 8},
     "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
     "gpt_neox": {"rotary_pct": 0.5},
+    "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
+    "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
+    "helium": {"head_dim": 16},
+    "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "ministral": {"sliding_window": 8, "layer_types": SLIDING},
+    "ministral3": {"sliding_window": 8},
+    "stablelm": {"use_parallel_residual": True},
+    "vaultgemma": {"sliding_window": 8, "layer_types": SLIDING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
 }
 """on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
-         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2}  # fmt: skip
+         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
 BF16_BOUND = 0.02
 """of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
