@@ -7,12 +7,17 @@ from typing import Any
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families.config import ZERO_FOR_NULL, Config, essential
-from megatrain.simulator.families.decoders import FAMILIES
+from megatrain.simulator.families.decoders import DECODERS
+from megatrain.simulator.families.dense import DENSE_FAMILIES
+from megatrain.simulator.families.family import Family
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
+from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
 
 __all__ = ["FAMILIES", "KEEP_ATTENTION", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES}
+"""by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")

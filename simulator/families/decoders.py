@@ -1,6 +1,6 @@
 """The families: what a decoder layer of each is made of, in the order in which transformers registers it.
 
-To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `FAMILIES`, with the
+To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `DECODERS`, or in the dict of `dense` or `mixtures`, with the
 defaults of transformers' config class for keys that a config.json may leave out. The tests compare it with transformers' own model.
 """
 
@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 from megatrain.simulator.families.config import Config
-from megatrain.simulator.families.dense import DENSE_FAMILIES
 from megatrain.simulator.families.experts import expert_gate, experts, gated_delta, latent_attention, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, bare_norm, before, sandwich, top_k
 from megatrain.simulator.families.kinds import (
@@ -159,7 +158,7 @@ def mixtral(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention), *routed, *before(c))
 
 
-def _qwen_experts(c: Config, first: str, shared: bool) -> Parts:
+def qwen_experts(c: Config, first: str, shared: bool) -> Parts:
     """The router before or after the experts' matrices, and perhaps a gated expert for every token."""
     count, chosen = top_k(c, "num_experts")
     routed: Parts = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("moe_intermediate_size"), count, chosen))
@@ -171,30 +170,34 @@ def _qwen_experts(c: Config, first: str, shared: bool) -> Parts:
 
 
 def qwen2_moe(c: Config, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "router", True)
+    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
     return (*attention(c, kind.attention, bias=c.flag("qkv_bias", True)), *mlp, *before(c))
 
 
 def qwen3_moe(c: Config, kind: Kind) -> Parts:
-    bias, mlp = c.flag("attention_bias"), gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "experts", False)
+    bias, mlp = c.flag("attention_bias"), gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False)
     return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
 
 
-def qwen3_next(c: Config, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "router", True)
-    if kind.attention == LINEAR:
-        return (*gated_delta(c), *mlp, *before(c, "wide"))
+def gated_attention(c: Config) -> Parts:
+    """Attention whose output is scaled by a sigmoid of half of its first projection."""
     query, key, hidden, bias = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden, c.flag("attention_bias")
-    gated = (
+    return (
         linear("self_attn.q_proj", hidden, 2 * query, bias), linear("self_attn.k_proj", hidden, key, bias), linear("self_attn.v_proj", hidden, key, bias),
         linear("self_attn.o_proj", query, hidden, bias), rms_norm("self_attn.q_norm", c.head_dim, rows=c.heads, projected=False, weight="wide"),
         rms_norm("self_attn.k_norm", c.head_dim, rows=c.kv_heads, projected=False, weight="wide"), rotary(query + key), attend(c, FULL, copied=True), shared_input(hidden, 3),
         Part(forward=Traffic(7 * query), backward=Traffic(15 * query), kept=Kept(2 * query)),  # a sigmoid of the projection's other half scales the output
     )  # fmt: skip
-    return (*gated, *mlp, *before(c, "wide"))
 
 
-def _deepseek_mlp(c: Config, kind: Kind) -> Parts:
+def qwen3_next(c: Config, kind: Kind) -> Parts:
+    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
+    if kind.attention == LINEAR:
+        return (*gated_delta(c), *mlp, *before(c, "wide"))
+    return (*gated_attention(c), *mlp, *before(c, "wide"))
+
+
+def deepseek_mlp(c: Config, kind: Kind) -> Parts:
     if kind.mlp == DENSE:
         return gated_mlp(c)
     (count, chosen), inner = top_k(c, "n_routed_experts"), c.size("moe_intermediate_size")
@@ -205,12 +208,12 @@ def _deepseek_mlp(c: Config, kind: Kind) -> Parts:
 
 
 def deepseek(c: Config, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *_deepseek_mlp(c, kind), *before(c))
+    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *before(c))
 
 
 def glm4_moe(c: Config, kind: Kind) -> Parts:
     norms = "head" if c.flag("use_qk_norm") else ""
-    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True), *_deepseek_mlp(c, kind), *before(c))
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True), *deepseek_mlp(c, kind), *before(c))
 
 
 def olmoe(c: Config, kind: Kind) -> Parts:
@@ -248,7 +251,7 @@ _SILU: dict[str, Any] = {"hidden_act": "silu"}
 _GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}
 _MIXTRAL: dict[str, Any] = {**_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
-FAMILIES: dict[str, Family] = {
+DECODERS: dict[str, Family] = {
     "llama": Family(layer=llama, defaults=_SILU),
     "mistral": Family(layer=mistral, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": Family(layer=qwen2, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096}),
@@ -300,5 +303,4 @@ FAMILIES: dict[str, Family] = {
         "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 2,
     }),
     "gpt_neox": Family(layer=gpt_neox, norm=layer_norm, norm_name="final_layer_norm", embedding="embed_in", defaults={"hidden_act": "gelu"}),
-    **DENSE_FAMILIES,
 }  # fmt: skip

@@ -12,15 +12,12 @@ from megatrain.simulator.families.parts import (
     Kept,
     Part,
     Traffic,
-    attend,
     attention,
     gated_mlp,
     layer_norm,
-    linear,
     plain_mlp,
     residual,
     rms_norm,
-    rotary,
     shared_input,
     turned_in_pairs,
 )
@@ -43,11 +40,14 @@ def cwm(c: Config, kind: Kind) -> Parts:
     return mistral(c, kind)
 
 
-def ernie4_5(c: Config, kind: Kind) -> Parts:
-    """Llama whose positions turn neighbouring elements, in fp32."""
+def ernie4_5_attention(c: Config, kind: Kind) -> Parts:
+    """Llama's, whose positions turn neighbouring elements, in fp32."""
     bias = c.flag("use_bias")
-    turned = turned_in_pairs((c.heads + c.kv_heads) * c.head_dim)
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned, *gated_mlp(c, bias=bias), *before(c))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned_in_pairs((c.heads + c.kv_heads) * c.head_dim))
+
+
+def ernie4_5(c: Config, kind: Kind) -> Parts:
+    return (*ernie4_5_attention(c, kind), *gated_mlp(c, bias=c.flag("use_bias")), *before(c))
 
 
 def helium(c: Config, kind: Kind) -> Parts:
@@ -135,16 +135,6 @@ def hunyuan(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, bias=bias, out_bias=bias), *norms, *gated_mlp(c), *before(c))
 
 
-def persimmon(c: Config, kind: Kind) -> Parts:
-    hidden, norms = c.hidden, ()
-    if c.flag("qk_layernorm"):
-        norms = tuple(layer_norm(f"self_attn.{name}_layernorm", c.head_dim, rows=c.heads, projected=False) for name in ("q", "k"))
-    return (
-        linear("self_attn.query_key_value", hidden, 3 * hidden, True), linear("self_attn.dense", hidden, hidden, True), *norms,
-        *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"), *_layer_norms(c), rotary(2 * hidden), attend(c, kind.attention, copied=True, fused=not norms),
-    )  # fmt: skip
-
-
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 
 DENSE_FAMILIES: dict[str, Family] = {
@@ -162,7 +152,6 @@ DENSE_FAMILIES: dict[str, Family] = {
     "ministral3": Family(layer=ministral3, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128}),
     "nemotron": Family(layer=nemotron, norm=layer_norm, defaults={"hidden_act": "relu2"}),
     "olmo": Family(layer=olmo, norm=no_norm, defaults=_SILU),
-    "persimmon": Family(layer=persimmon, norm=layer_norm, norm_name="final_layernorm", defaults={"hidden_act": "relu2", "qk_layernorm": True}),
     "seed_oss": Family(
         layer=seed_oss, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1}
     ),

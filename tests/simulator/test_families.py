@@ -154,7 +154,7 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
             turns = rotary(x_BSH, positions, layer.attention)
         except TypeError:
             turns = rotary(x_BSH, positions)
-        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *turns, *module.parameters())}
+        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *(turns if isinstance(turns, tuple) else (turns,)), *module.parameters())}
 
         def forward(module: Any = module, x: torch.Tensor = x_BSH, turns: object = turns) -> object:
             return module(x, position_embeddings=turns, attention_mask=None, position_ids=positions)
