@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, inside, weight_files
 from megatrain.runtime.files.tensor_file import read_entries
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
@@ -64,10 +65,10 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
             if where.setdefault(name, file) is not file:
                 raise UserError(str(file), found=f"tensor {name}, which {where[name].name} has too", allowed="each tensor once", fix="fetch the model again")
     opened = _OneFile()
-    prefix, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
+    stack, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        name = hub_name(layer, tensor, prefix)
+        name = hub_name(layer, tensor, stack)
         fix = "use weights that belong to this config.json"
         try:
             value = value_of(name)
@@ -108,8 +109,8 @@ class _OneFile:
         self._path = self._file = None
 
 
-def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[str, Callable[[str], torch.Tensor]]:
-    """The prefix of names in the folder's model, and what reads a tensor of it; where its config does not tell, `model` and the files' own names."""
+def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
+    """Where the decoder layers of the folder's model are, and what reads a tensor of it; where its config does not tell, as in most, and the files' own names."""
     try:
         names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError):
@@ -120,8 +121,8 @@ def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.
                 raise KeyError(name)
             return tensor_of(name)
 
-        return "model", read
-    return names.prefix, names.reader(keys, tensor_of)
+        return DecoderStack(), read
+    return names.stack, names.reader(keys, tensor_of)
 
 
 class ModelState:
@@ -284,7 +285,7 @@ def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
     shards: list[dict[str, Source]] = [{}]
     for layer in plan.model.stack.values():
         held = {**state.sources(layer, dtype), **{name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}}
-        for name, stored in names.saved({hub_name(layer.name, name, names.prefix): source for name, source in held.items()}).items():
+        for name, stored in names.saved({hub_name(layer.name, name, names.stack): source for name, source in held.items()}).items():
             if shards[-1] and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES:
                 shards.append({})
             shards[-1][name] = stored

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
 
 Arguments = dict[str, Any]
@@ -63,6 +64,12 @@ def _beside(module: Any, **parts: nn.Module) -> Any:
     return other
 
 
+def _within(whole: Any, path: str, part: nn.Module) -> Any:
+    """`whole` with `part` in place of its module at `path`."""
+    name, _, below = path.partition(".")
+    return _beside(whole, **{name: _within(getattr(whole, name), below, part) if below else part})
+
+
 def _apart(arguments: Arguments) -> bool:
     """Whether of two tokens the second does not see the first."""
     mask = arguments.get("attention_mask")
@@ -73,18 +80,21 @@ class Edges:
     """The two edges of a `skeleton`, on the device of its buffers."""
 
     def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        base = whole.base_model
+        stack = DecoderStack.of(whole)
+        base = stack.decoder_of(whole)
+        layers = stack.layers_of(whole)
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._noting = [_Noting(last=index == len(base.layers) - 1) for index in range(len(base.layers))]
+        self._noting = [_Noting(last=index == len(layers) - 1) for index in range(len(layers))]
         self._giving = _Giving()
         self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
         self.padding: int | None = base._modules[self._table].padding_idx
         table = _beside(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by number, not by token
         bare = {"rotary_emb": _Nothing()}
-        self._way_to_layers = _beside(base, layers=nn.ModuleList(self._noting))
-        self._entrance = _beside(base, layers=nn.ModuleList([_Noting(last=True)]), **bare, **{self._table: table})
-        self._exit = _beside(whole, **{whole.base_model_prefix: _beside(base, layers=nn.ModuleList([self._giving]), **bare)})
+        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)})
+        self._entered = _Noting(last=True)
+        self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
+        self._exit = _within(whole, stack.decoder, _beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare))
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.plain = self._is_plain()
@@ -128,10 +138,9 @@ class Edges:
         batch, sequence, hidden = rows.shape
         numbers = torch.arange(batch * sequence, device=rows.device).view(batch, sequence)
         tensors = {f"{self._table}.weight": rows.reshape(-1, hidden)}
-        noting = self._entrance.layers[0]
         self._run(self._entrance, tensors, input_ids=numbers, position_ids=self._no_positions, attention_mask=self._no_mask)
-        first: torch.Tensor = noting.rows
-        noting.rows = torch.empty(0)
+        first: torch.Tensor = self._entered.rows
+        self._entered.rows = torch.empty(0)
         return first
 
     def _run(self, model: Any, tensors: dict[str, torch.Tensor] | None = None, **inputs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import ModelSpec, Workload
 
 _DROPOUT = (
@@ -18,11 +19,17 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     transformers carries its state from one document into the next.
     """
     where = f"model {model.name}"
+    defaults = FAMILIES[model.family].defaults  # a key that config.json leaves out has the family's value
     for key in _DROPOUT:
-        if model.config.get(key):
-            raise UserError(f"{where}: {key}", found=repr(model.config[key]), allowed="0", fix=f"set {key} to 0 in config.json")
+        if value := model.config.get(key, defaults.get(key)):
+            raise UserError(f"{where}: {key}", found=repr(value), allowed="0", fix=f"set {key} to 0 in config.json")
     if model.config.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
+    if workload is not None and workload.documents and model.family == "llama4_text":
+        raise UserError(
+            f"{where}: model_type", found="llama4_text, whose chunks and whose scaling of queries count from a row's start", allowed="rows of one document",
+            fix="make a plan without documents",
+        )  # fmt: skip
     linear = next((layer for layer in model.decoders if layer.attention == "linear_attention"), None)
     if workload is not None and workload.documents and linear is not None:
         raise UserError(

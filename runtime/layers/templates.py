@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import attention
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import positions
@@ -101,12 +102,12 @@ class Templates:
         self._kernel = attention.kernel_of(model, workload, device) if workload.attention or keeps else None
         if self._kernel:
             attention.take_over(whole.config)
-        self.prefix: str = whole.base_model_prefix
-        self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(whole.base_model.layers)}
+        self._stack = DecoderStack.of(whole)
+        self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(self._stack.layers_of(whole))}
         """each decoder layer's own, by layer and name, on the device"""
         saved = whole.state_dict().keys()
         self.persistent = {
-            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self.prefix) in saved} for layer, buffers in self.buffers.items()
+            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self._stack) in saved} for layer, buffers in self.buffers.items()
         }
         """those of them that a checkpoint has"""
         self.routing = RouterLoss.of(config, workload.accumulation, device)
@@ -284,7 +285,7 @@ class Templates:
         """The parameter that the head uses a tensor of its layer as: the embedding's table is the projection where they are tied."""
         if tensor == self.model.stack[EMBEDDING].tensors[0].name:
             return "lm_head.weight"
-        return hub_name(HEAD, tensor, self.prefix)
+        return hub_name(HEAD, tensor, self._stack)
 
     def _token_losses(self, named: dict[str, torch.Tensor], row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the tokens' losses, in fp32: [tokens, hidden], [tokens] int64 -> 0-dimensional."""

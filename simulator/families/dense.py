@@ -40,14 +40,10 @@ def cwm(c: Config, kind: Kind) -> Parts:
     return mistral(c, kind)
 
 
-def ernie4_5_attention(c: Config, kind: Kind) -> Parts:
-    """Llama's, whose positions turn neighbouring elements, in fp32."""
-    bias = c.flag("use_bias")
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned_in_pairs((c.heads + c.kv_heads) * c.head_dim))
-
-
 def ernie4_5(c: Config, kind: Kind) -> Parts:
-    return (*ernie4_5_attention(c, kind), *gated_mlp(c, bias=c.flag("use_bias")), *before(c))
+    """Llama whose positions turn neighbouring elements, in fp32."""
+    bias, turned = c.flag("use_bias"), turned_in_pairs((c.heads + c.kv_heads) * c.head_dim)
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned, *gated_mlp(c, bias=bias), *before(c))
 
 
 def helium(c: Config, kind: Kind) -> Parts:

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.decoders import deepseek_mlp, gated_attention, granitemoe, qwen_experts
-from megatrain.simulator.families.dense import ernie4_5_attention
 from megatrain.simulator.families.experts import experts, gated_delta, latent_attention, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, before, top_k
 from megatrain.simulator.families.kinds import (
@@ -67,28 +66,6 @@ def exaone_moe(c: Config, kind: Kind) -> Parts:
             shared_expert(c, "mlp.shared_experts", inner * c.size("num_shared_experts")),
         )  # fmt: skip
     return (*attention(c, kind.attention, norms="head"), *mlp, *before(c))
-
-
-def ernie4_5_moe(c: Config, kind: Kind) -> Parts:
-    mlp = gated_mlp(c, bias=c.flag("use_bias"))
-    if kind.mlp == SPARSE:
-        count, chosen, inner = c.size("moe_num_experts", most=2**16), c.size("moe_k"), c.size("moe_intermediate_size")
-        if chosen > count:
-            raise c.wrong("moe_k", f"at most the {count} experts")
-        balance = Part(tensors=(("mlp.gate.moe_statics.e_score_correction_bias", (1, count)),))
-        mlp = (router("mlp.gate", c.hidden, count, wide=True), balance, experts("mlp.experts", c.hidden, inner, count, chosen))
-        if shared := c.count("moe_num_shared_experts"):
-            mlp += (shared_expert(c, "mlp.shared_experts", inner * shared),)
-    return (*ernie4_5_attention(c, kind), *mlp, *before(c))
-
-
-def ernie_sparse(c: Config) -> list[str]:
-    """Experts between two layers, every so many."""
-    first, last, every = c.count("moe_layer_start_index"), c.get("moe_layer_end_index"), c.size("moe_layer_interval")
-    if not isinstance(last, int) or isinstance(last, bool):
-        raise c.wrong("moe_layer_end_index", "a layer's number, or -1 for the last")
-    last = c.layers - 1 if last == -1 else last
-    return [SPARSE if (index + 1) % every == 0 and first <= index <= last else DENSE for index in range(c.layers)]
 
 
 def granitemoeshared(c: Config, kind: Kind) -> Parts:
@@ -173,10 +150,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     }),
     "dots1": Family(layer=dots1, attention=dots_window, mlp=dense_first, defaults={
         **_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "first_k_dense_replace": 0, "moe_intermediate_size": 1408,
-    }),
-    "ernie4_5_moe": Family(layer=ernie4_5_moe, mlp=ernie_sparse, defaults={
-        **_SILU, "num_key_value_heads": 4, "tie_word_embeddings": True, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
-        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
     }),
     "exaone_moe": Family(layer=exaone_moe, attention=pattern(4), mlp=dense_first, defaults={
         **_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64,

@@ -29,7 +29,7 @@ def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(fam
 
         return Source(torch.float32, shape, pieces)
 
-    sources = {hub_name("1", tensor.name, names.prefix): source(tensor.name, tensor.shape) for tensor in layer.tensors}
+    sources = {hub_name("1", tensor.name, names.stack): source(tensor.name, tensor.shape) for tensor in layer.tensors}
     saved = names.saved(sources)
     assert not log, "nothing is read before it is written"
     streamed = [key for key, found in saved.items() if any(found is source for source in sources.values())]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from megatrain.runtime import calibrate as calibration
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.skeleton import kind_of, skeleton, widen_buffers
@@ -62,6 +63,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 8},
     "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
     "gpt_neox": {"rotary_pct": 0.5},
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "dots1": {"sliding_window": 8, "max_window_layers": 2},
+    "exaone_moe": {"sliding_window": 8, "layer_types": SLIDING},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "granitemoeshared": {"shared_intermediate_size": 32, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "llama4_text": {"attention_chunk_size": 8, "no_rope_layer_interval": 4, "floor_scale": 4},
+    "mellum": {"sliding_window": 8, "layer_types": SLIDING},
+    "minicpm3": {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "youtu": {"num_key_value_heads": 4},
     "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
     "helium": {"head_dim": 16},
@@ -73,7 +85,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
-         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2}  # fmt: skip
+         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
+         "dots1": 2, "exaone_moe": 2, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
 BF16_BOUND = 0.02
 """of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
@@ -99,13 +112,13 @@ def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
     dtype = torch.float32 if plan.workload.dtype == "fp32" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     widen_buffers(model)
-    prefix = model.base_model_prefix
+    stack = DecoderStack.of(model)
     with torch.no_grad():
         for layer in plan.model.stack.values():
             for tensor in layer.tensors:
                 master = weights(layer.name, tensor.name, tensor.shape)  # its high plane is rounded with ties away from zero
-                model.get_parameter(hub_name(layer.name, tensor.name, prefix)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
-        for index, layer in enumerate(model.base_model.layers):
+                model.get_parameter(hub_name(layer.name, tensor.name, stack)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
+        for index, layer in enumerate(stack.layers_of(model)):
             for name, buffer in layer.named_buffers():
                 buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
     return model
@@ -130,7 +143,7 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
     found: Tensors = {}
     for layer in plan.model.stack.values():
         for tensor in layer.tensors:
-            gradient = model.get_parameter(hub_name(layer.name, tensor.name, model.base_model_prefix)).grad
+            gradient = model.get_parameter(hub_name(layer.name, tensor.name, DecoderStack.of(model))).grad
             found[layer.name, tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.float()
     return found
 
@@ -198,7 +211,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any]
 PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
-DOCUMENTED = [family for family in FAMILIES if family != "qwen3_next"]
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+DOCUMENTED = [family for family in FAMILIES if family not in (*LINEAR, "llama4_text")]
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
@@ -312,7 +326,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
 def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
     model = model_of(family)
     whole = skeleton(config_of(model), torch.bfloat16, torch.device("cpu"))
-    kinds = [kind_of(layer) for layer in whole.base_model.layers]
+    kinds = [kind_of(layer) for layer in DecoderStack.of(whole).layers_of(whole)]
     assert len(set(kinds)) == KINDS.get(family, 1)
     for layer, kind in zip(model.decoders, kinds, strict=True):
         same = [other.signature for other, its in zip(model.decoders, kinds, strict=True) if its == kind]

@@ -95,8 +95,8 @@ def test_names_are_those_of_transformers_own_model(make_model: Callable[..., Mod
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    prefix = CheckpointNames(config).prefix
-    assert {hub_name(layer.name, tensor.name, prefix): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
+    stack = CheckpointNames(config).stack
+    assert {hub_name(layer.name, tensor.name, stack): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
 
 
 # ---- which files ----

@@ -21,7 +21,6 @@ OWN: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 16},
     "deepseek_v2": {**LATENT, **GROUPED, "n_group": 1, "first_k_dense_replace": 1},
     "dots1": {**GROUPED, "n_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96, "moe_num_shared_experts": 1, "moe_layer_end_index": 5},
     "exaone_moe": {**EXPERTS, "sliding_window": 16},
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2},
     "glm4_moe_lite": {**LATENT, **GROUPED, "n_group": 1},
