@@ -154,6 +154,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._architecture.vocabulary
 
     @property
+    def positions(self) -> tuple[str, ...]:
+        """The embedding's tensors that are added to a token's row by its position; none where positions are the layers' business."""
+        return tuple(name for name, _ in self._architecture.positions)
+
+    @property
     def tied(self) -> bool:
         """The output projection is the embedding matrix."""
         return self._architecture.tied
@@ -162,7 +167,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def stack(self) -> dict[str, LayerSpec]:
         """Every layer by name, in forward order: `e`, `0`, ..., and `h` where the head has weights of its own."""
         shape, family = self._architecture, self._architecture.family
-        table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)),)
+        table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)), *_tensors(shape.positions))
         head = _tensors(shape.norm.tensors)
         if not self.tied:
             head += (TensorSpec("lm_head.weight", (self.vocabulary, self.hidden)),)

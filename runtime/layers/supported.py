@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import EMBEDDING, ModelSpec, Workload
 
 _DROPOUT = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout", "router_jitter_noise",
+    "attn_pdrop", "dropout", "layerdrop",
 )  # fmt: skip
 
 
@@ -23,6 +24,10 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     for key in _DROPOUT:
         if value := model.config.get(key, defaults.get(key)):
             raise UserError(f"{where}: {key}", found=repr(value), allowed="0", fix=f"set {key} to 0 in config.json")
+    if workload is not None and model.positions:
+        most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - (2 if model.family == "opt" else 0)
+        if workload.sequence > most:
+            raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most the {most} positions that it knows", fix="plan shorter rows")
     if model.config.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
     if workload is not None and workload.documents and model.family == "llama4_text":

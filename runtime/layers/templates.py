@@ -112,7 +112,9 @@ class Templates:
         """those of them that a checkpoint has"""
         self.routing = RouterLoss.of(config, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
-        self._edges = Edges(whole, model.hidden, self.dtype, device)
+        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions)
+        self._counted: dict[int, torch.Tensor] = {}
+        """of a micro-batch with documents, each token's position in its own"""
         self._causal: list[Arguments] = []
         """what each decoder layer is handed where every row is one document; made here, since making masks waits for the device"""
         if workload.documents:
@@ -137,13 +139,15 @@ class Templates:
         With documents transformers looks whether there are several, which waits for the device once a micro-batch.
         """
         if documents is not None:
-            self._arguments[micro] = self._edges.arguments(self.workload.batch, self.workload.sequence, positions(documents))
+            self._counted[micro] = positions(documents)
+            self._arguments[micro] = self._edges.arguments(self.workload.batch, self.workload.sequence, self._counted[micro])
         if self.routing:
             self.routing.begin(micro, documents)
 
     def end(self, micro: int) -> None:
         """The micro-batch's backward is done."""
         self._arguments.pop(micro, None)
+        self._counted.pop(micro, None)
         if self.routing:
             self.routing.end(micro)
 
@@ -187,23 +191,32 @@ class Templates:
         if self.routing and logits is not None:
             self.routing.add(micro, logits.detach())
 
-    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[vocabulary, hidden], [batch, sequence] int64 -> the first layer's input [batch, sequence, hidden]."""
+    def embed(self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int = 0) -> torch.Tensor:
+        """The embedding's tensors, of which the first is the table [vocabulary, hidden]; [batch, sequence] int64 -> the first layer's input
+        [batch, sequence, hidden].
+        """
+        table, *_ = weights.values()
         rows = torch.nn.functional.embedding(ids, table)
         if self._edges.plain:
             return rows
         with torch.no_grad():
-            return self._edges.enter(rows)
+            return self._edges.enter(rows, {name: weights[name] for name in self.model.positions}, self._counted.get(micro))
 
-    def embed_backward(self, gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The table's gradient [vocabulary, hidden] fp32: a token's rows are summed in fp32, since a frequent one has thousands."""
+    def embed_backward(self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0) -> list[torch.Tensor]:
+        """Gradients of the table [vocabulary, hidden] and of tables of positions, fp32: a token's rows are summed in fp32, since a frequent one has
+        thousands.
+        """
+        tables: dict[str, torch.Tensor] = {}
         if not self._edges.plain:
+            shapes = {tensor.name: tensor.shape for tensor in self.model.stack[EMBEDDING].tensors}
+            tables = {name: torch.zeros(shapes[name], device=gradient.device).requires_grad_() for name in self.model.positions}
+            gradient = gradient.float() if tables else gradient
             with torch.enable_grad():
                 rows = torch.zeros_like(gradient).requires_grad_()  # what is linear has one gradient everywhere
-                (gradient,) = torch.autograd.grad(self._edges.enter(rows), rows, gradient)
+                gradient, *added = torch.autograd.grad(self._edges.enter(rows, tables, self._counted.get(micro)), (rows, *tables.values()), gradient)
         padding = -1 if self._edges.padding is None else self._edges.padding
         summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, self.model.vocabulary, padding, False)
-        return summed
+        return [summed, *(added if tables else ())]
 
     def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, micro: int = 0, kept: Attention | None = None) -> Saved:
         """Runs the layer and keeps its graph; with the attention that was `kept` of its forward, which has to stay until the backward is over."""
@@ -235,14 +248,15 @@ class Templates:
 
     def head(
         self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float, input_gradient: torch.Tensor, micro: int = 0
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Final norm, output projection and cross-entropy, forward and backward, `loss_chunk` tokens at a time.
 
         `weights`: the tensors of the layer that the head reads; x [batch, sequence, hidden]; labels [batch, sequence] int64. Writes the input's
         gradient; returns `scale` x the sum of the tokens' losses, with the routers' loss where it is asked for (0-dimensional fp32), and the
-        weights' gradients, summed in fp32 where there are several chunks.
+        weights' gradients, summed in fp32 where there are several chunks; None for what the head does not use.
         """
-        named = {self._name_in_head(name): tensor.requires_grad_() for name, tensor in weights.items()}
+        used = [name for name in weights if name not in self.model.positions]
+        named = {self._name_in_head(name): weights[name].requires_grad_() for name in used}
         rows, targets, dx = x.view(-1, x.shape[-1]), labels.reshape(-1), input_gradient.view(-1, x.shape[-1])
         chunk = self.workload.loss_chunk
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -264,7 +278,8 @@ class Templates:
         assert sums is not None
         if self.routing:
             loss += self.routing.value(micro)
-        return loss, sums
+        found = dict(zip(used, sums, strict=True))
+        return loss, [found.get(name) for name in weights]
 
     def loss(self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
         """`head` without its backward and without the routers' loss, the same bits: `scale` x the sum of the tokens' losses, 0-dimensional fp32.
@@ -272,7 +287,7 @@ class Templates:
         Compiled layers round differently without gradients; in deterministic mode, as in `forward`, the program with gradients runs here too.
         """
         tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
-        named = {self._name_in_head(name): tensor.requires_grad_(tracked) for name, tensor in weights.items()}
+        named = {self._name_in_head(name): tensor.requires_grad_(tracked) for name, tensor in weights.items() if name not in self.model.positions}
         rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, rows.shape[0], self.workload.loss_chunk):

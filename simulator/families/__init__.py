@@ -10,13 +10,14 @@ from megatrain.simulator.families.config import ZERO_FOR_NULL, Config, essential
 from megatrain.simulator.families.decoders import DECODERS
 from megatrain.simulator.families.dense import DENSE_FAMILIES
 from megatrain.simulator.families.family import Family
+from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
 
 __all__ = ["FAMILIES", "KEEP_ATTENTION", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES}
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **GPT_FAMILIES}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
@@ -32,12 +33,14 @@ class Architecture:
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UserError(f"{where}: model_type", found=repr(model_type), allowed=", ".join(FAMILIES), fix="use a model of one of these families")
         self.name, self.family = model_type, FAMILIES[model_type]
-        self.config = Config(config, where, self.family.defaults)
+        self.config = Config(config, where, self.family.defaults, self.family.names)
         c = self.config
         self.layers, self.hidden, self.vocabulary, self.tied = c.layers, c.hidden, c.vocabulary, c.flag("tie_word_embeddings")
         attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
         mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
         self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
+        self.positions = self.family.positions(c) if self.family.positions else ()
+        """tables that are added to the embedding's rows"""
         self.decoders = {kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)}
         """a decoder layer of each kind"""
 
@@ -58,7 +61,8 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     for key in ("mlp_only_layers", "moe_layers"):
         if isinstance(config.get(key), list):
             shorter[key] = [index for index in config[key] if not isinstance(index, int) or index < layers]  # what is no number is refused where it matters
-    return {**shorter, "num_hidden_layers": layers}
+    family = FAMILIES.get(str(config.get("model_type")))
+    return {**shorter, family.names.get("num_hidden_layers", "num_hidden_layers") if family else "num_hidden_layers": layers}
 
 
 def with_nulls(config: dict[str, Any]) -> dict[str, Any]:

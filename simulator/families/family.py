@@ -9,7 +9,7 @@ import msgspec
 
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.kinds import Kind
-from megatrain.simulator.families.parts import Part, centred_norm, residual, rms_norm
+from megatrain.simulator.families.parts import Part, Tensors, centred_norm, residual, rms_norm
 
 Parts = tuple[Part, ...]
 
@@ -25,7 +25,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     norm: Callable[[str, int], Part] = rms_norm
     norm_name: str = "norm"
     embedding: str = "embed_tokens"
+    positions: Callable[[Config], Tensors] | None = None
+    """tables that are added to the embedding's rows, by name and shape [positions, hidden]; None: positions are the layers' business"""
     head_bias: bool = False
+    names: dict[str, str] = {}
+    """what config.json calls `hidden_size` and its like, where it has names of its own"""
     defaults: dict[str, Any] = {}
     """of keys that config.json may leave out, as transformers has them"""
 

@@ -194,13 +194,15 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 def activation(c: Config, elements: int, key: str = "hidden_act") -> Part:
-    """One kernel forward (2) and backward (3); keeps its input. `gelu_new` is written out: 19 forward, 24 backward, and keeps four; relu2 is two kernels."""
+    """One kernel forward (2) and backward (3); keeps its input, or where it is relu its output, which is kept anyway. `gelu_new` is
+    written out: 19 forward, 24 backward, and keeps four; relu2 is two kernels.
+    """
     name = c.choice(key, (*_ACTIVATIONS, "gelu_new", "relu2"))
     if name == "gelu_new":
         return Part(forward=Traffic(19 * elements), backward=Traffic(24 * elements), kept=Kept(4 * elements))
     if name == "relu2":
         return Part(forward=Traffic(4 * elements), backward=Traffic(6 * elements), kept=Kept(elements))
-    return Part(forward=Traffic(2 * elements), backward=Traffic(3 * elements), kept=Kept(elements))
+    return Part(forward=Traffic(2 * elements), backward=Traffic(3 * elements), kept=Kept(0 if name == "relu" else elements))
 
 
 def gated_mlp(

@@ -86,7 +86,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 """on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
          "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
-         "dots1": 2, "exaone_moe": 2, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2}  # fmt: skip
+         "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
 BF16_BOUND = 0.02
 """of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
@@ -212,7 +212,7 @@ PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] *
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-DOCUMENTED = [family for family in FAMILIES if family not in (*LINEAR, "llama4_text")]
+DOCUMENTED = [family for family in FAMILIES if family not in (*LINEAR, "llama4_text", "opt")]
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
