@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.files import read_json
 from megatrain.simulator.specs import EMBEDDING, ModelSpec, Workload
 
 _DROPOUT = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout", "router_jitter_noise",
     "attn_pdrop", "dropout", "layerdrop",
 )  # fmt: skip
+
+
+def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
+    """Raises UserError where the model in `folder` is more than its language model, which is what `model` is: predicted alone, but not trained alone, since
+    what comes out would not be the model that went in.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    if isinstance(config, dict) and config.get("model_type") != model.family:
+        raise UserError(
+            f"{path}: model_type", found=repr(config.get("model_type")), allowed=f"the language model alone, {model.family!r}",
+            fix="save the language model by itself and train that",
+        )  # fmt: skip
 
 
 def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> None:

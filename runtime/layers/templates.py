@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.rebinding import rebind
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.skeleton import skeleton
-from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import with_nulls
@@ -43,12 +44,8 @@ def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
     """
     refuse_unsupported(model)
     if folder is not None:
+        refuse_multimodal(Path(folder), model)
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if config.model_type != model.family:
-            raise UserError(
-                f"{folder}/config.json: model_type", found=repr(config.model_type), allowed=f"the language model alone, {model.family!r}",
-                fix="save the language model by itself and train that",
-            )  # fmt: skip
     else:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         given = with_nulls(model.config)

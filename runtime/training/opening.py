@@ -11,6 +11,7 @@ import msgspec
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus, DataOptions, open_data
 from megatrain.runtime.files.model_folder import model_folder
+from megatrain.runtime.layers.supported import refuse_multimodal
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec
@@ -72,6 +73,7 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
     if not config.exists():
         return False
     found = ModelSpec.load(str(config))
+    refuse_multimodal(folder, found)
     both = found.config.keys() & planned.config.keys()
     keys = [key for key in found.config if key in both and found.config[key] != planned.config[key]]
     if keys or found.stack != planned.stack:  # a key that one of them leaves out has its default there

@@ -14,8 +14,9 @@ from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
+from megatrain.simulator.families.refused import NOT_YET, REFUSED
 
-__all__ = ["FAMILIES", "KEEP_ATTENTION", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
+__all__ = ["FAMILIES", "KEEP_ATTENTION", "NOT_YET", "REFUSED", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
 FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **GPT_FAMILIES}
 """by `model_type`"""
@@ -31,7 +32,8 @@ class Architecture:
     def __init__(self, config: dict[str, Any], where: str) -> None:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise UserError(f"{where}: model_type", found=repr(model_type), allowed=", ".join(FAMILIES), fix="use a model of one of these families")
+            reason = f", {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
+            raise UserError(f"{where}: model_type", found=f"{model_type!r}{reason}", allowed=", ".join(FAMILIES), fix="use a model of one of these families")
         self.name, self.family = model_type, FAMILIES[model_type]
         self.config = Config(config, where, self.family.defaults, self.family.names)
         c = self.config

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from megatrain.simulator.families.config import Config
+from megatrain.simulator.families.dense import llama, mistral
 from megatrain.simulator.families.experts import expert_gate, experts, gated_delta, latent_attention, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, bare_norm, before, sandwich, top_k
 from megatrain.simulator.families.kinds import (
@@ -45,15 +46,6 @@ from megatrain.simulator.families.parts import (
 )
 
 # ---- the families
-
-
-def llama(c: Config, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c))
-
-
-def mistral(c: Config, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention), *gated_mlp(c), *before(c))
 
 
 def qwen2(c: Config, kind: Kind) -> Parts:

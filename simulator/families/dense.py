@@ -27,6 +27,11 @@ def _layer_norms(c: Config) -> Parts:
     return (layer_norm("input_layernorm", c.hidden, first=True), layer_norm("post_attention_layernorm", c.hidden), residual(c.hidden))
 
 
+def llama(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c))
+
+
 def mistral(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention), *gated_mlp(c), *before(c))
 
@@ -141,6 +146,8 @@ DENSE_FAMILIES: dict[str, Family] = {
     "helium": Family(layer=helium, norm=functools.partial(rms_norm, weight="wide"), defaults={**_SILU, "num_key_value_heads": 20, "head_dim": 128}),
     "hunyuan_v1_dense": Family(layer=hunyuan, defaults=_SILU),
     "hyperclovax": Family(layer=hyperclovax, defaults={**_SILU, "num_key_value_heads": 32, "use_post_norm": True}),
+    "internlm3": Family(layer=llama, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128}),
+    "iquestcoder": Family(layer=llama, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128}),
     "jais2": Family(
         layer=jais2, norm=layer_norm, defaults={"hidden_act": "relu2", "num_key_value_heads": 26, "attention_bias": True, "mlp_bias": True}
     ),

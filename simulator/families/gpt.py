@@ -60,7 +60,7 @@ def opt(c: Config, kind: Kind) -> Parts:
     return (
         *(linear(f"self_attn.{name}_proj", hidden, hidden, True) for name in ("k", "v", "q", "out")), layer_norm("self_attn_layer_norm", hidden, first=True),
         linear("fc1", hidden, inner, True), linear("fc2", inner, hidden, True), layer_norm("final_layer_norm", hidden), *_between(c, inner),
-        attend(c, kind.attention), residual(hidden),
+        attend(c, kind.attention, copied=True), residual(hidden),
     )  # fmt: skip
 
 

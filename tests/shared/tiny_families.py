@@ -34,6 +34,8 @@ OWN: dict[str, dict[str, Any]] = {
     "youtu": {**LATENT},
     **{family: {"num_key_value_heads": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_positions": 256} for family in ("gpt2", "gpt_bigcode")},
     "opt": {"ffn_dim": 352, "dropout": 0.0, "max_position_embeddings": 254, "word_embed_proj_dim": None},
+    "internlm3": {"head_dim": 16},
+    "iquestcoder": {"head_dim": 16},
     "cwm": {"head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
