@@ -65,9 +65,13 @@ def _checkpoint(run: Path, step: int | None, on_note: Callable[[str], None]) -> 
     checkpoints = Checkpoints(run / "checkpoints")
     steps = checkpoints.steps()
     if step is not None and step not in steps:
-        raise UserError(str(checkpoints.folder), found=f"no checkpoint of step {step}", allowed=", ".join(map(str, steps)) or "none yet", fix="name one of these")
+        raise UserError(
+            str(checkpoints.folder), found=f"no checkpoint of step {step}", allowed=", ".join(map(str, steps)) or "none yet", fix="name one of these"
+        )
     if not steps:
-        raise UserError(str(run), found="no checkpoint", allowed="a checkpoint's folder, or that of a run with one", fix="train with --save-every, or check the path")
+        raise UserError(
+            str(run), found="no checkpoint", allowed="a checkpoint's folder, or that of a run with one", fix="train with --save-every, or check the path"
+        )
     for number in [step] if step is not None else reversed(steps):
         try:
             return checkpoints.path(number), verify(checkpoints.path(number))
@@ -97,6 +101,8 @@ def _buffers(manifest: Manifest, config: PretrainedConfig, origin: Path | None, 
     if not shapes:
         return {}
     if origin is None and seed is None:
-        raise UserError(f"model {manifest.model.name}", found="no folder with its buffers", allowed="the folder that the run began with", fix="name it with --model")
+        raise UserError(
+            f"model {manifest.model.name}", found="no folder with its buffers", allowed="the folder that the run began with", fix="name it with --model"
+        )
     with folder_weights(origin) if origin is not None else contextlib.nullcontext(random_weights(seed or 0)) as weights:
         return {layer: {name: weights(layer, name, shape).clone() for name, shape in named.items()} for layer, named in shapes.items()}

@@ -101,7 +101,7 @@ def gated_delta(c: Config, *, apart: bool = False) -> tuple[Part, ...]:
         kept=Kept(0, 8 * wide + 3 * values + 5 * chunk * value_heads + 2 * value_heads * key * value // chunk), attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
     )  # fmt: skip
     gate = Part(forward=Traffic(values, 7 * values, 2 * values), backward=Traffic(values, 12 * values, 3 * values), kept=Kept(2 * values, 2 * values))
-    into = (("in_proj_qkvz", mixed + values), ("in_proj_ba", 2 * value_heads))
+    into: tuple[tuple[str, int], ...] = (("in_proj_qkvz", mixed + values), ("in_proj_ba", 2 * value_heads))
     norm, out = rms_norm(f"{name}.norm", value, rows=value_heads, projected=False), linear(f"{name}.out_proj", values, hidden)
     if apart:
         into = (("in_proj_qkv", mixed), ("in_proj_z", values), ("in_proj_b", value_heads), ("in_proj_a", value_heads))

@@ -25,7 +25,20 @@ from megatrain.simulator.families.kinds import (
     llama4_sparse,
     pattern,
 )
-from megatrain.simulator.families.parts import Kept, Part, Traffic, attend, attention, gated_mlp, joined, linear, residual, rms_norm, shared_input, turned_in_pairs
+from megatrain.simulator.families.parts import (
+    Kept,
+    Part,
+    Traffic,
+    attend,
+    attention,
+    gated_mlp,
+    joined,
+    linear,
+    residual,
+    rms_norm,
+    shared_input,
+    turned_in_pairs,
+)
 
 
 def deepseek_v2(c: Config, kind: Kind) -> Parts:

@@ -32,7 +32,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA, "head_dim": 16},
     "solar_open": {**GROUPED, "n_group": 1, "head_dim": 16},
     "youtu": {**LATENT},
-    **{family: {"num_key_value_heads": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_positions": 256} for family in ("gpt2", "gpt_bigcode")},
+    **{
+        family: {"num_key_value_heads": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_positions": 256}
+        for family in ("gpt2", "gpt_bigcode")
+    },
     "opt": {"ffn_dim": 352, "dropout": 0.0, "max_position_embeddings": 254, "word_embed_proj_dim": None},
     "internlm3": {"head_dim": 16},
     "iquestcoder": {"head_dim": 16},
