@@ -56,7 +56,7 @@ def latent_attention(c: Config, kind: str) -> tuple[Part, ...]:
     """
     hidden, heads, bias = c.hidden, c.heads, c.flag("attention_bias")
     rank, latent, plain, turned, value = (
-        c.count("q_lora_rank", 0), c.size("kv_lora_rank"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim"), c.size("v_head_dim"),
+        c.count("q_lora_rank", 0), c.size("kv_lora_rank"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim"), c.size("v_head_dim", c.hidden // c.heads),
     )  # fmt: skip
     query = plain + turned
     into: tuple[Part, ...]

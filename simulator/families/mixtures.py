@@ -184,7 +184,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         **_SILU, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024, "moe_intermediate_size": 896, "num_local_experts": 64,
         "num_experts_per_tok": 8,
     }),
-    "minicpm3": Family(layer=minicpm3, defaults={**_LATENT, "tie_word_embeddings": True, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}),
+    "minicpm3": Family(layer=minicpm3, defaults={
+        **_SILU, "tie_word_embeddings": True, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    }),
     "minimax_m2": Family(layer=minimax_m2, mlp=every_layer, defaults={
         **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8,
     }),

@@ -126,7 +126,7 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
         ([GOOD], ["found a JSON list", "config.json"]),
         (None, ["found a JSON NoneType"]),
         ({}, ["model_type", "found None", "llama, mistral, qwen2, qwen3, gemma"]),
-        ({**GOOD, "model_type": "gpt2"}, ["model_type", "found 'gpt2'", "llama, mistral, qwen2, qwen3, gemma"]),
+        ({**GOOD, "model_type": "bloom"}, ["model_type", "found 'bloom'", "llama, mistral, qwen2, qwen3, gemma"]),
         ({**GOOD, "model_type": ["llama"]}, ["model_type", "found ['llama']"]),
         ({key: value for key, value in GOOD.items() if key != "vocab_size"}, ["vocab_size", "found nothing", "a whole number"]),
         ({**GOOD, "hidden_size": "64"}, ["hidden_size", "found '64'", "a whole number"]),
