@@ -188,6 +188,8 @@ class Trainer:
         if run is None:
             self._tell("on_note", "no checkpoint yet: the run begins")
             return False
+        for layer in self.plan.model.stack.values():
+            self._tell("on_load", layer.parameters)
         self.first_step, self._evaluation_owed = run.step + 1, bool(run.progress.get("evaluation_owed"))
         self._tell(
             "on_note",
