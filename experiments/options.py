@@ -119,9 +119,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
 
 def _against_documents(args: argparse.Namespace, model: ModelSpec) -> str | None:
     """Why this model's attention cannot stay inside a document."""
-    if model.documents_by(args.dtype) is None:
-        return f"{model.family}, whose linear attention carries its state from one into the next"
-    return "--attention cudnn, which takes no lengths of documents" if args.attention == "cudnn" else None
+    return model.against_documents or ("--attention cudnn, which takes no lengths of documents" if args.attention == "cudnn" else None)
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:

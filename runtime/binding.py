@@ -119,12 +119,12 @@ class Binder:
 
     def _embed(self, op: Op) -> Run:
         weights, tokens = op.reads
-        (table, *_), output, micro = self._weights(EMBEDDING, weights).values(), self._hidden(op.writes[0]), _micro(op)
+        tensors, output, micro = self._weights(EMBEDDING, weights), self._hidden(op.writes[0]), _micro(op)
         ids, _, *documents = self.tokens(int(tokens.partition(":")[2]))
 
         def run() -> None:
             self.templates.begin(micro, *documents)
-            output.copy_(self.templates.embed(table, ids))
+            output.copy_(self.templates.embed(tensors, ids, micro))
 
         return run
 
@@ -210,11 +210,11 @@ class Binder:
     def _embed_backward(self, op: Op) -> Run:
         tokens, gradient = op.reads[:2]
         ids, dx = self.tokens(int(tokens.partition(":")[2]))[0], self._hidden(gradient)
-        others: list[torch.Tensor | None] = [None] * (len(self.plan.model.stack[EMBEDDING].tensors) - 1)
+        others: list[torch.Tensor | None] = [None] * (len(self.plan.model.stack[EMBEDDING].tensors) - 1 - len(self.plan.model.positions))
         put, micro = self._gradient_sink(EMBEDDING, op, op.writes[0]), _micro(op)
 
         def run() -> None:
-            put([self.templates.embed_backward(dx, ids), *others])
+            put([*self.templates.embed_backward(dx, ids, micro), *others])
             self.templates.end(micro)
 
         return run

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.groups import Treatment, treatment
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.documents import masks, positions, trained_labels
@@ -38,6 +39,14 @@ class _Normed(torch.nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
+def _within(whole: Any, path: str, part: torch.nn.Module) -> Any:
+    """A shallow copy of `whole` with `part` at `path`."""
+    name, _, below = path.partition(".")
+    other = copy.copy(whole)
+    other._modules = {**whole._modules, name: _within(whole._modules[name], below, part) if below else part}
+    return other
+
+
 class Reference:
     """Trains a transformers model; `masters` holds its fp32 weights by layer and tensor name."""
 
@@ -46,8 +55,8 @@ class Reference:
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=self.dtype).to(device).train()
         widen_buffers(self.model)
-        self._top = copy.copy(self.model)
-        self._top._modules = {**self.model._modules, self.model.base_model_prefix: _Normed()}
+        self._stack = DecoderStack.of(self.model)
+        self._top = _within(self.model, self._stack.decoder, _Normed())
         self.masters = {layer: {name: tensor.to(device, copy=True) for name, tensor in tensors.items()} for layer, tensors in masters.items()}
         self.moments = {layer: {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in tensors.items()} for layer, tensors in self.masters.items()}
         self._parameters = {layer.name: {t.name: self._find(layer.name, t.name) for t in layer.tensors} for layer in model.stack.values()}
@@ -56,7 +65,7 @@ class Reference:
         self._write_back()
 
     def _find(self, layer: str, tensor: str) -> torch.nn.Parameter:
-        found: torch.nn.Parameter = self.model.get_parameter(hub_name(layer, tensor, self.model.base_model_prefix))
+        found: torch.nn.Parameter = self.model.get_parameter(hub_name(layer, tensor, self._stack))
         return found
 
     @torch.no_grad()
@@ -92,14 +101,14 @@ class Reference:
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
 
     def _micro_batch(self, batch: Batch, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]) -> torch.Tensor:
-        base = self.model.base_model
+        base, layers = self._stack.decoder_of(self.model), self._stack.layers_of(self.model)
         inputs: dict[str, Any] = {"inputs_embeds": self._embedded(batch.ids)}
         if batch.documents is not None:
             inputs["position_ids"] = positions(batch.documents)
             if self.spec.family == "gpt_oss":  # its model does not show the positions to its masks
                 inputs["attention_mask"] = masks(base.config, **inputs)
         tops: list[torch.Tensor] = []
-        hook = base.layers[-1].register_forward_hook(lambda _layer, _input, output: tops.append(output[0] if isinstance(output, tuple) else output))
+        hook = layers[-1].register_forward_hook(lambda _layer, _input, output: tops.append(output[0] if isinstance(output, tuple) else output))
         outputs = base(**inputs)
         hook.remove()
         ends, top = tops, tops[0].detach().requires_grad_()
@@ -137,7 +146,7 @@ class Reference:
 
     def _head(self, x: torch.Tensor, labels: torch.Tensor, scale: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss, its gradient left in `x.grad`, and the gradients of the head's weights, chunk by chunk summed in fp32."""
-        norm, weights = getattr(self.model.base_model, FAMILIES[self.spec.family].norm_name), self._parameters[self.spec.head]
+        norm, weights = getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name), self._parameters[self.spec.head]
         parameters = list(weights.values())
         flat, targets, loss = x.detach().flatten(0, 1), labels.flatten(), torch.zeros((), device=x.device)
         sums, pieces = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters], []

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import KEEP_ATTENTION, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
+from megatrain.simulator.families import FROM_THE_ROW, KEEP_ATTENTION, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 
 ALIGNMENT = 64
@@ -154,6 +154,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._architecture.vocabulary
 
     @property
+    def positions(self) -> tuple[str, ...]:
+        """The embedding's tensors that are added to a token's row by its position; none where positions are the layers' business."""
+        return tuple(name for name, _ in self._architecture.positions)
+
+    @property
     def tied(self) -> bool:
         """The output projection is the embedding matrix."""
         return self._architecture.tied
@@ -162,7 +167,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def stack(self) -> dict[str, LayerSpec]:
         """Every layer by name, in forward order: `e`, `0`, ..., and `h` where the head has weights of its own."""
         shape, family = self._architecture, self._architecture.family
-        table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)),)
+        table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)), *_tensors(shape.positions))
         head = _tensors(shape.norm.tensors)
         if not self.tied:
             head += (TensorSpec("lm_head.weight", (self.vocabulary, self.hidden)),)
@@ -284,9 +289,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         width = DTYPE_BYTES[dtype]
         return max(width * (layer.elements + 3 * tokens * layer.inner) for layer in self.decoders)
 
+    @property
+    def against_documents(self) -> str | None:
+        """Why the documents of a row cannot be kept apart; None where they can."""
+        linear = next((layer.name for layer in self.decoders if layer.attention == "linear_attention"), None)
+        if linear is not None:
+            return f"{self.family}, whose linear attention, as in layer {linear}, lets a document see the ones before it"
+        return f"{self.family}, {FROM_THE_ROW[self.family]}" if self.family in FROM_THE_ROW else None
+
     def documents_by(self, dtype: Dtype) -> Literal["lengths", "mask"] | None:
         """What keeps documents of a row apart on a GPU: their lengths, told to a fused kernel, or a mask; None where nothing does."""
-        if any(layer.attention == "linear_attention" for layer in self.decoders):
+        if self.against_documents:
             return None
         return "mask" if dtype == "fp32" or self.family in WRITTEN_OUT else "lengths"
 

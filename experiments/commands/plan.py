@@ -20,7 +20,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.layers.supported import refuse_unsupported
+    from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.simulator.hardware import HardwareSpec
     from megatrain.simulator.verdict import brief
 
@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     best.plan.save(args.out)
     try:
         refuse_unsupported(best.plan.model, best.plan.workload)
+        if os.path.isdir(args.model):
+            refuse_multimodal(Path(args.model), best.plan.model)
     except UserError as error:
         print(f"\npredicted only, `megatrain train` will refuse it: {error}")
     print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")

@@ -21,7 +21,9 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.simulator.errors import RunError, UserError
+from megatrain.simulator.plan import Plan
 
 SHARD_BYTES = 4 * 10**9
 ASIDE = ".saving-"
@@ -53,7 +55,7 @@ def save(executor: Executor, state: ModelState, run: Run, folder: Path) -> None:
     try:
         shards = [_write(aside / f"state-{number:05d}.safetensors", part) for number, part in enumerate(_parts(tensors), 1)]
         manifest = Manifest(
-            format=FORMAT, run=run, model=executor.plan.model, workload=executor.plan.workload, optimizer=_optimizer(executor),
+            format=FORMAT, run=run, model=executor.plan.model, workload=executor.plan.workload, optimizer=_described(executor.settings),
             random=RandomState.take(executor.device), shards=tuple(shards),
         )  # fmt: skip
         manifest.save(aside)
@@ -76,7 +78,7 @@ def restore(executor: Executor, state: ModelState, folder: Path, settings: Mappi
     """
     executor.drain()
     manifest = Manifest.load(folder)
-    _refuse_another(manifest, executor, settings, folder)
+    refuse_another(manifest, executor.plan, executor.settings, settings, folder)
     tensors = state.tensors()
     named = [name for shard in manifest.shards for name in shard.tensors]
     if sorted(named) != sorted(tensors):
@@ -162,8 +164,8 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]
     return parts
 
 
-def _optimizer(executor: Executor) -> dict[str, Any]:
-    return {"name": type(executor.settings).__name__, **msgspec.to_builtins(executor.settings)}
+def _described(optimizer: AdamW) -> dict[str, Any]:
+    return {"name": type(optimizer).__name__, **msgspec.to_builtins(optimizer)}
 
 
 def _refuse_checksum(path: Path, found: str, shard: Shard) -> None:
@@ -171,14 +173,15 @@ def _refuse_checksum(path: Path, found: str, shard: Shard) -> None:
         raise MalformedFile(str(path), found=f"checksum {found}", allowed=f"{shard.checksum}, as it was written", fix="use another checkpoint")
 
 
-def _refuse_another(manifest: Manifest, executor: Executor, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raises UserError that names each value which is not as it was."""
-    model = executor.plan.model
+def refuse_another(manifest: Manifest, plan: Plan, optimizer: AdamW, settings: Mapping[str, Any], folder: Path, *, known: bool = True) -> None:
+    """Raises UserError that names each value which is not as it was. `known`: `settings` are all there; otherwise those that it has are looked at."""
+    model = plan.model
     shared = manifest.model.config.keys() & model.config.keys()  # a key that one of them leaves out has its default there
     pairs: list[tuple[str, Any, Any]] = [(f"model.{key}", manifest.model.config[key], model.config[key]) for key in sorted(shared)]
     pairs.append(("model", _tensor_names(manifest.model.stack), _tensor_names(model.stack)))
+    before = {key: value for key, value in manifest.run.settings.items() if known or key in settings}
     for prefix, was, now in (
-        ("workload", manifest.workload, executor.plan.workload), ("optimizer", manifest.optimizer, _optimizer(executor)), ("settings", manifest.run.settings, dict(settings)),
+        ("workload", manifest.workload, plan.workload), ("optimizer", manifest.optimizer, _described(optimizer)), ("settings", before, dict(settings)),
     ):  # fmt: skip
         old, new = (_plain(values) for values in (was, now))
         pairs += [(f"{prefix}.{key}", old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.runtime.checkpoint.checkpoint import ASIDE, check_sizes, restore, save, verify
+from megatrain.runtime.checkpoint.checkpoint import ASIDE, check_sizes, refuse_another, restore, save, verify
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.files.tensor_file import MalformedFile
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
 
 _NAME = re.compile(r"step-(\d{8})")
 _REMOVING = ".removing-"
@@ -54,6 +57,21 @@ class Checkpoints:
             self._prune()
         return path
 
+    def refuse(self, plan: Plan, optimizer: AdamW, settings: Mapping[str, Any], step: int | None = None, *, known: bool = True) -> None:
+        """What `restore` would raise, as far as it can be seen without reading the tensors: before memory is allocated.
+
+        `known`: `settings` are all there; otherwise those that it has are looked at.
+        """
+        self._recover()
+        chosen = self._choose(step)
+        if chosen is None:
+            return
+        with self._offering(chosen):
+            path = self.path(chosen)
+            manifest = self._manifest(path, chosen)
+            check_sizes(path, manifest)
+            refuse_another(manifest, plan, optimizer, settings, path, known=known)
+
     def restore(self, executor: Executor, state: ModelState, settings: Mapping[str, Any], step: int | None = None) -> Run | None:
         """The newest checkpoint, or that of `step`, into the executor; None where there is none yet.
 
@@ -61,23 +79,38 @@ class Checkpoints:
         that is not there.
         """
         self._recover()
-        steps = self.steps()
-        if step is None and not steps:
+        chosen = self._choose(step)
+        if chosen is None:
             return None
-        if step is None:
-            step = steps[-1]
-        elif step not in steps:
+        with self._offering(chosen):
+            self._manifest(self.path(chosen), chosen)
+            run = restore(executor, state, self.path(chosen), settings)
+        self._current = chosen
+        return run
+
+    def _choose(self, step: int | None) -> int | None:
+        """The step whose checkpoint is meant; None where there is none yet. Raises UserError for a `step` that has none."""
+        steps = self.steps()
+        if step is not None and step not in steps:
             raise UserError(str(self.folder), found=f"no checkpoint of step {step}", allowed=", ".join(map(str, steps)) or "none yet", fix="name one of these")
+        return step if step is not None else max(steps, default=None)
+
+    @staticmethod
+    def _manifest(path: Path, step: int) -> Manifest:
+        manifest = Manifest.load(path)
+        if manifest.run.step != step:
+            raise MalformedFile(str(path), found=f"a checkpoint of step {manifest.run.step}", allowed=f"step {step}", fix="rename it back")
+        return manifest
+
+    @contextlib.contextmanager
+    def _offering(self, step: int) -> Iterator[None]:
+        """A MalformedFile of the checkpoint of `step` names the newest sound one before it as the way out."""
         try:
-            run = restore(executor, state, self.path(step), settings)
-            if run.step != step:
-                raise MalformedFile(str(self.path(step)), found=f"a checkpoint of step {run.step}", allowed=f"step {step}", fix="rename it back")
+            yield
         except MalformedFile as error:
             sound = self._sound_before(step)
             fix = "there is no sound one before it: start anew" if sound is None else f"resume from step {sound}, the newest sound one before it"
             raise MalformedFile(error.where, found=error.found, allowed=error.allowed, fix=fix) from None
-        self._current = step
-        return run
 
     def _sound_before(self, step: int) -> int | None:
         for other in reversed([found for found in self.steps() if found < step]):

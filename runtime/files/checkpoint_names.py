@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion
 
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.specs import EMBEDDING, HEAD
 
 
-def hub_name(layer: str, tensor: str, prefix: str = "model") -> str:
-    """The name of a layer's tensor in transformers' model, whose decoder is its part `prefix`."""
+def hub_name(layer: str, tensor: str, stack: DecoderStack = DecoderStack()) -> str:  # noqa: B008 (a constant)
+    """The name of a layer's tensor in transformers' model, whose decoder layers are at `stack`."""
     if tensor.startswith("lm_head."):
         return tensor
-    return f"{prefix}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{prefix}.layers.{layer}.{tensor}"
+    return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
 
 
 class CheckpointNames:
@@ -34,8 +35,16 @@ class CheckpointNames:
     def __init__(self, config: PretrainedConfig) -> None:
         with torch.device("meta"):
             self._whole = AutoModelForCausalLM.from_config(config)
-        self.prefix: str = self._whole.base_model_prefix
+        self.stack = DecoderStack.of(self._whole)
         self.architecture: str = type(self._whole).__name__
+
+    def buffers(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of what decoder layers have besides parameters that a checkpoint holds, by layer and name."""
+        saved = self._whole.state_dict().keys()
+        return {
+            str(index): {name: tuple(buffer.shape) for name, buffer in layer.named_buffers() if hub_name(str(index), name, self.stack) in saved}
+            for index, layer in enumerate(self.stack.layers_of(self._whole))
+        }
 
     def reader(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
         """A function from the name of a tensor of the model to its value, for a checkpoint with these `keys`. It raises KeyError for one that is missing."""
@@ -46,7 +55,7 @@ class CheckpointNames:
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
         for key in sorted(keys, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, self.prefix, expected)
+            name, pattern = rename_source_key(key, renamings, converters, self._whole.base_model_prefix, expected)
             if name not in expected and key in expected:
                 name, pattern = key, None
             sources[name].append((key, pattern))

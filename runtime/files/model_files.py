@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime import optimizer
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, inside, weight_files
 from megatrain.runtime.files.tensor_file import read_entries
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
@@ -25,12 +26,14 @@ from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import Dtype, LayerSpec
+from megatrain.simulator.specs import Dtype, LayerSpec, ModelSpec, Workload
 
 _SHARD_BYTES = 4 * 10**9
 _PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
+Plane = Callable[[int, int], torch.Tensor]
+"""(first, end) -> these elements of a layer's flat weights, or of the low plane of their masters"""
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -62,10 +65,10 @@ def folder_weights(folder: Path) -> Iterator[Weights]:
             if where.setdefault(name, file) is not file:
                 raise UserError(str(file), found=f"tensor {name}, which {where[name].name} has too", allowed="each tensor once", fix="fetch the model again")
     opened = _OneFile()
-    prefix, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
+    stack, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        name = hub_name(layer, tensor, prefix)
+        name = hub_name(layer, tensor, stack)
         fix = "use weights that belong to this config.json"
         try:
             value = value_of(name)
@@ -106,8 +109,8 @@ class _OneFile:
         self._path = self._file = None
 
 
-def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[str, Callable[[str], torch.Tensor]]:
-    """The prefix of names in the folder's model, and what reads a tensor of it; where its config does not tell, `model` and the files' own names."""
+def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
+    """Where the decoder layers of the folder's model are, and what reads a tensor of it; where its config does not tell, as in most, and the files' own names."""
     try:
         names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError):
@@ -118,8 +121,8 @@ def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.
                 raise KeyError(name)
             return tensor_of(name)
 
-        return "model", read
-    return names.prefix, names.reader(keys, tensor_of)
+        return DecoderStack(), read
+    return names.stack, names.reader(keys, tensor_of)
 
 
 class ModelState:
@@ -190,12 +193,7 @@ class ModelState:
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
         """The layer's weights by tensor name, to be written in `dtype`, bf16 or fp32: from where they lie, or converted a piece at a time."""
         high, low = self._planes(layer)
-        made, offset = {}, 0
-        for tensor in layer.tensors:
-            part = slice(offset, offset + tensor.elements)
-            made[tensor.name] = Source(dtype, tensor.shape, functools.partial(_converted, high[part], None if low is None else low[part], dtype))
-            offset += tensor.padded
-        return made
+        return weight_sources(layer, dtype, lambda first, end: high[first:end], None if low is None else lambda first, end: low[first:end])
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """The layer's fp32 master weights by tensor name; copies."""
@@ -212,23 +210,53 @@ class ModelState:
         return self._buffers.get(layer.name, {})
 
 
-def _converted(high: torch.Tensor, low: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    for start in range(0, high.numel(), _PIECE):
-        piece = high[start : start + _PIECE]
+def weight_sources(layer: LayerSpec, dtype: torch.dtype, high: Plane, low: Plane | None) -> dict[str, Source]:
+    """The layer's tensors by name, to be written in `dtype`, from the plane that it computes with and, where that is bf16, the masters' low one."""
+    made, offset = {}, 0
+    for tensor in layer.tensors:
+        made[tensor.name] = Source(dtype, tensor.shape, functools.partial(_converted, high, low, offset, offset + tensor.elements, dtype))
+        offset += tensor.padded
+    return made
+
+
+def _converted(high: Plane, low: Plane | None, first: int, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for start in range(first, end, _PIECE):
+        stop = min(start + _PIECE, end)
+        piece = high(start, stop)
         if piece.dtype == dtype:
             yield piece
         elif low is None:
             yield optimizer.round_to_bf16(piece)
         else:
-            yield optimizer.join(piece, low[start : start + _PIECE])
+            yield optimizer.join(piece, low(start, stop))
 
 
-def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
+class Exportable(Protocol):
+    """Whatever has a model's weights: a `ModelState`, or a checkpoint on disk."""
+
+    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
+        """The layer's weights by tensor name, in `dtype`."""
+
+    def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
+        """The layer's buffers by name that belong into a checkpoint."""
+
+
+class Trained(Protocol):
+    """What says which model it is and what it computes in: a plan, or a checkpoint's manifest."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+
+    @property
+    def workload(self) -> Workload: ...
+
+
+def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
 
     A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
-    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one
-    under way that a checkpoint has in parts (a layer's experts). Raises UserError where `folder` exists or cannot be written.
+    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one under way that a checkpoint has in parts (a layer's
+    experts). Raises UserError where `folder` exists or cannot be written.
     """
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
@@ -252,12 +280,12 @@ def export(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path
         raise
 
 
-def _write(state: ModelState, plan: Plan, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     names = CheckpointNames(config)
     shards: list[dict[str, Source]] = [{}]
     for layer in plan.model.stack.values():
         held = {**state.sources(layer, dtype), **{name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}}
-        for name, stored in names.saved({hub_name(layer.name, name, names.prefix): source for name, source in held.items()}).items():
+        for name, stored in names.saved({hub_name(layer.name, name, names.stack): source for name, source in held.items()}).items():
             if shards[-1] and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES:
                 shards.append({})
             shards[-1][name] = stored

@@ -16,17 +16,19 @@ COMPANIONS = (
     "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """what belongs to a model besides its config and its weights"""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[A-Za-z0-9][\w./-]{0,127}))?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 def model_folder(source: str) -> Path:
-    """The folder of a model: `source` itself where it is there, else what the hub has under this name, fetched into huggingface_hub's cache.
+    """The folder of a model: `source` itself where it is there, else what the hub has under this name, fetched into huggingface_hub's cache: `org/name`, or
+    `org/name@revision` for a branch, a tag or a commit. Offline (`HF_HUB_OFFLINE=1`) the cache alone is asked.
 
     Raises UserError for what is neither, and where the hub cannot be reached and the cache does not have it.
     """
     folder = Path(source)
-    if folder.exists() or not _HUB_NAME.fullmatch(source):
+    named = _HUB_NAME.fullmatch(source)
+    if folder.exists() or not named:
         if folder.is_dir():
             return folder
         raise UserError(
@@ -36,7 +38,7 @@ def model_folder(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", INDEX, "model*.safetensors", *COMPANIONS]))
+        return Path(snapshot_download(named["name"], revision=named["revision"], allow_patterns=["config.json", INDEX, "model*.safetensors", *COMPANIONS]))
     except (OSError, ValueError, RuntimeError) as error:  # huggingface_hub's errors are these, httpx' are RuntimeErrors or OSErrors
         raise _unreachable(source, error) from None
     except Exception as error:

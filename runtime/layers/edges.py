@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
 
 Arguments = dict[str, Any]
@@ -27,12 +29,13 @@ class _Reached(Exception):
 class _Noting(nn.Module):
     """Notes the input and the arguments of the layer that it stands for; the last one ends the forward."""
 
-    def __init__(self, last: bool) -> None:
+    def __init__(self, last: bool, layer: nn.Module) -> None:
         super().__init__()
         self.last, self.rows, self.arguments = last, torch.empty(0), Arguments()
+        self._names = list(inspect.signature(layer.forward).parameters)[1:]
 
-    def forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        self.rows, self.arguments = rows, arguments
+    def forward(self, rows: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor:
+        self.rows, self.arguments = rows, {**dict(zip(self._names, unnamed, strict=False)), **arguments}
         if self.last:
             raise _Reached
         return rows
@@ -45,8 +48,15 @@ class _Giving(nn.Module):
         super().__init__()
         self.rows = torch.empty(0)
 
-    def forward(self, _: torch.Tensor, **__: Any) -> torch.Tensor:
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return self.rows
+
+
+class _Zero(nn.Module):
+    """In place of a table of positions where the rows have them already."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(())
 
 
 class _Nothing(nn.Module):
@@ -63,6 +73,12 @@ def _beside(module: Any, **parts: nn.Module) -> Any:
     return other
 
 
+def _within(whole: Any, path: str, part: nn.Module) -> Any:
+    """`whole` with `part` in place of its module at `path`."""
+    name, _, below = path.partition(".")
+    return _beside(whole, **{name: _within(getattr(whole, name), below, part) if below else part})
+
+
 def _apart(arguments: Arguments) -> bool:
     """Whether of two tokens the second does not see the first."""
     mask = arguments.get("attention_mask")
@@ -72,19 +88,25 @@ def _apart(arguments: Arguments) -> bool:
 class Edges:
     """The two edges of a `skeleton`, on the device of its buffers."""
 
-    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        base = whole.base_model
+    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = ()) -> None:
+        """`positions`: the decoder's tables that its forward adds to the rows."""
+        stack = DecoderStack.of(whole)
+        base = stack.decoder_of(whole)
+        layers = stack.layers_of(whole)
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._noting = [_Noting(last=index == len(base.layers) - 1) for index in range(len(base.layers))]
+        self._noting = [_Noting(index == len(layers) - 1, layer) for index, layer in enumerate(layers)]
         self._giving = _Giving()
         self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
         self.padding: int | None = base._modules[self._table].padding_idx
         table = _beside(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by number, not by token
-        bare = {"rotary_emb": _Nothing()}
-        self._way_to_layers = _beside(base, layers=nn.ModuleList(self._noting))
-        self._entrance = _beside(base, layers=nn.ModuleList([_Noting(last=True)]), **bare, **{self._table: table})
-        self._exit = _beside(whole, **{whole.base_model_prefix: _beside(base, layers=nn.ModuleList([self._giving]), **bare)})
+        bare: dict[str, nn.Module] = {"rotary_emb": _Nothing()}
+        self._positions = positions
+        added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
+        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **added)
+        self._entered = _Noting(True, layers[0])
+        self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
+        self._exit = _within(whole, stack.decoder, _beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added))
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.plain = self._is_plain()
@@ -92,9 +114,10 @@ class Edges:
 
     def _is_plain(self) -> bool:
         row = torch.ones(1, 1, self._hidden, dtype=self._dtype, device=self._device)
-        first = self.enter(row)
-        assert torch.equal(self.enter(2 * row), 2 * first), "an embedding that is not linear in its rows"
-        return torch.equal(first, row)
+        none = {name: torch.zeros(8, self._hidden, dtype=self._dtype, device=self._device) for name in self._positions}  # OPT's first two are not used
+        first = self.enter(row, none)
+        assert torch.equal(self.enter(2 * row, none), 2 * first), "an embedding that is not linear in its rows"
+        return not none and torch.equal(first, row)
 
     def arguments(self, batch: int, sequence: int, positions: torch.Tensor | None) -> list[Arguments]:
         """What each decoder layer is handed. `positions` [batch, sequence] int64: from each document's start; None: one document a row.
@@ -131,15 +154,20 @@ class Edges:
             raise ValueError("attention across documents")
         return False
 
-    def enter(self, rows: torch.Tensor) -> torch.Tensor:
-        """The first layer's input, of the tokens' rows of the embedding table: [batch, sequence, hidden] both. Linear in the rows."""
+    def enter(self, rows: torch.Tensor, tables: dict[str, torch.Tensor] | None = None, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """The first layer's input, of the tokens' rows of the embedding table: [batch, sequence, hidden] both. Linear in the rows and in `tables`
+        [positions, hidden], those that are added at `positions` [batch, sequence] int64; None: each token's place in its row.
+        """
         batch, sequence, hidden = rows.shape
         numbers = torch.arange(batch * sequence, device=rows.device).view(batch, sequence)
-        tensors = {f"{self._table}.weight": rows.reshape(-1, hidden)}
-        noting = self._entrance.layers[0]
-        self._run(self._entrance, tensors, input_ids=numbers, position_ids=self._no_positions, attention_mask=self._no_mask)
-        first: torch.Tensor = noting.rows
-        noting.rows = torch.empty(0)
+        tensors = {f"{self._table}.weight": rows.reshape(-1, hidden), **(tables or {})}
+        if tables and positions is None:
+            positions = torch.arange(sequence, device=rows.device)[None].expand(batch, sequence)
+        elif not tables:
+            positions = self._no_positions
+        self._run(self._entrance, tensors, input_ids=numbers, position_ids=positions, attention_mask=self._no_mask)
+        first: torch.Tensor = self._entered.rows
+        self._entered.rows = torch.empty(0)
         return first
 
     def _run(self, model: Any, tensors: dict[str, torch.Tensor] | None = None, **inputs: Any) -> None:

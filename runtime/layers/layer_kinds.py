@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.edges import Arguments
 from megatrain.runtime.layers.skeleton import kind_of
 
@@ -47,7 +48,7 @@ def layer_kinds(whole: Any, *, routed: bool, compiled: bool) -> list[LayerKind]:
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     kinds: dict[object, LayerKind] = {}
     found = []
-    for layer in whole.base_model.layers:
+    for layer in DecoderStack.of(whole).layers_of(whole):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(layer, recorder and recorder.target_class, recorder.index if recorder else 0, compiled)

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.files import read_json
+from megatrain.simulator.specs import EMBEDDING, ModelSpec, Workload
 
 _DROPOUT = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout", "router_jitter_noise",
+    "attn_pdrop", "dropout", "layerdrop",
 )  # fmt: skip
+
+
+def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
+    """Raises UserError where the model in `folder` is more than its language model, which is what `model` is: predicted alone, but not trained alone, since
+    what comes out would not be the model that went in.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    if isinstance(config, dict) and config.get("model_type") != model.family:
+        raise UserError(
+            f"{path}: model_type", found=repr(config.get("model_type")), allowed=f"the language model alone, {model.family!r}",
+            fix="save the language model by itself and train that",
+        )  # fmt: skip
 
 
 def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> None:
     """Raises UserError for a model that the templates would not compute as transformers does. A family that `simulator/families` does not know
     is refused where its ModelSpec is made.
 
-    Randomness is refused (a recomputed layer would draw anew), attention to later tokens, and linear attention over several documents: in PyTorch
-    transformers carries its state from one document into the next.
+    Randomness is refused (a recomputed layer would draw anew), attention to later tokens, and several documents where nothing keeps them apart.
     """
     where = f"model {model.name}"
+    defaults = FAMILIES[model.family].defaults  # a key that config.json leaves out has the family's value
     for key in _DROPOUT:
-        if model.config.get(key):
-            raise UserError(f"{where}: {key}", found=repr(model.config[key]), allowed="0", fix=f"set {key} to 0 in config.json")
+        if value := model.config.get(key, defaults.get(key)):
+            raise UserError(f"{where}: {key}", found=repr(value), allowed="0", fix=f"set {key} to 0 in config.json")
+    if workload is not None and model.positions:
+        most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - (2 if model.family == "opt" else 0)
+        if workload.sequence > most:
+            raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most the {most} positions that it knows", fix="plan shorter rows")
     if model.config.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
-    linear = next((layer for layer in model.decoders if layer.attention == "linear_attention"), None)
-    if workload is not None and workload.documents and linear is not None:
+    if workload is not None and workload.documents and model.against_documents:
         raise UserError(
-            f"{where}: layer {linear.name}", found="linear_attention, which lets a document see the ones before it", allowed="rows of one document",
+            where, found=model.against_documents, allowed="rows of one document",
             fix="make the plan with --plain-packing; padding at a row's end needs no documents, only labels that are ignored",
         )  # fmt: skip

@@ -11,15 +11,18 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import attention, lengths
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import positions
@@ -28,7 +31,7 @@ from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.rebinding import rebind
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.skeleton import skeleton
-from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import WRITTEN_OUT, with_nulls
@@ -45,15 +48,15 @@ def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
     """
     refuse_unsupported(model)
     if folder is not None:
+        refuse_multimodal(Path(folder), model)
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if config.model_type != model.family:
-            raise UserError(
-                f"{folder}/config.json: model_type", found=repr(config.model_type), allowed=f"the language model alone, {model.family!r}",
-                fix="save the language model by itself and train that",
-            )  # fmt: skip
     else:
         absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        config = AutoConfig.for_model(**{**absent, **with_nulls(model.config)})
+        given = with_nulls(model.config)
+        try:
+            config = AutoConfig.for_model(**{**absent, **given})
+        except StrictDataclassFieldValidationError:  # one that must have such tokens, which matter to no layer
+            config = AutoConfig.for_model(**{"pad_token_id": None, **given})
     config.use_cache = False
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
@@ -106,17 +109,19 @@ class Templates:
             )  # fmt: skip
         if self._kernel or self._by_lengths:
             attention.take_over(whole.config)
-        self.prefix: str = whole.base_model_prefix
-        self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(whole.base_model.layers)}
+        self._stack = DecoderStack.of(whole)
+        self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(self._stack.layers_of(whole))}
         """each decoder layer's own, by layer and name, on the device"""
         saved = whole.state_dict().keys()
         self.persistent = {
-            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self.prefix) in saved} for layer, buffers in self.buffers.items()
+            layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self._stack) in saved} for layer, buffers in self.buffers.items()
         }
         """those of them that a checkpoint has"""
         self.routing = RouterLoss.of(config, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
-        self._edges = Edges(whole, model.hidden, self.dtype, device)
+        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions)
+        self._counted: dict[int, torch.Tensor] = {}
+        """of a micro-batch with documents, each token's position in its own"""
         self._causal: list[Arguments] = []
         """what each decoder layer is handed where every row is one document; made here, since making masks waits for the device. Empty where documents
         are told by lengths and a window's mask, which that spares, would lie there for nothing"""
@@ -149,6 +154,8 @@ class Templates:
 
         For a mask transformers looks whether there are several, which waits for the device once a micro-batch; lengths wait for nothing.
         """
+        if documents is not None:
+            self._counted[micro] = positions(documents)
         one_a_row = documents is None or self._rooms.get(micro, 0) is None
         if not (one_a_row and self._causal):
             self._arguments[micro] = self._apart(micro, documents)
@@ -168,6 +175,7 @@ class Templates:
     def end(self, micro: int) -> None:
         """The micro-batch's backward is done."""
         self._arguments.pop(micro, None)
+        self._counted.pop(micro, None)
         if self.routing:
             self.routing.end(micro)
 
@@ -211,23 +219,32 @@ class Templates:
         if self.routing and logits is not None:
             self.routing.add(micro, logits.detach())
 
-    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[vocabulary, hidden], [batch, sequence] int64 -> the first layer's input [batch, sequence, hidden]."""
+    def embed(self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int = 0) -> torch.Tensor:
+        """The embedding's tensors, of which the first is the table [vocabulary, hidden]; [batch, sequence] int64 -> the first layer's input
+        [batch, sequence, hidden].
+        """
+        table, *_ = weights.values()
         rows = torch.nn.functional.embedding(ids, table)
         if self._edges.plain:
             return rows
         with torch.no_grad():
-            return self._edges.enter(rows)
+            return self._edges.enter(rows, {name: weights[name] for name in self.model.positions}, self._counted.get(micro))
 
-    def embed_backward(self, gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The table's gradient [vocabulary, hidden] fp32: a token's rows are summed in fp32, since a frequent one has thousands."""
+    def embed_backward(self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0) -> list[torch.Tensor]:
+        """Gradients of the table [vocabulary, hidden] and of tables of positions, fp32: a token's rows are summed in fp32, since a frequent one has
+        thousands.
+        """
+        tables: dict[str, torch.Tensor] = {}
         if not self._edges.plain:
+            shapes = {tensor.name: tensor.shape for tensor in self.model.stack[EMBEDDING].tensors}
+            tables = {name: torch.zeros(shapes[name], device=gradient.device).requires_grad_() for name in self.model.positions}
+            gradient = gradient.float() if tables else gradient
             with torch.enable_grad():
                 rows = torch.zeros_like(gradient).requires_grad_()  # what is linear has one gradient everywhere
-                (gradient,) = torch.autograd.grad(self._edges.enter(rows), rows, gradient)
+                gradient, *added = torch.autograd.grad(self._edges.enter(rows, tables, self._counted.get(micro)), (rows, *tables.values()), gradient)
         padding = -1 if self._edges.padding is None else self._edges.padding
         summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, self.model.vocabulary, padding, False)
-        return summed
+        return [summed, *(added if tables else ())]
 
     def recompute(self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, micro: int = 0, kept: Attention | None = None) -> Saved:
         """Runs the layer and keeps its graph; with the attention that was `kept` of its forward, which has to stay until the backward is over."""
@@ -259,14 +276,15 @@ class Templates:
 
     def head(
         self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float, input_gradient: torch.Tensor, micro: int = 0
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Final norm, output projection and cross-entropy, forward and backward, `loss_chunk` tokens at a time.
 
         `weights`: the tensors of the layer that the head reads; x [batch, sequence, hidden]; labels [batch, sequence] int64. Writes the input's
         gradient; returns `scale` x the sum of the tokens' losses, with the routers' loss where it is asked for (0-dimensional fp32), and the
-        weights' gradients, summed in fp32 where there are several chunks.
+        weights' gradients, summed in fp32 where there are several chunks; None for what the head does not use.
         """
-        named = {self._name_in_head(name): tensor.requires_grad_() for name, tensor in weights.items()}
+        used = [name for name in weights if name not in self.model.positions]
+        named = {self._name_in_head(name): weights[name].requires_grad_() for name in used}
         rows, targets, dx = x.view(-1, x.shape[-1]), labels.reshape(-1), input_gradient.view(-1, x.shape[-1])
         chunk = self.workload.loss_chunk
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -288,7 +306,8 @@ class Templates:
         assert sums is not None
         if self.routing:
             loss += self.routing.value(micro)
-        return loss, sums
+        found = dict(zip(used, sums, strict=True))
+        return loss, [found.get(name) for name in weights]
 
     def loss(self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
         """`head` without its backward and without the routers' loss, the same bits: `scale` x the sum of the tokens' losses, 0-dimensional fp32.
@@ -296,7 +315,7 @@ class Templates:
         Compiled layers round differently without gradients; in deterministic mode, as in `forward`, the program with gradients runs here too.
         """
         tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
-        named = {self._name_in_head(name): tensor.requires_grad_(tracked) for name, tensor in weights.items()}
+        named = {self._name_in_head(name): tensor.requires_grad_(tracked) for name, tensor in weights.items() if name not in self.model.positions}
         rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, rows.shape[0], self.workload.loss_chunk):
@@ -309,7 +328,7 @@ class Templates:
         """The parameter that the head uses a tensor of its layer as: the embedding's table is the projection where they are tied."""
         if tensor == self.model.stack[EMBEDDING].tensors[0].name:
             return "lm_head.weight"
-        return hub_name(HEAD, tensor, self.prefix)
+        return hub_name(HEAD, tensor, self._stack)
 
     def _token_losses(self, named: dict[str, torch.Tensor], row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the tokens' losses, in fp32: [tokens, hidden], [tokens] int64 -> 0-dimensional."""

@@ -11,6 +11,7 @@ import msgspec
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus, DataOptions, open_data
 from megatrain.runtime.files.model_folder import model_folder
+from megatrain.runtime.layers.supported import refuse_multimodal
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec
@@ -49,15 +50,15 @@ def refuse_packing(packing: str, plan: Plan) -> None:
         raise UserError("data: packing", found=packing, allowed="plain, since the plan attends over whole rows", fix="leave packing out, or make a plan for it")
 
 
-def find_model(source: str, plan: Plan, *, needed: bool) -> Path | None:
-    """The folder of `source`, a folder or a hub name, where it holds the plan's model; None where it holds none and its weights are not `needed`.
+def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
+    """The folder of `source`, a folder or a hub name, where it holds the model that was planned; None where it holds none and its weights are not `needed`.
 
     Raises UserError where there is none but one is needed, or another one.
     """
     if not needed and not Path(source).is_dir():
         return None
     folder = model_folder(source)
-    if _is_model(folder, plan.model):
+    if _is_model(folder, planned):
         return folder
     if not needed:
         return None
@@ -70,6 +71,7 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
     if not config.exists():
         return False
     found = ModelSpec.load(str(config))
+    refuse_multimodal(folder, found)
     both = found.config.keys() & planned.config.keys()
     keys = [key for key in found.config if key in both and found.config[key] != planned.config[key]]
     if keys or found.stack != planned.stack:  # a key that one of them leaves out has its default there

@@ -14,6 +14,7 @@ import msgspec
 from megatrain.runtime.training.callback import Callback, Evaluation, Step
 from megatrain.runtime.training.config import Logging
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import convert, read_json, write_json
 
 if TYPE_CHECKING:
     from megatrain.runtime.training.trainer import Trainer
@@ -66,20 +67,38 @@ class TensorBoard(_Metrics):
 
 
 class Tracker(_Metrics):
-    """wandb or trackio: two modules with the same `init(project, name, config)`, and a run with `log(values, step)` and `finish()`."""
+    """wandb or trackio: two modules with nearly the same `init`, and a run with `log(values, step)` and `finish()`.
 
-    def __init__(self, module: str, project: str, name: str = "") -> None:
-        """Raises UserError where the package `module` is not installed."""
+    Which run it is stands in the run folder's `tracker.json`, so that a training that goes on goes on there too: wandb finds a run by its id, trackio by
+    its name. What is logged again of steps after the checkpoint has the same values; wandb leaves it out.
+    """
+
+    def __init__(self, module: str, project: str, name: str = "", *, file: Path | None = None) -> None:
+        """`file`: where to keep which run it is; None for nowhere. Raises UserError where the package `module` is not installed."""
         if importlib.util.find_spec(module) is None:
             raise UserError(
                 f"logging: tracker: {module}", found="no such package", allowed="an installed one", fix=f"pip install {module}, or leave tracker out"
             )
-        self._module, self._project, self._name = module, project, name
+        self._module, self._project, self._name, self._file = module, project, name, file
         self._run: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
         config = {"config": msgspec.to_builtins(trainer.config), "plan": msgspec.to_builtins(trainer.plan)}
-        self._run = importlib.import_module(self._module).init(project=self._project, name=self._name or None, config=config)
+        held = self._held() if trainer.first_step > 1 else None
+        given: dict[str, Any] = {"name": self._name or None}
+        if held is not None:
+            given = {"name": held.name, "resume": "allow", **({"id": held.id} if self._module == "wandb" else {})}
+        self._run = importlib.import_module(self._module).init(project=self._project, config=config, **given)
+        if self._file is not None:
+            names = {key: str(getattr(self._run, key, None) or "") for key in ("id", "name")}
+            write_json(self._file, _Tracked(tracker=self._module, project=self._project, **names))
+
+    def _held(self) -> _Tracked | None:
+        """The run that this training has had so far, where it is one of the same tracker and project. Raises UserError for a file that is none."""
+        if self._file is None or not self._file.exists():
+            return None
+        held = convert(read_json(self._file), _Tracked, str(self._file))
+        return held if (held.tracker, held.project) == (self._module, self._project) else None
 
     def write(self, values: Mapping[str, float], number: int) -> None:
         self._run.log({name: value for name, value in values.items() if math.isfinite(value)}, step=number)
@@ -87,6 +106,15 @@ class Tracker(_Metrics):
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+class _Tracked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `tracker.json` holds."""
+
+    tracker: str
+    project: str
+    id: str
+    name: str
 
 
 def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[str]]:
@@ -100,5 +128,5 @@ def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[st
     elif chosen.tensorboard and out is not None:
         found.append(TensorBoard(out / "tensorboard"))
     if chosen.tracker:
-        found.append(Tracker(chosen.tracker, chosen.project, chosen.name))
+        found.append(Tracker(chosen.tracker, chosen.project, chosen.name, file=None if out is None else out / "tracker.json"))
     return found, notes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -129,8 +129,10 @@ class Trainer:
         training = self.config.training
         refuse_what_does_not_fit(self.plan, self.schedule, host_bytes=self._host_bytes, device_bytes=device_bytes(self.device))
         self._refuse_steps_that_are_done()
-        self.folder = find_model(self.source, self.plan, needed=training.init == "model")
+        self._refuse_another_run(settings_of(self.config, None), known=False)
+        self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
         data, held_out = self._open_data()
+        self._refuse_another_run(self._settings, known=True)
         for note in self._notes:
             self._tell("on_note", note)
         if training.deterministic:
@@ -162,6 +164,12 @@ class Trainer:
                 "training: steps", found=self.config.training.steps, allowed=f">= {least}, which are done already", fix=f"go on to a step after {least}"
             )
 
+    def _refuse_another_run(self, settings: Mapping[str, Any], *, known: bool) -> None:
+        """Before anything is tokenised, and again before memory is allocated, when the data is `known`. Raises UserError."""
+        if self._checkpoints is not None and self._resume is not None:
+            step = None if self._resume == "newest" else self._resume
+            self._checkpoints.refuse(self.plan, self.config.optimizer, settings, step, known=known)
+
     def _open_data(self) -> tuple[Source, HeldOut | None]:
         data, held_out = self._data, self._evaluation_data
         if data is None or isinstance(data, Path | str):
@@ -180,6 +188,8 @@ class Trainer:
         if run is None:
             self._tell("on_note", "no checkpoint yet: the run begins")
             return False
+        for layer in self.plan.model.stack.values():
+            self._tell("on_load", layer.parameters)
         self.first_step, self._evaluation_owed = run.step + 1, bool(run.progress.get("evaluation_owed"))
         self._tell(
             "on_note",

@@ -7,15 +7,27 @@ from typing import Any
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families.config import ZERO_FOR_NULL, Config, essential
-from megatrain.simulator.families.decoders import FAMILIES
+from megatrain.simulator.families.decoders import DECODERS
+from megatrain.simulator.families.dense import DENSE_FAMILIES
+from megatrain.simulator.families.family import Family
+from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
+from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
+from megatrain.simulator.families.refused import NOT_YET, REFUSED
 
-__all__ = ["FAMILIES", "KEEP_ATTENTION", "WRITTEN_OUT", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
+__all__ = ["FAMILIES", "FROM_THE_ROW", "KEEP_ATTENTION", "NOT_YET", "REFUSED", "WRITTEN_OUT", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
 
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **GPT_FAMILIES}
+"""by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
-WRITTEN_OUT = ("gemma2", "gpt_oss")
+FROM_THE_ROW = {
+    "llama4_text": "whose chunks and whose scaling of queries count from a row's start",
+    "opt": "whose positions count from a row's start",
+}
+"""families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
+WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
@@ -27,14 +39,17 @@ class Architecture:
     def __init__(self, config: dict[str, Any], where: str) -> None:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise UserError(f"{where}: model_type", found=repr(model_type), allowed=", ".join(FAMILIES), fix="use a model of one of these families")
+            reason = f", {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
+            raise UserError(f"{where}: model_type", found=f"{model_type!r}{reason}", allowed=", ".join(FAMILIES), fix="use a model of one of these families")
         self.name, self.family = model_type, FAMILIES[model_type]
-        self.config = Config(config, where, self.family.defaults)
+        self.config = Config(config, where, self.family.defaults, self.family.names)
         c = self.config
         self.layers, self.hidden, self.vocabulary, self.tied = c.layers, c.hidden, c.vocabulary, c.flag("tie_word_embeddings")
         attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
         mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
         self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
+        self.positions = self.family.positions(c) if self.family.positions else ()
+        """tables that are added to the embedding's rows"""
         self.decoders = {kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)}
         """a decoder layer of each kind"""
 
@@ -55,7 +70,8 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     for key in ("mlp_only_layers", "moe_layers"):
         if isinstance(config.get(key), list):
             shorter[key] = [index for index in config[key] if not isinstance(index, int) or index < layers]  # what is no number is refused where it matters
-    return {**shorter, "num_hidden_layers": layers}
+    family = FAMILIES.get(str(config.get("model_type")))
+    return {**shorter, family.names.get("num_hidden_layers", "num_hidden_layers") if family else "num_hidden_layers": layers}
 
 
 def with_nulls(config: dict[str, Any]) -> dict[str, Any]:

@@ -27,12 +27,17 @@ ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
 class Config:
     """Checked access. Sizes of `config` fall back to the family's `defaults`, which are those of transformers' class."""
 
-    def __init__(self, config: dict[str, Any], where: str, defaults: dict[str, Any]) -> None:
-        self.config, self.where, self.defaults = config, where, defaults
+    def __init__(self, config: dict[str, Any], where: str, defaults: dict[str, Any], names: dict[str, str] | None = None) -> None:
+        """`names`: what the family calls some of the keys."""
+        self.config, self.where, self.defaults, self._names = config, where, defaults, names or {}
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, else the family's default, else `default`; null counts as absent."""
-        value = self.config.get(key)
+        own = self._names.get(key, key)
+        value = self.config.get(own)
+        if value is None and own != key:  # transformers takes the usual name too
+            value = self.config.get(key)
+        key = own
         return self.defaults.get(key, default) if value is None else value
 
     def count(self, key: str, default: int | None = None, *, least: int = 0, most: int = LARGEST_SIZE) -> int:

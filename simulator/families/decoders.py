@@ -1,19 +1,18 @@
 """The families: what a decoder layer of each is made of, in the order in which transformers registers it.
 
-To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `FAMILIES`, with the
+To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `DECODERS`, or in the dict of `dense` or `mixtures`, with the
 defaults of transformers' config class for keys that a config.json may leave out. The tests compare it with transformers' own model.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from megatrain.simulator.families.config import Config
+from megatrain.simulator.families.dense import llama, mistral
 from megatrain.simulator.families.experts import expert_gate, experts, gated_delta, latent_attention, router, shared_expert
+from megatrain.simulator.families.family import Family, Parts, bare_norm, before, sandwich, top_k
 from megatrain.simulator.families.kinds import (
     DENSE,
     FULL,
@@ -46,67 +45,7 @@ from megatrain.simulator.families.parts import (
     shared_input,
 )
 
-Parts = tuple[Part, ...]
-
-
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One `model_type`."""
-
-    layer: Callable[[Config, Kind], Parts]
-    attention: Callable[[Config], list[str]] | None = None
-    """the attention of each layer; None: full"""
-    mlp: Callable[[Config], list[str]] | None = None
-    """the MLP of each layer; None: dense"""
-    norm: Callable[[str, int], Part] = rms_norm
-    norm_name: str = "norm"
-    embedding: str = "embed_tokens"
-    head_bias: bool = False
-    defaults: dict[str, Any] = {}
-    """of keys that config.json may leave out, as transformers has them"""
-
-
-# ---- parts that several families share
-
-
-def before(c: Config, weight: str = "low") -> Parts:
-    """A norm before the attention and one before the MLP, and two residual sums."""
-    return (
-        rms_norm("input_layernorm", c.hidden, first=True, weight=weight), rms_norm("post_attention_layernorm", c.hidden, weight=weight), residual(c.hidden)
-    )  # fmt: skip
-
-
-def sandwich(c: Config, into: tuple[str, str], out: tuple[str, str], weight: str = "low") -> Parts:
-    """Norms before and after attention and MLP: names of the two before and of the two after."""
-    return (
-        rms_norm(into[0], c.hidden, first=True, weight=weight), rms_norm(into[1], c.hidden, weight=weight),
-        *(rms_norm(name, c.hidden, projected=False, weight=weight) for name in out), residual(c.hidden),
-    )  # fmt: skip
-
-
-def top_k(c: Config, of: str) -> tuple[int, int]:
-    """(experts, how many of them a token uses). transformers calls them `num_experts`, `num_local_experts` or `n_routed_experts`."""
-    names = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if c.config.get(name) is not None]
-    count = c.size(names[0] if names else of, most=2**16)
-    chosen = c.size("num_experts_per_tok")
-    if chosen > count:
-        raise c.wrong("num_experts_per_tok", f"at most the {count} experts")
-    return count, chosen
-
-
-def bare_norm(name: str, size: int) -> Part:
-    return centred_norm(name, (size,))
-
-
 # ---- the families
-
-
-def llama(c: Config, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c))
-
-
-def mistral(c: Config, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention), *gated_mlp(c), *before(c))
 
 
 def qwen2(c: Config, kind: Kind) -> Parts:
@@ -211,7 +150,7 @@ def mixtral(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention), *routed, *before(c))
 
 
-def _qwen_experts(c: Config, first: str, shared: bool) -> Parts:
+def qwen_experts(c: Config, first: str, shared: bool) -> Parts:
     """The router before or after the experts' matrices, and perhaps a gated expert for every token."""
     count, chosen = top_k(c, "num_experts")
     routed: Parts = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("moe_intermediate_size"), count, chosen))
@@ -223,30 +162,34 @@ def _qwen_experts(c: Config, first: str, shared: bool) -> Parts:
 
 
 def qwen2_moe(c: Config, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "router", True)
+    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
     return (*attention(c, kind.attention, bias=c.flag("qkv_bias", True)), *mlp, *before(c))
 
 
 def qwen3_moe(c: Config, kind: Kind) -> Parts:
-    bias, mlp = c.flag("attention_bias"), gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "experts", False)
+    bias, mlp = c.flag("attention_bias"), gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False)
     return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
 
 
-def qwen3_next(c: Config, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else _qwen_experts(c, "router", True)
-    if kind.attention == LINEAR:
-        return (*gated_delta(c), *mlp, *before(c, "wide"))
+def gated_attention(c: Config) -> Parts:
+    """Attention whose output is scaled by a sigmoid of half of its first projection."""
     query, key, hidden, bias = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden, c.flag("attention_bias")
-    gated = (
+    return (
         linear("self_attn.q_proj", hidden, 2 * query, bias), linear("self_attn.k_proj", hidden, key, bias), linear("self_attn.v_proj", hidden, key, bias),
         linear("self_attn.o_proj", query, hidden, bias), rms_norm("self_attn.q_norm", c.head_dim, rows=c.heads, projected=False, weight="wide"),
         rms_norm("self_attn.k_norm", c.head_dim, rows=c.kv_heads, projected=False, weight="wide"), rotary(query + key), attend(c, FULL, copied=True), shared_input(hidden, 3),
         Part(forward=Traffic(7 * query), backward=Traffic(15 * query), kept=Kept(2 * query)),  # a sigmoid of the projection's other half scales the output
     )  # fmt: skip
-    return (*gated, *mlp, *before(c, "wide"))
 
 
-def _deepseek_mlp(c: Config, kind: Kind) -> Parts:
+def qwen3_next(c: Config, kind: Kind) -> Parts:
+    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
+    if kind.attention == LINEAR:
+        return (*gated_delta(c), *mlp, *before(c, "wide"))
+    return (*gated_attention(c), *mlp, *before(c, "wide"))
+
+
+def deepseek_mlp(c: Config, kind: Kind) -> Parts:
     if kind.mlp == DENSE:
         return gated_mlp(c)
     (count, chosen), inner = top_k(c, "n_routed_experts"), c.size("moe_intermediate_size")
@@ -257,12 +200,12 @@ def _deepseek_mlp(c: Config, kind: Kind) -> Parts:
 
 
 def deepseek(c: Config, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *_deepseek_mlp(c, kind), *before(c))
+    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *before(c))
 
 
 def glm4_moe(c: Config, kind: Kind) -> Parts:
     norms = "head" if c.flag("use_qk_norm") else ""
-    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True), *_deepseek_mlp(c, kind), *before(c))
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True), *deepseek_mlp(c, kind), *before(c))
 
 
 def olmoe(c: Config, kind: Kind) -> Parts:
@@ -300,7 +243,7 @@ _SILU: dict[str, Any] = {"hidden_act": "silu"}
 _GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}
 _MIXTRAL: dict[str, Any] = {**_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
-FAMILIES: dict[str, Family] = {
+DECODERS: dict[str, Family] = {
     "llama": Family(layer=llama, defaults=_SILU),
     "mistral": Family(layer=mistral, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": Family(layer=qwen2, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096}),

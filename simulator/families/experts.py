@@ -56,7 +56,7 @@ def latent_attention(c: Config, kind: str) -> tuple[Part, ...]:
     """
     hidden, heads, bias = c.hidden, c.heads, c.flag("attention_bias")
     rank, latent, plain, turned, value = (
-        c.count("q_lora_rank", 0), c.size("kv_lora_rank"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim"), c.size("v_head_dim"),
+        c.count("q_lora_rank", 0), c.size("kv_lora_rank"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim"), c.size("v_head_dim", c.hidden // c.heads),
     )  # fmt: skip
     query = plain + turned
     into: tuple[Part, ...]
@@ -78,8 +78,8 @@ _CHUNK = 64
 """tokens of a chunk of the gated delta rule in transformers"""
 
 
-def gated_delta(c: Config) -> tuple[Part, ...]:
-    """Qwen3-Next's linear attention: a short convolution, then the gated delta rule over chunks of 64 tokens in fp32, and a gated norm.
+def gated_delta(c: Config, *, apart: bool = False) -> tuple[Part, ...]:
+    """Qwen3-Next's linear attention, with its input's projections `apart` as in Qwen3.5: a short convolution, then the gated delta rule over chunks of 64 tokens in fp32, and a gated norm.
 
     FLOPs a token and value head, with chunks of C tokens, key size k and value size v: k k', q k' (2 C k each), the triangular systems (C (k + v)),
     the scan's products with the state (3 x 2 k v) and inside the chunk (2 C v).
@@ -101,8 +101,13 @@ def gated_delta(c: Config) -> tuple[Part, ...]:
         kept=Kept(0, 8 * wide + 3 * values + 5 * chunk * value_heads + 2 * value_heads * key * value // chunk), attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
     )  # fmt: skip
     gate = Part(forward=Traffic(values, 7 * values, 2 * values), backward=Traffic(values, 12 * values, 3 * values), kept=Kept(2 * values, 2 * values))
+    into: tuple[tuple[str, int], ...] = (("in_proj_qkvz", mixed + values), ("in_proj_ba", 2 * value_heads))
+    norm, out = rms_norm(f"{name}.norm", value, rows=value_heads, projected=False), linear(f"{name}.out_proj", values, hidden)
+    if apart:
+        into = (("in_proj_qkv", mixed), ("in_proj_z", values), ("in_proj_b", value_heads), ("in_proj_a", value_heads))
+    projections = tuple(linear(f"{name}.{each}", hidden, size) for each, size in into)
     small: Tensors = ((f"{name}.dt_bias", (value_heads,)), (f"{name}.A_log", (value_heads,)))
     return (
-        Part(tensors=small), convolution, linear(f"{name}.in_proj_qkvz", hidden, mixed + values), linear(f"{name}.in_proj_ba", hidden, 2 * value_heads),
-        rms_norm(f"{name}.norm", value, rows=value_heads, projected=False), linear(f"{name}.out_proj", values, hidden), rule, gate, shared_input(hidden, 2),
+        Part(tensors=small), convolution, *((norm, out, *projections) if apart else (*projections, norm, out)), rule, gate,
+        shared_input(hidden, len(projections)),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatrain.simulator.families.config import Config
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 DENSE, SPARSE = "dense", "sparse"
 
 
@@ -27,6 +27,16 @@ def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern
         return listed or [usual if (index + 1) % period else FULL for index in range(c.layers)]
 
     return kinds
+
+
+def full_first(every: int) -> Callable[[Config], list[str]]:
+    """`layer_types`, or a full one and then sliding ones, over and over."""
+    return lambda c: c.each_layer("layer_types", (FULL, SLIDING)) or [SLIDING if index % every else FULL for index in range(c.layers)]
+
+
+def listed(usual: str) -> Callable[[Config], list[str]]:
+    """`layer_types`, or the same attention in every layer."""
+    return lambda c: c.each_layer("layer_types", (FULL, usual)) or [usual if c.count("sliding_window", 0) else FULL] * c.layers
 
 
 def qwen_window(c: Config) -> list[str]:
@@ -70,6 +80,38 @@ def qwen_sparse(c: Config) -> list[str]:
     return [SPARSE if index not in dense and (index + 1) % step == 0 else DENSE for index in range(c.layers)]
 
 
+def listed_or_full(c: Config) -> list[str]:
+    return c.each_layer("layer_types", (FULL, SLIDING)) or [FULL] * c.layers
+
+
+def listed_or_sparse(c: Config) -> list[str]:
+    return c.each_layer("mlp_layer_types", (DENSE, SPARSE)) or [SPARSE] * c.layers
+
+
+def dots_window(c: Config) -> list[str]:
+    """`layer_types`, or sliding from `max_window_layers` on."""
+    on, first = bool(c.count("sliding_window", 0)), c.count("max_window_layers", 62)
+    return c.each_layer("layer_types", (FULL, SLIDING)) or [SLIDING if on and index >= first else FULL for index in range(c.layers)]
+
+
+def llama4_chunks(c: Config) -> list[str]:
+    """`layer_types`, or chunks where `no_rope_layers` has positions (1), or but in every so many layers."""
+    positions, period = c.get("no_rope_layers") or None, c.size("no_rope_layer_interval")
+    turned = c.each_layer("no_rope_layers", (0, 1)) if positions else [int((index + 1) % period != 0) for index in range(c.layers)]
+    return c.each_layer("layer_types", (FULL, CHUNKED)) or [CHUNKED if here else FULL for here in turned or ()]
+
+
+def llama4_sparse(c: Config) -> list[str]:
+    """Experts where `moe_layers` says so, or in every so many layers."""
+    every = c.size("interleave_moe_layer_step")
+    named = set(c.indices("moe_layers")) if c.get("moe_layers") is not None else set(range(every - 1, c.layers, every))
+    return [SPARSE if index in named else DENSE for index in range(c.layers)]
+
+
 def dense_first(c: Config) -> list[str]:
+    """`mlp_layer_types`, or the first few dense."""
+    listed = c.each_layer("mlp_layer_types", (DENSE, SPARSE))
+    if listed is not None:
+        return listed
     first = c.count("first_k_dense_replace")
     return [DENSE if index < first else SPARSE for index in range(c.layers)]

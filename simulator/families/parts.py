@@ -152,15 +152,23 @@ def rotary(elements: int) -> Part:
     return Part(forward=Traffic(10 * elements), backward=Traffic(15 * elements))
 
 
-def attend(c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: int = 0, copied: bool = False, fused: bool = False) -> Part:
-    """Attention itself, in one kernel that keeps q, k, v, its output and a scale a head. A sliding window `kind` sees `sliding_window` tokens.
+def turned_in_pairs(elements: int) -> Part:
+    """What rotary positions cost beyond `rotary` where they turn neighbouring elements, in fp32: casts there and back, cosines laid out anew."""
+    return Part(forward=Traffic(0, 4 * elements, 2 * elements), backward=Traffic(0, 6 * elements, 2 * elements))
+
+
+def attend(
+    c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: int = 0, window: int = 0, copied: bool = False, fused: bool = False
+) -> Part:  # fmt: skip
+    """Attention itself, in one kernel that keeps q, k, v, its output and a scale a head. A sliding window `kind` sees `sliding_window` tokens, another one
+    `window` where it is not 0.
 
     `copied`: queries were put together head by head, so the output comes head by head and is copied for the projection, which keeps the copy.
     `fused`: q, k and v are one projection, all of which is kept with v.
     """
     heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
     value = value or query
-    window = c.size("sliding_window") if kind == "sliding_attention" else 0
+    window = c.size("sliding_window") if kind == "sliding_attention" else window
     output, whole = heads * value if copied else 0, (heads + kv_heads) * query if fused else 0
     label = f"{heads}:{kv_heads}x{query}" + (f"v{value}" if value != query else "") + (f"w{window}" if window else "")
     return Part(
@@ -186,13 +194,15 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 def activation(c: Config, elements: int, key: str = "hidden_act") -> Part:
-    """One kernel forward (2) and backward (3); keeps its input. `gelu_new` is written out: 19 forward, 24 backward, and keeps four; relu2 is two kernels."""
+    """One kernel forward (2) and backward (3); keeps its input, or where it is relu its output, which is kept anyway. `gelu_new` is
+    written out: 19 forward, 24 backward, and keeps four; relu2 is two kernels.
+    """
     name = c.choice(key, (*_ACTIVATIONS, "gelu_new", "relu2"))
     if name == "gelu_new":
         return Part(forward=Traffic(19 * elements), backward=Traffic(24 * elements), kept=Kept(4 * elements))
     if name == "relu2":
         return Part(forward=Traffic(4 * elements), backward=Traffic(6 * elements), kept=Kept(elements))
-    return Part(forward=Traffic(2 * elements), backward=Traffic(3 * elements), kept=Kept(elements))
+    return Part(forward=Traffic(2 * elements), backward=Traffic(3 * elements), kept=Kept(0 if name == "relu" else elements))
 
 
 def gated_mlp(

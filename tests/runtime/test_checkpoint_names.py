@@ -13,7 +13,9 @@ from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import ModelSpec
 
-IN_PARTS = {"deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"}
+IN_PARTS = {"deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"} | {
+    "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "glm4_moe_lite", "mellum", "minimax_m2", "qwen3_5_moe_text", "solar_open",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,7 +31,7 @@ def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(fam
 
         return Source(torch.float32, shape, pieces)
 
-    sources = {hub_name("1", tensor.name, names.prefix): source(tensor.name, tensor.shape) for tensor in layer.tensors}
+    sources = {hub_name("1", tensor.name, names.stack): source(tensor.name, tensor.shape) for tensor in layer.tensors}
     saved = names.saved(sources)
     assert not log, "nothing is read before it is written"
     streamed = [key for key, found in saved.items() if any(found is source for source in sources.values())]

@@ -101,8 +101,8 @@ def of_family(executable: Callable[..., Plan], family: str, config: dict[str, An
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_s_loss_is_the_step_s(executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool) -> None:
-    if documents and family == "qwen3_next":
-        pytest.skip("linear attention has no documents")
+    if documents and family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "opt"):
+        pytest.skip("has no documents")
     plan = of_family(executable, family, {}, documents=documents)
     packed = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [-1] * 4])
     with session(plan) as running:

@@ -30,6 +30,7 @@ from whole_models import (
 )
 
 from megatrain.runtime import calibrate as calibration
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.layers.skeleton import kind_of, skeleton, widen_buffers
 from megatrain.runtime.layers.templates import Templates, config_of
@@ -42,7 +43,8 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.specs import ModelSpec, Workload
 
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
-         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2}  # fmt: skip
+         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
+         "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
 
 
@@ -124,7 +126,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
 def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
     model = model_of(family)
     whole = skeleton(config_of(model), torch.bfloat16, torch.device("cpu"))
-    kinds = [kind_of(layer) for layer in whole.base_model.layers]
+    kinds = [kind_of(layer) for layer in DecoderStack.of(whole).layers_of(whole)]
     assert len(set(kinds)) == KINDS.get(family, 1)
     for layer, kind in zip(model.decoders, kinds, strict=True):
         same = [other.signature for other, its in zip(model.decoders, kinds, strict=True) if its == kind]
@@ -188,7 +190,7 @@ def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyP
 
 
 def test_a_family_that_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"model_type: found 'mamba'; allowed: llama, .*gpt_neox; fix: "):
+    with pytest.raises(UserError, match=r"model_type: found 'mamba', layers with a state-space or recurrent mixer, .*; allowed: llama, .*gpt_neox.*; fix: "):
         ModelSpec.from_config({"model_type": "mamba", "hidden_size": 64}, "config.json")
 
 

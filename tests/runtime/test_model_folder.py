@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_families import config_of as tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
@@ -22,7 +23,7 @@ from megatrain.runtime.files.model_folder import model_folder, weight_files
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES, with_nulls
+from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec
 
@@ -89,14 +90,14 @@ def test_a_companion_outside_the_folder_is_not_copied(saved: tuple[Plan, Path], 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_are_those_of_transformers_own_model(make_model: Callable[..., ModelSpec], family: str) -> None:
-    model = make_model(family=family)
-    config = AutoConfig.for_model(**{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **with_nulls(model.config)})
+def test_names_are_those_of_transformers_own_model(family: str) -> None:
+    config = tiny_config(family)
+    model = ModelSpec.from_config(config.to_dict(), family, family)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    prefix = CheckpointNames(config).prefix
-    assert {hub_name(layer.name, tensor.name, prefix): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
+    stack = CheckpointNames(config).stack
+    assert {hub_name(layer.name, tensor.name, stack): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
 
 
 # ---- which files ----
@@ -205,15 +206,40 @@ def test_what_is_neither_a_folder_nor_a_hub_name_is_refused_without_asking(sourc
 def test_a_hub_name_is_fetched_without_pickles_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def fetch(name: str, *, allow_patterns: list[str]) -> str:
-        asked.update(name=name, patterns=allow_patterns)
+    def fetch(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.update(name=name, revision=revision, patterns=allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert model_folder("org/name") == tmp_path
-    assert asked["name"] == "org/name"
+    assert (asked["name"], asked["revision"]) == ("org/name", None)
     assert {"config.json", "model*.safetensors"} <= set(asked["patterns"])
     assert not [pattern for pattern in asked["patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))]
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3", "0123456789abcdef0123456789abcdef01234567"])
+def test_a_revision_of_a_hub_name_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **given: str(tmp_path / name / given["revision"]))
+    assert model_folder(f"org/name@{revision}") == tmp_path / "org/name" / revision
+
+
+def test_offline_the_cache_alone_is_asked(tmp_path: Path) -> None:
+    """Really: a snapshot that lies in the cache is found without a network, and one that does not is one line."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "hub" / "models--org--name" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--name" / "refs" / "main").write_text(snapshot.name)
+    program = (
+        "from megatrain.runtime.files.model_folder import model_folder\nprint(model_folder('org/name'))\n"
+        "try:\n    model_folder('org/name@other')\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    found, refused = done.stdout.splitlines()
+    assert found == str(snapshot)
+    assert refused.startswith("UserError model org/name@other: found no such folder, and the hub did not give it (")
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import msgspec
 import pytest
 import tomli_w
 import torch
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Run
+from megatrain.runtime.training.config import Config, Training
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec
@@ -144,6 +146,29 @@ def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path, key: str, size: i
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "layer_types": None, key: size}))
     with pytest.raises(UserError, match=key):
         ModelSpec.load(str(tmp_path / "config.json"))
+
+
+# ---- a run's config ----
+
+RUN_CONFIG: dict[str, Any] = tomllib.loads(tomli_w.dumps(msgspec.to_builtins(Config(training=Training(steps=100)))))
+
+
+def read_a_run_config(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "run.toml"
+    text = data.draw(spoiled(RUN_CONFIG) | spoiled_text(tomli_w.dumps(RUN_CONFIG).encode()))
+    try:
+        path.write_bytes(text if isinstance(text, bytes) else tomli_w.dumps(text).encode())
+    except (TypeError, ValueError):  # TOML has no null
+        hypothesis.reject()
+
+    def read() -> None:
+        config = Config.load(path)
+        assert config.schedule.at(1, config.training.steps) >= 0
+
+    accepted(read)
+
+
+test_any_run_config, test_any_run_config_nightly = fuzz(read_a_run_config)
 
 
 # ---- plans ----

@@ -20,7 +20,7 @@ from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.specs import ModelSpec, Workload
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -77,3 +77,14 @@ def test_a_multimodal_folder_is_refused_by_name(make_model: Callable[..., ModelS
         UserError, match=r"config\.json: model_type: found 'gemma3'; allowed: the language model alone, 'gemma3_text'; fix: save the language model"
     ):
         config_of(ModelSpec.load(str(tmp_path)), str(tmp_path))
+
+
+def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
+    """GPT-2's class has 0.1 where its config.json says nothing."""
+    given = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+    with pytest.raises(UserError, match=r"model gpt2: resid_pdrop: found 0\.1; allowed: 0; fix: set resid_pdrop to 0 in config\.json"):
+        refuse_unsupported(ModelSpec.from_config(given, "config.json"))
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    refuse_unsupported(ModelSpec.from_config({**given, **none}, "config.json"), Workload(batch=1, sequence=32))
+    with pytest.raises(UserError, match=r"model gpt2: sequence: found 33; allowed: at most the 32 positions that it knows; fix: plan shorter rows"):
+        refuse_unsupported(ModelSpec.from_config({**given, **none}, "config.json"), Workload(batch=1, sequence=33))

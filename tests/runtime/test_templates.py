@@ -75,7 +75,7 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
     model, templates = whole_model(plan), made(plan)
     ids = torch.randint(plan.model.vocabulary, (plan.workload.batch, plan.workload.sequence + 1), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        x = templates.embed(model.model.embed_tokens.weight, ids[:, :-1])
+        x = templates.embed({"embed_tokens.weight": model.model.embed_tokens.weight}, ids[:, :-1])
         for layer in model.model.layers:
             x = templates.decoder("0", dict(layer.named_parameters()), x)
     weights = {"norm.weight": model.model.norm.weight.detach(), "lm_head.weight": model.lm_head.weight.detach()}
@@ -116,7 +116,7 @@ def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(make_plan: Callab
     gradient = hidden(plan).to(dtype)
     table = torch.zeros(plan.model.vocabulary, plan.model.hidden, requires_grad=True)
     torch.nn.functional.embedding(ids, table).backward(gradient.float())
-    got = made(plan).embed_backward(gradient, ids)
+    (got,) = made(plan).embed_backward(gradient, ids)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, table.grad, rtol=0, atol=0)
 

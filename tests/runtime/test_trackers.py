@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import sys
 import types
@@ -59,6 +60,50 @@ def test_a_tracker_gets_every_number(name: str, trainer: Any, monkeypatch: pytes
     tracker.on_end(trainer, None)
     train = {"train/loss": 2.5, "train/learning_rate": 1e-3, "train/tokens_per_second": 16.0, "train/gradient_norm": 0.5}
     assert fake.calls == [("init", "megatrain", "first", 20), ("log", train, 7), ("log", {"evaluation/loss": 1000.0}, 7), "finish"]
+
+
+class Remembering:
+    """A tracker's package: a new run unless one is named that it has."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.runs, self.asked = name, dict[str, list[int]](), list[dict[str, Any]]()
+
+    def init(self, *, project: str, config: Any, name: str | None = None, resume: str = "never", **given: Any) -> Any:
+        assert project == "mine"
+        assert given.keys() <= ({"id"} if self.name == "wandb" else set())  # trackio knows no id
+        key = given.get("id") if self.name == "wandb" else name
+        if not (resume == "allow" and key in self.runs):
+            key = f"run{len(self.runs)}"
+            self.runs[key] = []
+        self.asked.append(given)
+        logged = self.runs[key]
+        return types.SimpleNamespace(id=f"{key}", name=key, log=lambda _, step: logged.append(step), finish=lambda: None)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(name: str, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, installed = Remembering(name), types.ModuleType(name)
+    installed.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    installed.init = package.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, installed)
+
+    def train(first_step: int, project: str = "mine") -> None:
+        trainer.first_step = first_step
+        (tracker,), _ = trackers(Logging(tracker=name, project=project), tmp_path)  # type: ignore[arg-type]
+        tracker.on_start(trainer)
+        tracker.on_step(trainer, dataclasses.replace(STEP, number=first_step))
+        tracker.on_end(trainer, None)
+
+    train(1)
+    train(5)
+    train(9)
+    assert package.runs == {"run0": [1, 5, 9]}
+    train(1)  # begun anew: nothing of the other run belongs here
+    train(3)
+    assert package.runs == {"run0": [1, 5, 9], "run1": [1, 3]}
+    (tmp_path / "tracker.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tracker\.json"):
+        train(4)
 
 
 def test_a_tracker_that_is_not_installed_is_said_at_once() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.skeleton import widen_buffers
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.simulator.families import FAMILIES
@@ -52,6 +53,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 8},
     "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
     "gpt_neox": {"rotary_pct": 0.5},
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "dots1": {"sliding_window": 8, "max_window_layers": 2},
+    "exaone_moe": {"sliding_window": 8, "layer_types": SLIDING},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "granitemoeshared": {"shared_intermediate_size": 32, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "llama4_text": {"attention_chunk_size": 8, "no_rope_layer_interval": 4, "floor_scale": 4},
+    "mellum": {"sliding_window": 8, "layer_types": SLIDING},
+    "minicpm3": {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "youtu": {"num_key_value_heads": 4},
+    "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
+    "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
+    "helium": {"head_dim": 16},
+    "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "ministral": {"sliding_window": 8, "layer_types": SLIDING},
+    "ministral3": {"sliding_window": 8},
+    "stablelm": {"use_parallel_residual": True},
+    "vaultgemma": {"sliding_window": 8, "layer_types": SLIDING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
 }
 """on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
 BF16_BOUND = 0.02
@@ -78,13 +98,13 @@ def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
     dtype = torch.float32 if plan.workload.dtype == "fp32" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     widen_buffers(model)
-    prefix = model.base_model_prefix
+    stack = DecoderStack.of(model)
     with torch.no_grad():
         for layer in plan.model.stack.values():
             for tensor in layer.tensors:
                 master = weights(layer.name, tensor.name, tensor.shape)  # its high plane is rounded with ties away from zero
-                model.get_parameter(hub_name(layer.name, tensor.name, prefix)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
-        for index, layer in enumerate(model.base_model.layers):
+                model.get_parameter(hub_name(layer.name, tensor.name, stack)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
+        for index, layer in enumerate(stack.layers_of(model)):
             for name, buffer in layer.named_buffers():
                 buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
     return model
@@ -109,7 +129,7 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
     found: Tensors = {}
     for layer in plan.model.stack.values():
         for tensor in layer.tensors:
-            gradient = model.get_parameter(hub_name(layer.name, tensor.name, model.base_model_prefix)).grad
+            gradient = model.get_parameter(hub_name(layer.name, tensor.name, DecoderStack.of(model))).grad
             found[layer.name, tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.float()
     return found
 
@@ -152,7 +172,8 @@ def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, 
 PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
-DOCUMENTED = [family for family in FAMILIES if family != "qwen3_next"]
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+DOCUMENTED = [family for family in FAMILIES if family not in (*LINEAR, "llama4_text", "opt")]
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:

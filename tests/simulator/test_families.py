@@ -48,6 +48,27 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "olmoe": [BIASED, {"num_experts_per_tok": 3}],
     "starcoder2": [{"use_bias": False}, {"sliding_window": 16}],
     "gpt_neox": [{"attention_bias": False}, {"use_parallel_residual": False}],
+    "arcee": [BIASED, {"mlp_bias": True}],
+    "cwm": [{"layer_types": ["full_attention"] * 6}],
+    "deepseek_v2": [{"q_lora_rank": None}, {"n_shared_experts": 1}],
+    "dots1": [{"max_window_layers": 3, "sliding_window": 16}, BIASED],
+    "ernie4_5": [{"use_bias": True}],
+    "exaone4": [{"sliding_window_pattern": 2, "sliding_window": 16}],
+    "exaone_moe": [{"first_k_dense_replace": 3}, {"num_shared_experts": 2}],
+    "glm4_moe_lite": [{"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "gpt2": [{"n_inner": 192}],
+    "granitemoeshared": [{"shared_intermediate_size": 64}, BIASED],
+    "helium": [BIASED, {"mlp_bias": True}],
+    "hyperclovax": [{"use_post_norm": False}, BIASED],
+    "jais2": [{"attention_bias": False}, {"mlp_bias": False}],
+    "llama4_text": [{"no_rope_layer_interval": 2}, {"interleave_moe_layer_step": 1}, {"moe_layers": [0, 4]}, {"no_rope_layers": [1, 0] * 3}, BIASED],
+    "mellum": [{"layer_types": ["full_attention", "sliding_attention"] * 3}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "ministral": [{"sliding_window": None}, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
+    "ministral3": [{"sliding_window": 16}],
+    "nemotron": [BIASED, {"mlp_bias": True}],
+    "qwen3_5_text": [{"full_attention_interval": 2}, BIASED],
+    "seed_oss": [{"attention_bias": False}, {"attention_out_bias": True}],
+    "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
 }
 CASES = [(family, changes) for family in FAMILIES for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))]
 NAMES = [f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}" for family, changes in CASES]
@@ -59,14 +80,33 @@ def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
+def layer_of(model: Any, name: str) -> Any:
+    """A decoder layer of transformers' model, whatever it calls their list."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers]
+    return lists[0][int(name)]
+
+
+def turns_of(model: Any, x: torch.Tensor, positions: torch.Tensor, attention: str) -> dict[str, Any]:
+    """What the model hands to its layers of positions."""
+    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    if rotary is None:
+        return {}
+    try:
+        return {"position_embeddings": rotary(x, positions, attention)}
+    except TypeError:
+        return {"position_embeddings": rotary(x, positions)}
+
+
 def compare(spec: ModelSpec, model: Any) -> None:
     """Every tensor: in decoder layers in transformers' order, outside them by name."""
-    layers = {f"{prefix}.{index}.": [] for prefix, module in model.named_modules() if prefix.endswith(".layers") for index in range(len(module))}
+    ways = [prefix for prefix, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module) == spec.layers]
+    way = min(ways, key=lambda prefix: prefix.count("."))
+    layers = {f"{way}.{index}.": [] for index in range(spec.layers)}
     outside = {}
     for name, parameter in model.named_parameters():
         layer = next((prefix for prefix in layers if name.startswith(prefix)), None)
         if layer is None:
-            outside[name.removeprefix(f"{model.base_model_prefix}.")] = tuple(parameter.shape)
+            outside[name.removeprefix(f"{way.rpartition('.')[0]}.")] = tuple(parameter.shape)
         else:
             layers[layer].append((name.removeprefix(layer), tuple(parameter.shape)))
     assert [[(tensor.name, tensor.shape) for tensor in layer.tensors] for layer in spec.decoders] == list(layers.values())
@@ -149,15 +189,12 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
     positions = torch.arange(sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
-        rotary, module = model.base_model.rotary_emb, model.base_model.layers[int(layer.name)]
-        try:
-            turns = rotary(x_BSH, positions, layer.attention)
-        except TypeError:
-            turns = rotary(x_BSH, positions)
-        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *turns, *module.parameters())}
+        turns, module = turns_of(model, x_BSH, positions, layer.attention), layer_of(model, layer.name)
+        tensors = (tensor for turn in turns.values() for tensor in (turn if isinstance(turn, tuple) else (turn,)))
+        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *tensors, *module.parameters())}
 
-        def forward(module: Any = module, x: torch.Tensor = x_BSH, turns: object = turns) -> object:
-            return module(x, position_embeddings=turns, attention_mask=None, position_ids=positions)
+        def forward(module: Any = module, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns) -> object:
+            return module(x, attention_mask=None, position_ids=positions, **turns)
 
         saved = spec.saved(layer.name, batch * sequence, dtype)
         assert saved.store == pytest.approx(kept_bytes(forward, given), rel=0.1), layer.signature
@@ -173,13 +210,11 @@ def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
     positions = torch.arange(workload.sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(workload.batch, workload.sequence, spec.hidden)
-        try:
-            turns = model.base_model.rotary_emb(x_BSH, positions, layer.attention)
-        except TypeError:
-            turns = model.base_model.rotary_emb(x_BSH, positions)
+        turns = turns_of(model, x_BSH, positions, layer.attention)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model.base_model.layers[int(layer.name)](x_BSH, position_embeddings=turns, attention_mask=None, position_ids=positions)
-        products = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op) and "conv" not in str(op))
+            layer_of(model, layer.name)(x_BSH, attention_mask=None, position_ids=positions, **turns)
+        left_out = ("conv",) if family == "llama4_text" else ("bmm", "conv")  # its experts are batched products
+        products = sum(count for op, count in counter.get_flop_counts()["Global"].items() if not any(name in str(op) for name in left_out))
         assert spec.work("forward", layer.name, workload).linear_flops == products, layer.signature
 
 

@@ -107,8 +107,8 @@ def test_of_a_multimodal_model_the_language_model_counts() -> None:
     alone = ModelSpec.from_config(INNER, "config.json", "m")
     assert ModelSpec.from_config({"model_type": "mistral3", "text_config": INNER, "vision_config": {"hidden_size": 7}}, "config.json", "m") == alone
     assert ModelSpec.from_config({"model_type": "mistral3", "text_config": INNER, "tie_word_embeddings": True}, "config.json", "m").tied
-    with pytest.raises(UserError, match=r"model_type: found 'llama4_text'; allowed: llama, "):
-        ModelSpec.from_config({"model_type": "llama4", "text_config": {**INNER, "model_type": "llama4_text"}}, "config.json")
+    with pytest.raises(UserError, match=r"model_type: found 'git_text'; allowed: llama, "):
+        ModelSpec.from_config({"model_type": "git", "text_config": {**INNER, "model_type": "git_text"}}, "config.json")
 
 
 # ---- refused
@@ -126,7 +126,7 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
         ([GOOD], ["found a JSON list", "config.json"]),
         (None, ["found a JSON NoneType"]),
         ({}, ["model_type", "found None", "llama, mistral, qwen2, qwen3, gemma"]),
-        ({**GOOD, "model_type": "gpt2"}, ["model_type", "found 'gpt2'", "llama, mistral, qwen2, qwen3, gemma"]),
+        ({**GOOD, "model_type": "bloom"}, ["model_type", "found 'bloom'", "llama, mistral, qwen2, qwen3, gemma"]),
         ({**GOOD, "model_type": ["llama"]}, ["model_type", "found ['llama']"]),
         ({key: value for key, value in GOOD.items() if key != "vocab_size"}, ["vocab_size", "found nothing", "a whole number"]),
         ({**GOOD, "hidden_size": "64"}, ["hidden_size", "found '64'", "a whole number"]),

@@ -142,3 +142,45 @@ def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_
                 trainer.fit()
         else:
             trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rate": 2e-3}, r"settings\.schedule\.rate 0\.001; allowed: settings\.schedule\.rate 0\.002"),
+        ({"weight_decay": 0.1}, r"optimizer\.weight_decay 0\.0; allowed: optimizer\.weight_decay 0\.1"),
+        ({"seed": 1}, r"settings\.training\.seed 0"),
+    ],
+)
+def test_another_run_is_refused_before_data_is_read_and_memory_allocated(
+    place: Path, changed: dict[str, Any], message: str, run: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(place, steps=2, **{"saving.every_steps": 1}, export=False)
+    for heavy in ("find_data", "find_model", "Executor"):
+        monkeypatch.setattr(trainer_module, heavy, lambda *_, heavy=heavy, **__: pytest.fail(f"{heavy} was begun"))
+    with pytest.raises(UserError, match=message):
+        resumed(place, prepare, **changed).fit()
+
+
+def test_other_data_and_a_checkpoint_that_lacks_a_file_are_refused_before_memory_is_allocated(
+    place: Path, run: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(place, steps=2, **{"saving.every_steps": 1}, export=False)
+    monkeypatch.setattr(trainer_module, "Executor", lambda *_, **__: pytest.fail("memory was allocated"))
+    text = (place / "corpus" / "text.py").read_text()
+    (place / "corpus" / "text.py").write_text(text + "# another one\n")
+    with pytest.raises(UserError, match=r"settings\.data\.digest"):
+        resumed(place, prepare).fit()
+    (place / "corpus" / "text.py").write_text(text)
+    (place / "run" / "checkpoints" / "step-00000002" / "state-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"state-00001\.safetensors: found no such file; .*; fix: resume from step 1, the newest sound one before it"):
+        resumed(place, prepare).fit()
+
+
+def resumed(place: Path, prepare: Any, **fields: Any) -> Trainer:
+    """A trainer that goes on with `run`."""
+    (place / "run").rename(place / "moved")
+    trainer: Trainer = prepare(place, steps=4, **{"saving.every_steps": 1}, **fields)
+    (place / "moved").rename(place / "run")
+    trainer._resume = "newest"
+    return trainer

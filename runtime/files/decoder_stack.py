@@ -1,0 +1,34 @@
+"""DecoderStack: where in transformers' model its stack of decoder layers is, whatever the family calls it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import torch
+
+
+class DecoderStack(NamedTuple):
+    """`model.layers` in most families; GPT-2's is `transformer.h`, OPT's `model.decoder.layers`."""
+
+    decoder: str = "model"
+    """the path of the module that embeds tokens, runs the layers and normalises"""
+    layers: str = "layers"
+    """the name of the list in it"""
+
+    @classmethod
+    def of(cls, whole: Any) -> Self:
+        """Of a model with a head: the shortest path of a list with as many modules as the config has layers. Raises ValueError where there is none."""
+        count = whole.config.get_text_config().num_hidden_layers
+        found = [path for path, module in whole.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+        if not found:
+            raise ValueError(f"{type(whole).__name__} has no list of {count} layers")
+        decoder, _, layers = min(found, key=lambda path: path.count(".")).rpartition(".")
+        return cls(decoder, layers)
+
+    def decoder_of(self, whole: Any) -> Any:
+        """The module at `decoder`."""
+        return whole.get_submodule(self.decoder)
+
+    def layers_of(self, whole: Any) -> Any:
+        """The list of decoder layers."""
+        return getattr(self.decoder_of(whole), self.layers)

@@ -1,0 +1,165 @@
+"""Families with a dense MLP that differ from Llama in a norm, a bias, an activation or a window."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatrain.simulator.families.config import Config
+from megatrain.simulator.families.family import Family, Parts, before
+from megatrain.simulator.families.kinds import SLIDING, Kind, full_first, listed, one_window, pattern
+from megatrain.simulator.families.parts import (
+    Kept,
+    Part,
+    Traffic,
+    attention,
+    gated_mlp,
+    layer_norm,
+    plain_mlp,
+    residual,
+    rms_norm,
+    shared_input,
+    turned_in_pairs,
+)
+
+
+def _layer_norms(c: Config) -> Parts:
+    return (layer_norm("input_layernorm", c.hidden, first=True), layer_norm("post_attention_layernorm", c.hidden), residual(c.hidden))
+
+
+def llama(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c))
+
+
+def mistral(c: Config, kind: Kind) -> Parts:
+    return (*attention(c, kind.attention), *gated_mlp(c), *before(c))
+
+
+def ministral3(c: Config, kind: Kind) -> Parts:
+    """Mistral with queries scaled by their position."""
+    return (*mistral(c, kind), Part(forward=Traffic(2 * c.heads * c.head_dim), backward=Traffic(2 * c.heads * c.head_dim)))
+
+
+def cwm(c: Config, kind: Kind) -> Parts:
+    return mistral(c, kind)
+
+
+def ernie4_5(c: Config, kind: Kind) -> Parts:
+    """Llama whose positions turn neighbouring elements, in fp32."""
+    bias, turned = c.flag("use_bias"), turned_in_pairs((c.heads + c.kv_heads) * c.head_dim)
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned, *gated_mlp(c, bias=bias), *before(c))
+
+
+def helium(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    if c.heads * c.head_dim != c.hidden:
+        raise c.wrong("head_dim", f"hidden_size / num_attention_heads = {c.hidden // c.heads}: its output projection is as wide as the layer")
+    return (*attention(c, kind.attention, bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c, "wide"))
+
+
+def arcee(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias")), *before(c))
+
+
+def nemotron(c: Config, kind: Kind) -> Parts:
+    """A layer norm whose weight is stored less one."""
+    bias = c.flag("attention_bias")
+    mlp = plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias"))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *mlp, *_layer_norms(c))
+
+
+def seed_oss(c: Config, kind: Kind) -> Parts:
+    out_bias = c.flag("attention_out_bias")
+    return (*attention(c, kind.attention, bias=c.flag("attention_bias"), out_bias=out_bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c))
+
+
+def unweighted_norm(hidden: int, *, first: bool = False) -> Part:
+    """OLMo's: in fp32, one kernel each way, without weight and bias."""
+    return Part(
+        forward=Traffic(0, 2 * hidden, 2 * hidden), backward=Traffic(0, 3 * hidden, 2 * hidden),
+        kept=Kept(hidden, 2 + (0 if first else hidden), hidden if first else 0),
+    )  # fmt: skip
+
+
+def no_norm(_name: str, size: int) -> Part:
+    return unweighted_norm(size)
+
+
+def olmo(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    norms = (unweighted_norm(c.hidden, first=True), unweighted_norm(c.hidden), residual(c.hidden))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c), *norms)
+
+
+def stablelm(c: Config, kind: Kind) -> Parts:
+    if c.flag("qk_layernorm"):
+        raise c.wrong("qk_layernorm", "false: a norm of its own for each head is not predicted")
+    norms: Parts = (layer_norm("input_layernorm", c.hidden, first=True), residual(c.hidden))
+    norms += (shared_input(c.hidden, 2),) if c.flag("use_parallel_residual") else (layer_norm("post_attention_layernorm", c.hidden),)
+    return (*attention(c, kind.attention, bias=c.flag("use_qkv_bias"), copied=True), *gated_mlp(c), *norms)
+
+
+def hyperclovax(c: Config, kind: Kind) -> Parts:
+    """Granite with norms after attention and MLP where the config has them."""
+    bias, after = c.flag("attention_bias"), ("post_norm1", "post_norm2") if c.flag("use_post_norm") else ()
+    norms = tuple(rms_norm(name, c.hidden, projected=False) for name in after)
+    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c), *norms, scaled)
+
+
+def jais2(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias")), *_layer_norms(c))
+
+
+def exaone4(c: Config, kind: Kind) -> Parts:
+    """Norms after attention and MLP alone; positions where the window is."""
+    return (
+        *attention(c, kind.attention, norms="head"), *gated_mlp(c), rms_norm("post_attention_layernorm", c.hidden, projected=False),
+        rms_norm("post_feedforward_layernorm", c.hidden, projected=False), residual(c.hidden), Part(kept=Kept(c.hidden)),
+    )  # fmt: skip
+
+
+def vaultgemma(c: Config, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, act="hidden_activation"),
+        rms_norm("input_layernorm", c.hidden, first=True, weight="wide"), rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"), residual(c.hidden),
+    )  # fmt: skip
+
+
+def hunyuan(c: Config, kind: Kind) -> Parts:
+    bias, heads, kv_heads, size = c.flag("attention_bias"), c.heads, c.kv_heads, c.head_dim
+    norms = tuple(rms_norm(f"self_attn.{name}_layernorm", size, rows=rows, projected=False) for name, rows in (("query", heads), ("key", kv_heads)))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *norms, *gated_mlp(c), *before(c))
+
+
+_SILU: dict[str, Any] = {"hidden_act": "silu"}
+
+DENSE_FAMILIES: dict[str, Family] = {
+    "arcee": Family(layer=arcee, defaults={"hidden_act": "relu2", "num_key_value_heads": 32}),
+    "cwm": Family(layer=cwm, attention=full_first(4), defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}),
+    "ernie4_5": Family(layer=ernie4_5, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True}),
+    "exaone4": Family(layer=exaone4, attention=pattern(4), defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096}),
+    "helium": Family(layer=helium, norm=functools.partial(rms_norm, weight="wide"), defaults={**_SILU, "num_key_value_heads": 20, "head_dim": 128}),
+    "hunyuan_v1_dense": Family(layer=hunyuan, defaults=_SILU),
+    "hyperclovax": Family(layer=hyperclovax, defaults={**_SILU, "num_key_value_heads": 32, "use_post_norm": True}),
+    "internlm3": Family(layer=llama, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128}),
+    "iquestcoder": Family(layer=llama, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128}),
+    "jais2": Family(
+        layer=jais2, norm=layer_norm, defaults={"hidden_act": "relu2", "num_key_value_heads": 26, "attention_bias": True, "mlp_bias": True}
+    ),
+    "ministral": Family(layer=mistral, attention=listed(SLIDING), defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral3": Family(layer=ministral3, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128}),
+    "nemotron": Family(layer=nemotron, norm=layer_norm, defaults={"hidden_act": "relu2"}),
+    "olmo": Family(layer=olmo, norm=no_norm, defaults=_SILU),
+    "seed_oss": Family(
+        layer=seed_oss, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1}
+    ),
+    "stablelm": Family(layer=stablelm, norm=layer_norm, defaults={**_SILU, "num_key_value_heads": 32}),
+    "vaultgemma": Family(layer=vaultgemma, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+    }),
+}  # fmt: skip

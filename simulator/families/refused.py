@@ -1,0 +1,30 @@
+"""Why a causal language model of transformers is of no family here: by reason, so that a refusal says what stands against it."""
+
+from __future__ import annotations
+
+_REASONS: dict[str, str] = {
+    "an encoder with a head for text, not a stack of decoder layers": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta roberta-prelayernorm roc_bert roformer
+        xlm xlm-roberta xlm-roberta-xl xlnet xmod""",
+    "the decoder of an encoder-decoder, with cross-attention": """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr whisper""",
+    "layers with a state-space, convolutional or recurrent mixer, whose costs are not known here": """
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid
+        recurrent_gemma rwkv xlstm zamba zamba2""",
+    "a multimodal model: save its language model by itself and train that": """
+        emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp""",
+    "layers that are given rows of other parameters of the model besides the hidden states": """
+        gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text""",
+    "attention that writes its matrix out, whose memory is not predicted": "bloom codegen cpmant gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",
+    "a mask for every row always, whose memory is not predicted": "falcon",
+    "a parameter that stays in fp32 beside bf16 weights": "afmoe ernie4_5_moe hunyuan_v1_moe",
+    "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
+    "weights that are quantised while they are trained": "bitnet",
+    "layers that run several times or at several lengths": "blt hrm_text",
+}
+"""reason -> `model_type`s of transformers 5.23"""
+
+REFUSED: dict[str, str] = {family: reason for reason, families in _REASONS.items() for family in families.split()}
+"""`model_type` -> why"""
+NOT_YET = "not described here yet"
+"""of any other: the same kind of layers, but nobody has written down what they are made of (CONTRIBUTING.md says how)"""

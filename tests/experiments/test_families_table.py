@@ -1,0 +1,34 @@
+"""The table of families: every causal language model of the installed transformers is in it, once."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatrain.experiments.families import main
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import FAMILIES, REFUSED
+from megatrain.simulator.specs import ModelSpec
+
+CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_every_family_is_there_once(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    named = [family for row in rows for family in row[1].removesuffix(" |").split(", ")]
+    assert sorted(named) == sorted(CAUSAL | FAMILIES.keys())
+    assert rows[0][0] == f"| **supported**, {len(FAMILIES)}"
+
+
+def test_what_is_refused_is_known_to_transformers_and_to_nobody_else() -> None:
+    assert set(REFUSED) <= CAUSAL
+    assert not REFUSED.keys() & FAMILIES.keys()
+    assert FAMILIES.keys() <= CAUSAL
+
+
+@pytest.mark.parametrize("family", sorted(CAUSAL - FAMILIES.keys()))
+def test_a_refusal_names_the_family_before_anything_is_loaded(family: str) -> None:
+    with pytest.raises(UserError, match=rf"model_type: found '{family}'{', ' + REFUSED[family] if family in REFUSED else ''}; allowed: llama, ") as error:
+        ModelSpec.from_config({"model_type": family, "hidden_size": 64}, "config.json")
+    assert "\n" not in str(error.value)
