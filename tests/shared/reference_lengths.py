@@ -12,36 +12,71 @@ from megatrain.runtime.layers import lengths
 Tensor = torch.Tensor
 
 
-def forward(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """As `lengths.forward`, whose shapes are checked here."""
-    tokens, heads, size = query.shape
-    assert starts.dtype == torch.int32
-    assert key.shape == value.shape
-    assert (key.shape[0], key.shape[2], heads % key.shape[1], size % 8) == (tokens, size, 0, 0)
-    index = torch.arange(tokens, device=query.device)
+def _scores(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor) -> Tensor:
+    """[heads, tokens, tokens] fp64, -inf where nothing is seen."""
+    index = torch.arange(query.shape[0], device=query.device)
     document = torch.searchsorted(starts.long(), index, right=True)
     behind = index[:, None] - index[None, :]
     seen = (document[:, None] == document[None, :]) & (behind >= 0) & (behind < longest)
     if left >= 0:
         seen = seen & (behind <= left)
-    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key.double()) * scale
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), _each_head(key, query)) * scale
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def _each_head(pairs: Tensor, query: Tensor) -> Tensor:
+    return pairs.double().repeat_interleave(query.shape[1] // pairs.shape[1], 1)
+
+
+def forward(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """As `lengths.forward`, whose shapes are checked here."""
+    output, log_sum_exp = _Attention.apply(starts, longest, left, scale, query, key, value)
+    return output, log_sum_exp
+
+
+class _Attention(torch.autograd.Function):
+    """Its backward is that of what was kept, as with the aten ops."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        output, log_sum_exp = _computed(starts, longest, left, scale, query, key, value)
+        ctx.mark_non_differentiable(log_sum_exp)
+        ctx.save_for_backward(starts, query, key, value, output, log_sum_exp)
+        ctx.longest, ctx.left, ctx.scale = longest, left, scale
+        return output, log_sum_exp
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        starts, *saved = ctx.saved_tensors
+        return (None, None, None, None, *backward(starts, ctx.longest, ctx.left, ctx.scale, gradient, *saved))
+
+
+def _computed(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, heads, size = query.shape
+    assert starts.dtype == torch.int32
+    assert key.shape == value.shape
+    assert (key.shape[0], key.shape[2], heads % key.shape[1], size % 8) == (tokens, size, 0, 0)
+    scores = _scores(starts, longest, left, scale, query, key)
     log_sum_exp = scores.logsumexp(-1)
-    output = torch.einsum("hqk,khd->qhd", (scores - log_sum_exp[..., None]).exp(), value.double())
+    output = torch.einsum("hqk,khd->qhd", (scores - log_sum_exp[..., None]).exp(), _each_head(value, query))
     return output.to(query.dtype), log_sum_exp.float()
 
 
 def backward(
     starts: Tensor, longest: int, left: int, scale: float, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, ...]:
-    """As `lengths.backward`."""
+    """As `lengths.backward`, from what a forward left (Dao, arXiv 2307.08691, section 2.3)."""
     assert output.shape == query.shape
     assert log_sum_exp.shape == (query.shape[1], query.shape[0])
-    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad():
-        made, _ = forward(starts, longest, left, scale, *inputs)
-    return torch.autograd.grad(made, inputs, gradient)
+    above = gradient.double()
+    shares = (_scores(starts, longest, left, scale, query, key) - log_sum_exp[..., None].double()).exp()
+    of_shares = torch.einsum("qhd,khd->hqk", above, _each_head(value, query))
+    of_scores = shares * (of_shares - (above * output.double()).sum(-1).T[..., None]) * scale
+    of_query = torch.einsum("hqk,khd->qhd", of_scores, _each_head(key, query))
+    wide = torch.einsum("hqk,qhd->khd", of_scores, query.double()), torch.einsum("hqk,qhd->khd", shares, above)
+    return of_query.to(query.dtype), *(each.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for each in wide)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
