@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatrain.experiments.commands import calibrate, check, compare, figures, plan, simulate, train
+from megatrain.experiments.commands import calibrate, check, compare, figures, plan, simulate, sweep, train
 from megatrain.experiments.options import OneLineParser
 from megatrain.simulator.errors import Interrupted, RunError, UserError
 
-VERBS = {"check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "compare": compare, "figures": figures}
+VERBS = {
+    "check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "compare": compare, "sweep": sweep, "figures": figures,
+}  # fmt: skip
 
 
 def parser() -> OneLineParser:

@@ -1,4 +1,4 @@
-"""Simulated: rows of a sweep without a run: memory first, then the static evaluator, the engine where it is asked for.
+"""Simulated: rows of a sweep without a run: memory first, then time: the evaluator's where no op slows another, which is exact, else the engine's.
 
 What is common between plans is done once, so plans should come sorted by `likeness`:
 
@@ -54,9 +54,8 @@ class _Lowered(NamedTuple):
 class Simulator:
     """Simulates plans of one model on one machine, one after the other."""
 
-    def __init__(self, hardware: HardwareSpec, *, decide: Decided = "bound") -> None:
-        """`decide`: `engine` to play every plan that fits, `bound` for the evaluator."""
-        self.hardware, self.decide = hardware, decide
+    def __init__(self, hardware: HardwareSpec) -> None:
+        self.hardware = hardware
         self._costs: dict[Workload, CostModel] = {}
         self._last: _Lowered | None = None
         self._alike: dict[tuple[str, Workload], bool] = {}  # (policy, workload) -> another workload's schedule serves
@@ -103,8 +102,7 @@ class Simulator:
         sizes, lanes = costs.sizes(schedule), Counter[str]()
         for index, count in Counter(sizes.which).items():
             lanes[sizes.ops[index].lane] += count * costs.duration_ns(sizes.ops[index])
-        free = all(costs.demand(op) is None for op in sizes.ops)
-        decided: Decided = "evaluator" if free else self.decide
+        decided: Decided = "evaluator" if all(costs.demand(op) is None for op in sizes.ops) else "engine"
         player = engine.makespan_ns if decided == "engine" else evaluator.makespan_ns
         return (player(schedule, costs) + costs.step_overhead_ns) / 1e9, max(lanes, key=lanes.__getitem__, default="none"), decided
 

@@ -22,7 +22,7 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.specs import Workload
 
-Decided = Literal["refused", "memory", "bound", "evaluator", "engine", "execution"]
+Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +37,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     device_limit_bytes: int
     host_limit_bytes: int
     decided_by: Decided
-    """`refused`: the policy, or the run, cannot do it; `memory`: it does not fit; `bound`: the evaluator, whose time is a lower bound because lanes
-    slow each other; `evaluator`: they do not, so the engine would say the same; `engine`; `execution`: run on a machine"""
+    """`refused`: the policy, or the run, cannot do it; `memory`: it does not fit; `evaluator`: no op slows another, so the engine would say the same;
+    `engine`; `execution`: run on a machine"""
     reason: str = ""
     """why it was refused"""
     binding: str = ""
