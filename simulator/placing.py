@@ -17,9 +17,10 @@ from collections.abc import Iterator
 import msgspec
 
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import Choice, assess, plan_account, varied
+from megatrain.simulator.assessment import Choice, RunnerUp, assess, plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
+from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._layerwise import contributions, cost_keys, gradient_bytes
@@ -91,12 +92,26 @@ class PlacementSearch:
     def best(self) -> Choice:
         """The fastest plan that fits, or the one that misses by least."""
         for lean in _LEAN:
-            candidates = list(self._candidates(varied(self.plan, **lean)))
-            ranked = sorted((self._time(self._quick(candidate)), index) for index, candidate in enumerate(candidates))
-            if ranked:
-                finals = [candidates[index] for _, index in ranked[:_FINALISTS]]
-                return self._refined(*min(((self._time(plan), plan) for plan in finals), key=lambda entry: entry[0]))
+            finals = [(self._time(plan), plan) for plan in self._ranked(list(dict.fromkeys(self._candidates(varied(self.plan, **lean)))))]
+            if finals:
+                (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
+                time, plan = self._refined(time, plan)
+                choice = assess(plan, self.costs)
+                return msgspec.structs.replace(choice, runner_up=self._runner_up(*others[0], choice, time)) if others else choice
         return self._nearest_miss()
+
+    def _ranked(self, candidates: list[Plan]) -> list[Plan]:
+        """The fastest few, with few large copies. The evaluator's time is a lower bound of the engine's: who is slower by that than the engine finds the
+        last of the best so far need not be played.
+        """
+        schedules = [policies.lower_anew(varied(self._quick(candidate), accumulation=2)) for candidate in candidates]
+        bounds = [lower_bound_ns(schedule, self.costs) for schedule in schedules]
+        best: list[tuple[int, int]] = []
+        for index in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
+            if len(best) == _FINALISTS and bounds[index] > best[-1][0]:
+                break
+            best = sorted([*best, (makespan_ns(schedules[index], self.costs), index)])[:_FINALISTS]
+        return [candidates[index] for _, index in best]
 
     def _quick(self, candidate: Plan) -> Plan:
         """The candidate with few large copies, whether that fits or not, for a quick and fair ranking."""
@@ -181,8 +196,21 @@ class PlacementSearch:
             placement = msgspec.structs.replace(placement, **{name: ranges(list(layers), held) for name, held in chosen.items()})
         return placement
 
-    def _refined(self, time: int, plan: Plan) -> Choice:
-        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
+    def _runner_up(self, slower: int, plan: Plan, choice: Choice, time: int) -> RunnerUp:
+        """`plan`, whose step takes `slower` ns where the choice's takes `time`; with the choice's refinements where that fits and is faster."""
+        best, streamed = choice.plan.knobs, [layer for layer in plan.model.stack if layer not in plan.placed("weights")]
+        updated = choice.plan.placed("host_updated")
+        every = 1 if updated >= set(choice.plan.model.stack) - choice.plan.placed("weights") else 2
+        placement = msgspec.structs.replace(
+            plan.knobs.placement, host_updated=ranges(list(plan.model.stack), set(streamed[::every])) if updated and streamed else ""
+        )  # fmt: skip
+        alike = varied(plan, placement=placement, chunk_bytes=best.chunk_bytes, weight_slots=best.weight_slots)
+        if alike.knobs != plan.knobs and self._account(alike).fits:
+            slower, plan = min((slower, plan), (self._time(alike), alike), key=lambda entry: entry[0])
+        return RunnerUp(policy=plan.policy, knobs=plan.knobs, step_seconds=choice.step_seconds * slower / time)
+
+    def _refined(self, time: int, plan: Plan) -> tuple[int, Plan]:
+        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie; and its time."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
         many = len(policies.lower(plan).ops) > _MANY_OPS
@@ -194,7 +222,7 @@ class PlacementSearch:
                 found = self._time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
-        return assess(plan, self.costs)
+        return time, plan
 
     def _split(self, time: int, plan: Plan) -> tuple[int, Plan]:
         """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest."""

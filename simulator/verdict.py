@@ -13,11 +13,13 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
-from megatrain.simulator.assessment import Choice, assess, varied
+from megatrain.simulator.assessment import Choice, RunnerUp, assess, varied
 from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.engine import simulate
-from megatrain.simulator.evaluator import bounds
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.evaluator import makespan_ns
 from megatrain.simulator.exposed import exposed_ns, slowed_ns
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import PLACES
@@ -25,7 +27,7 @@ from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.planner import rank, search
 from megatrain.simulator.several import Several, estimate
-from megatrain.simulator.slot_search import ONE_COPY
+from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.units import format_bytes
 
@@ -127,8 +129,8 @@ def candidates(
     device_limit: int | None = None, host_limit: int | None = None, policies: list[str] | None = None,
 ) -> list[Choice]:  # fmt: skip
     """The best plan of each policy, best first. On a unified machine both limits hold for the one memory that there is. Where the search finds
-    none that fits, the most frugal plan of a policy is taken if that does. Where no policy is named, one whose cpu lane alone takes longer than
-    the best plan of those that obey a placement is not searched: that saves a second of two.
+    none that fits, the most frugal plan of a policy is taken if that does. Where no policy is named, one that even with free copies takes longer than
+    the best plan of those that obey a placement is not searched: that saves half of the time.
     """
     names = policy_library.contenders() if policies is None else policies
     if hardware.unified:
@@ -139,13 +141,17 @@ def candidates(
             model, hardware, workload, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=chosen
         )  # fmt: skip
 
+    bounded: list[RunnerUp] = []
     if hardware.unified or names != policy_library.contenders():
         found = found_by(names)
     else:
         later = [name for name in names if name != "resident" and not policy_library.places(name)]
         first = sorted((name for name in names if name not in later), key=policy_library.places)  # the likely winner last: its schedule is still known then
         found = found_by(first)
-        if hopeful := [name for name in later if _may_beat(name, found[0], hardware)]:
+        if found[0].feasible:
+            bounded = [RunnerUp(policy=name, step_seconds=_least_seconds(name, found[0], hardware), at_least=True) for name in later]
+            bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
+        if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
             found = sorted([*found, *found_by(hopeful)], key=rank)
     own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
     if own and not own[0].feasible:
@@ -154,17 +160,37 @@ def candidates(
         if footprint := next(fitting, None):
             choice = assess(footprint.placed(), costs)
             found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
-    return found
+    return [_beside(found, bounded), *found[1:]]
 
 
-def _may_beat(name: str, best: Choice, hardware: HardwareSpec) -> bool:
-    """The policy's ops on the host's cores, which no knob spares, leave it time to be faster than `best`."""
-    if not best.feasible:
-        return True
-    plan = msgspec.structs.replace(best.plan, policy=name, knobs=Knobs(chunk_bytes=ONE_COPY))
-    schedule = policy_library.lower(varied(plan, accumulation=1))
-    costs = cost_model(hardware, plan.model, plan.workload)
-    return bounds(schedule, costs).lanes_ns.get("cpu", 0) < best.step_seconds * 1e9
+def _beside(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
+    """The best choice, with the best of what it was chosen before."""
+    best, *others = found
+    tried = [RunnerUp(policy=other.plan.policy, knobs=other.plan.knobs, step_seconds=other.step_seconds) for other in others if _is_rival(other)]
+    if best.runner_up:
+        tried.append(best.runner_up)
+    tried += bounded
+    return msgspec.structs.replace(best, runner_up=min(tried, key=lambda entry: entry.step_seconds, default=None) if _is_rival(best) else None)
+
+
+def _is_rival(choice: Choice) -> bool:
+    return choice.feasible and not policy_library.is_prediction_only(choice.plan.policy)
+
+
+def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
+    """A bound that no knobs of the policy `name` beat, for the model and workload of `best`: the evaluator's time of at most two micro-batches with as many
+    slots as are ever tried and copies that take none, through slabs and without.
+    """
+    costs = cost_model(hardware, best.plan.model, best.plan.workload)
+    free, least = Changed(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
+    for slabs in (0, max(GRADIENT_SLABS)):
+        knobs = Knobs(weight_slots=max(WEIGHT_SLOTS), gradient_slots=max(GRADIENT_SLOTS), gradient_slabs=slabs, chunk_bytes=ONE_COPY)
+        try:
+            schedule = policy_library.lower(varied(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2))
+        except UserError:  # a policy for which some knob is fixed; without slabs nothing can be summed
+            continue
+        least.append(makespan_ns(schedule, free))
+    return min(least, default=0) / 1e9
 
 
 def _footprints(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> list[Footprint]:
