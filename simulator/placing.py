@@ -117,7 +117,8 @@ class PlacementSearch:
         """The candidate with few large copies, whether that fits or not, for a quick and fair ranking."""
         return varied(candidate, chunk_bytes=self.coarse)
 
-    def _account(self, plan: Plan) -> Account:
+    def account(self, plan: Plan) -> Account:
+        """The memory of `plan`."""
         return plan_account(plan, policies.outline(plan), self.costs)
 
     def _time(self, plan: Plan) -> int:
@@ -162,12 +163,12 @@ class PlacementSearch:
 
     def _room(self, plan: Plan) -> int:
         """Device bytes that are left."""
-        account = self._account(plan)
+        account = self.account(plan)
         return account.device_limit_bytes - account.device_peak_bytes
 
     def _fitting(self, plan: Plan, placement: Placement) -> list[Plan]:
         candidate = varied(plan, placement=placement)
-        return [candidate] if self._account(candidate).fits else []
+        return [candidate] if self.account(candidate).fits else []
 
     def _orders(self) -> list[list[tuple[str, str]]]:
         """(class, layer) pairs in the orders in which memory is given to them."""
@@ -198,16 +199,27 @@ class PlacementSearch:
 
     def _runner_up(self, slower: int, plan: Plan, choice: Choice, time: int) -> RunnerUp:
         """`plan`, whose step takes `slower` ns where the choice's takes `time`; with the choice's refinements where that fits and is faster."""
-        best, streamed = choice.plan.knobs, [layer for layer in plan.model.stack if layer not in plan.placed("weights")]
-        updated = choice.plan.placed("host_updated")
-        every = 1 if updated >= set(choice.plan.model.stack) - choice.plan.placed("weights") else 2
-        placement = msgspec.structs.replace(
-            plan.knobs.placement, host_updated=ranges(list(plan.model.stack), set(streamed[::every])) if updated and streamed else ""
-        )  # fmt: skip
-        alike = varied(plan, placement=placement, chunk_bytes=best.chunk_bytes, weight_slots=best.weight_slots)
-        if alike.knobs != plan.knobs and self._account(alike).fits:
+        best = choice.plan.knobs
+        alike = varied(self._updated_like(plan, choice.plan), chunk_bytes=best.chunk_bytes, weight_slots=best.weight_slots)
+        if alike.knobs != plan.knobs and self.account(alike).fits:
             slower, plan = min((slower, plan), (self._time(alike), alike), key=lambda entry: entry[0])
         return RunnerUp(policy=plan.policy, knobs=plan.knobs, step_seconds=choice.step_seconds * slower / time)
+
+    def _updated_like(self, plan: Plan, other: Plan) -> Plan:
+        """`plan`, the host's cores updating of its streamed layers as many as of the other's: all, every other one, or none."""
+        updated, layers = other.placed("host_updated"), list(plan.model.stack)
+        every = 1 if updated >= set(layers) - other.placed("weights") else 2
+        streamed = [layer for layer in layers if layer not in plan.placed("weights")]
+        chosen = ranges(layers, set(streamed[::every])) if updated and streamed else ""
+        return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=chosen))
+
+    def filled(self, base: Placement, like: Plan) -> Iterator[Plan]:
+        """Plans of `base` with as much of the state on the device as fits, in each order, updated by the host as `like` is; all of which fit."""
+        for placement in self._with_attention(self.plan, base):
+            for order in self._orders():
+                plan = self._updated_like(varied(self.plan, placement=self._filled(self.plan, placement, order)), like)
+                if self.account(plan).fits:
+                    yield plan
 
     def _refined(self, time: int, plan: Plan) -> tuple[int, Plan]:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie; and its time."""
@@ -218,7 +230,7 @@ class PlacementSearch:
         changes = [{"chunk_bytes": chunk}, {"weight_slots": knobs.weight_slots + 1}]
         for change in changes:
             changed = varied(plan, **change)
-            if policies.outline(changed).buffers != policies.outline(plan).buffers and self._account(changed).fits:
+            if policies.outline(changed).buffers != policies.outline(plan).buffers and self.account(changed).fits:
                 found = self._time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
@@ -231,7 +243,7 @@ class PlacementSearch:
         for chosen in (streamed, streamed[::2]):
             placement = msgspec.structs.replace(plan.knobs.placement, host_updated=ranges(list(stack), set(chosen)))
             changed = varied(plan, placement=placement)
-            if chosen and self._account(changed).fits:
+            if chosen and self.account(changed).fits:
                 found = self._time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
@@ -244,4 +256,4 @@ class PlacementSearch:
         for base in (Placement(), Placement(parked="all")):
             plan = varied(lean, placement=base)
             misses += [plan, varied(lean, placement=self._filled(lean, base, self._orders()[0]))]
-        return assess(min(misses, key=lambda plan: self._account(plan).excess_bytes), self.costs)
+        return assess(min(misses, key=lambda plan: self.account(plan).excess_bytes), self.costs)

@@ -22,6 +22,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import makespan_ns
 from megatrain.simulator.exposed import exposed_ns, slowed_ns
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.margins import Margin, one_more_gib
 from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
@@ -81,6 +82,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """lane -> time in which it ran and compute did not, shared among lanes that ran together; `waiting`: none ran; see exposed.py"""
     slowed_seconds: float = 0.0
     """that compute's ops take longer because of what other lanes do at the same time"""
+    streams: bool = True
+    """something is copied from or to the host; else the model and all of its state stay on the device"""
     lane_seconds: dict[str, float]
     """lane -> sum of its ops"""
     device_peak_bytes: int
@@ -101,6 +104,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """sequences of a micro-batch that fit at the workload's sequence length"""
     reason: str = ""
     """why it does not fit, in one line"""
+    runner_up: RunnerUp | None = None
+    """what would have been chosen otherwise; None where nothing else fits"""
+    one_more_gib: tuple[Margin, ...] = ()
+    """what more memory would buy, by place; empty where it was not asked for"""
     advice: tuple[Suggestion, ...] = ()
     training: Training | None = None
     several: Several | None = None
@@ -219,12 +226,13 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
         tokens_per_second=tokens_per_second(work, seconds), tflops_6n=tflops_6n(plan.model, work, seconds),
         tflops_6n_active=tflops_6n(plan.model, work, seconds) * plan.model.active_parameters / plan.model.parameters,
         mfu=mfu(plan.model, work, seconds, peak) if peak else None, lower_bound_seconds=limits.lower_bound_ns / 1e9, lower_bound_lane=limits.latest,
+        streams=not {"h2d", "d2h"}.isdisjoint(limits.lanes_ns),
         lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
         device_peak_bytes=account.device_peak_bytes, device_limit_bytes=account.device_limit_bytes,
         host_peak_bytes=account.host_peak_bytes, host_limit_bytes=account.host_limit_bytes, pools=dict(account.pools),
         classes={place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in classes.items()},
         calibrated=hardware.costs.date if hardware.costs else "", uncertainty=uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
-        reason="" if choice.feasible else account.advice,
+        reason="" if choice.feasible else account.advice, runner_up=choice.runner_up,
     )  # fmt: skip
     return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
 
@@ -262,6 +270,7 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
     advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
     verdict = msgspec.structs.replace(
         verdict, slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
+        one_more_gib=one_more_gib(choice, hardware, costs),
         reason="" if choice.feasible else _lacking(verdict), longest_context=longest_context(footprints, plan.workload) if footprints else None,
         largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
         several=estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus) if gpus != 1 else None,
