@@ -97,6 +97,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--documents", action="store_true", help="rows may hold several documents, or padding: attention stays inside a document")
 
 
+def add_step_tokens(parser: argparse.ArgumentParser) -> None:
+    text = "tokens of an optimizer step: batch and accumulation are chosen, instead of given"
+    parser.add_argument("--tokens-per-step", type=count("--tokens-per-step"), metavar="N", help=text)
+
+
 def workload(args: argparse.Namespace) -> Workload:
     from megatrain.simulator.specs import Workload
 

@@ -1,12 +1,13 @@
 """Margins: what one more GiB of device or of host memory would buy, tried around one choice.
 
 For a policy that obeys a placement the memory is given to more layers, in the planner's orders and with one stored layer more or as many; on the host, to the
-placements that only the host was too small for. For others the search is done again. Slots and copies stay the choice's, so a new search may gain more.
+placements that only the host was too small for. For others the search is done again. A new search may gain more.
 The ratio of two times with whole layers as copies is taken as the ratio of the steps: a gain is `about`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -25,6 +26,7 @@ from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS, SlotSearch, intervals
 
 GIB = 2**30
+_USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}  # those that a search begins with
 
 
 class Margin(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +109,10 @@ def _freed(search: PlacementSearch, plan: Plan) -> Iterator[Plan]:
     everything = varied(plan, placement=Placement(parked="all", host_updated="all"))
     if search.account(everything).host_peak_bytes <= plan.host_limit_bytes:
         return
-    for stored in sorted({0, len(plan.placed("stored"))}):
-        for other in search.filled(msgspec.structs.replace(Placement(), stored=last(plan.model.layers, stored)), like=plan):
-            if not search.account(msgspec.structs.replace(other, host_limit_bytes=plan.host_limit_bytes)).fits:
-                yield other
+    updated = [plan, varied(plan, placement=Placement(host_updated="all"))]
+    for slots in ({}, _USUAL_SLOTS):
+        search.plan = msgspec.structs.replace(varied(plan, **slots), host_limit_bytes=plan.host_limit_bytes + GIB)
+        for stored, like in itertools.product(sorted({0, len(plan.placed("stored"))}), updated):
+            for other in search.filled(msgspec.structs.replace(Placement(), stored=last(plan.model.layers, stored)), like=like):
+                if not search.account(msgspec.structs.replace(other, host_limit_bytes=plan.host_limit_bytes)).fits:
+                    yield other

@@ -129,12 +129,12 @@ class PlacementSearch:
         """Plans worth a try, all of which fit."""
         decoders = plan.model.layers
         for base in (Placement(), Placement(parked="all")):
-            room = self._room(varied(plan, placement=base))
+            room = self.room(varied(plan, placement=base))
             if room < 0:
                 continue
-            one = room - self._room(varied(plan, placement=msgspec.structs.replace(base, stored=str(decoders - 1))))
+            one = room - self.room(varied(plan, placement=msgspec.structs.replace(base, stored=str(decoders - 1))))
             everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
-            spare = self._room(varied(plan, placement=everything)) // max(one, 1)
+            spare = self.room(varied(plan, placement=everything)) // max(one, 1)
             if spare >= 0:
                 for placement in self._with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, min(decoders, spare)))):
                     yield from self._fitting(plan, placement)
@@ -145,7 +145,7 @@ class PlacementSearch:
                     for fill in [fill for index, fill in enumerate(fills) if fill not in fills[:index]]:
                         yield from self._fitting(plan, fill)
             every = ranges([layer.name for layer in plan.model.decoders], set(self.keeping))
-            if self._room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
+            if self.room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
                 return
 
     def _with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
@@ -156,12 +156,12 @@ class PlacementSearch:
         layers = [layer for layer in self.keeping if layer not in stored]
         if layers:
             one = max(plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers)
-            count = min(self._room(held) // (one + 256), len(layers))
+            count = min(self.room(held) // (one + 256), len(layers))
             if count > 0:
                 names = [layer.name for layer in plan.model.decoders]
                 yield msgspec.structs.replace(placement, attention=ranges(names, set(layers[len(layers) - count :])))
 
-    def _room(self, plan: Plan) -> int:
+    def room(self, plan: Plan) -> int:
         """Device bytes that are left."""
         account = self.account(plan)
         return account.device_limit_bytes - account.device_peak_bytes
@@ -185,7 +185,7 @@ class PlacementSearch:
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
         layers, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
         for _ in range(2):
-            room = self._room(varied(plan, placement=placement))
+            room = self.room(varied(plan, placement=placement))
             for name, layer in order:
                 if name == "gradients" and not self.owes and contributions(plan, layer) == 1:
                     continue  # it stays on the device anyway

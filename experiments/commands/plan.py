@@ -16,6 +16,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_hardware(parser)
     options.add_policy(parser)
     options.add_workload(parser)
+    options.add_step_tokens(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="PLAN", help="the plan to write, e.g. plan.toml")
 
 
