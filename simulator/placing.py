@@ -20,11 +20,12 @@ from megatrain.simulator import policies
 from megatrain.simulator.assessment import Choice, RunnerUp, assess, plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
+from megatrain.simulator.evaluator import another_ns
 from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._layerwise import contributions, cost_keys, gradient_bytes
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
@@ -105,12 +106,13 @@ class PlacementSearch:
         last of the best so far need not be played.
         """
         schedules = [policies.lower_anew(varied(self._quick(candidate), accumulation=2)) for candidate in candidates]
-        bounds = [lower_bound_ns(schedule, self.costs) for schedule in schedules]
-        best: list[tuple[int, int]] = []
+        longer = [self._longer(schedule) for schedule in schedules]
+        bounds = [lower_bound_ns(schedule, self.costs) * more for schedule, more in zip(schedules, longer, strict=True)]
+        best: list[tuple[float, int]] = []
         for index in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
             if len(best) == _FINALISTS and bounds[index] > best[-1][0]:
                 break
-            best = sorted([*best, (makespan_ns(schedules[index], self.costs), index)])[:_FINALISTS]
+            best = sorted([*best, (makespan_ns(schedules[index], self.costs) * longer[index], index)])[:_FINALISTS]
         return [candidates[index] for _, index in best]
 
     def _quick(self, candidate: Plan) -> Plan:
@@ -121,9 +123,17 @@ class PlacementSearch:
         """The memory of `plan`."""
         return plan_account(plan, policies.outline(plan), self.costs)
 
-    def _time(self, plan: Plan) -> int:
-        """Step of `plan` in ns, of at most two micro-batches."""
-        return makespan_ns(policies.lower(varied(plan, accumulation=2)), self.costs)
+    def _time(self, plan: Plan) -> float:
+        """Step of `plan` in ns; of more than two micro-batches by what the second takes."""
+        schedule = policies.lower(varied(plan, accumulation=2))
+        return makespan_ns(schedule, self.costs) * self._longer(schedule)
+
+    def _longer(self, schedule: Schedule) -> float:
+        """How many times as long as `schedule`, of at most two micro-batches, a step is: the update that a step begins with is done once, copies of weights
+        for each of them, so a plan that is good for two need not be for many.
+        """
+        more = self.plan.workload.accumulation - 2
+        return 1 + more * another_ns(schedule, self.costs) / max(lower_bound_ns(schedule, self.costs), 1) if more > 0 else 1.0
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
         """Plans worth a try, all of which fit."""
@@ -197,7 +207,7 @@ class PlacementSearch:
             placement = msgspec.structs.replace(placement, **{name: ranges(list(layers), held) for name, held in chosen.items()})
         return placement
 
-    def _runner_up(self, slower: int, plan: Plan, choice: Choice, time: int) -> RunnerUp:
+    def _runner_up(self, slower: float, plan: Plan, choice: Choice, time: float) -> RunnerUp:
         """`plan`, whose step takes `slower` ns where the choice's takes `time`; with the choice's refinements where that fits and is faster."""
         best = choice.plan.knobs
         alike = varied(self._updated_like(plan, choice.plan), chunk_bytes=best.chunk_bytes, weight_slots=best.weight_slots)
@@ -221,7 +231,7 @@ class PlacementSearch:
                 if self.account(plan).fits:
                     yield plan
 
-    def _refined(self, time: int, plan: Plan) -> tuple[int, Plan]:
+    def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie; and its time."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
@@ -236,7 +246,7 @@ class PlacementSearch:
                     plan, time = changed, found
         return time, plan
 
-    def _split(self, time: int, plan: Plan) -> tuple[int, Plan]:
+    def _split(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest."""
         stack, resident = plan.model.stack, plan.placed("weights")
         streamed = [layer for layer in stack if layer not in resident]

@@ -16,7 +16,7 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.assessment import Choice, plan_account, varied
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import makespan_ns
+from megatrain.simulator.evaluator import another_ns, makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.placing import PlacementSearch, last
 from megatrain.simulator.plan import Placement, Plan
@@ -55,7 +55,7 @@ def best_split(
     """`candidates` of the split with the fastest choice. Raises UserError like `candidates` and `splits`."""
     tried = splits(workload, step_tokens)
     names = ["resident"] if hardware.unified else policy_library.contenders() if policies is None else policies
-    times: list[tuple[float, int]] = []
+    times: list[tuple[int, int]] = []
     for index, work in enumerate(tried):
         if times and index - min(times)[1] > _PATIENCE:
             break
@@ -65,16 +65,15 @@ def best_split(
             workload=work, device_limit_bytes=device_limit or hardware.device_bytes, host_limit_bytes=host_limit or hardware.host_bytes,
         )  # fmt: skip
         if not times or _compute_ns(plan, costs) < _CLOSE * min(times)[0]:
-            found = min((_time(each, costs) for each in _quick(plan, costs)), default=None)
-            times += [] if found is None else [(found, index)]
+            times += [(min(found), index)] if (found := [_time(each, costs) for each in _quick(plan, costs)]) else []
     chosen = [tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]] or [tried[-1]]
-    found = [
+    choices = [
         candidates(
             model, hardware, work, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=policies
         )
         for work in chosen
     ]  # fmt: skip
-    return min(found, key=lambda choices: rank(choices[0]))
+    return min(choices, key=lambda each: rank(each[0]))
 
 
 def _compute_ns(plan: Plan, costs: CostModel) -> float:
@@ -115,10 +114,7 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
                 break
 
 
-def _time(plan: Plan, costs: CostModel) -> float:
-    """Of a step with whole layers as copies; more than three micro-batches by what the third adds, but never less than compute takes."""
-    count = plan.workload.accumulation
-    counts = (2, 3) if count > 3 else (count,)
-    schedules = [policy_library.lower(varied(plan, chunk_bytes=ONE_COPY, accumulation=some)) for some in counts]
-    few = [makespan_ns(schedule, costs) for schedule in schedules]
-    return max(few[-1] + (count - counts[-1]) * (few[-1] - few[0]), _compute_ns(plan, costs))
+def _time(plan: Plan, costs: CostModel) -> int:
+    """Of a step with whole layers as copies; more than two micro-batches by what the second takes."""
+    schedule = policy_library.lower(varied(plan, chunk_bytes=ONE_COPY, accumulation=2))
+    return makespan_ns(schedule, costs) + max(plan.workload.accumulation - 2, 0) * another_ns(schedule, costs)
