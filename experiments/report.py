@@ -44,19 +44,16 @@ def _heading(verdict: Verdict) -> str:
 
 def _decision(verdict: Verdict) -> str:
     knobs = "another system, prediction only" if verdict.prediction_only else _knobs(verdict)
-    found = (
-        "DOES NOT FIT" if not verdict.feasible else "fits" if verdict.streams or verdict.prediction_only else "do not stream: all of it stays on the device,"
-    )
-    return f"{found} with policy {verdict.policy}: {knobs}"
+    return f"{'fits' if verdict.feasible else 'DOES NOT FIT'} with policy {verdict.policy}: {knobs}"
 
 
 def _knobs(verdict: Verdict) -> str:
     knobs = verdict.knobs
-    if not verdict.streams and verdict.policy == "resident":
-        return f"checkpoint_interval {knobs['checkpoint_interval']}, nothing is copied"
     if not verdict.streams:
-        kept = [f"{name} of {layers} kept" for name in ("stored", "attention") if (layers := getattr(knobs["placement"], name))]
-        return ", ".join([*kept, f"checkpoint_interval {knobs['checkpoint_interval']}, nothing is copied"])
+        placement = knobs["placement"] if verdict.policy != "resident" else None
+        kept = [f"{name} of {layers} kept" for name in ("stored", "attention") if (layers := getattr(placement, name, ""))]
+        advised = [] if verdict.unified or not verdict.feasible else ["do not stream, all of it stays on the device"]
+        return ", ".join([*advised, *kept, f"checkpoint_interval {knobs['checkpoint_interval']}", "nothing is copied"])
     parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")]
     placement = knobs["placement"]
     placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
