@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatrain.experiments.commands import calibrate, check, compare, export, figures, plan, report, simulate, train
+from megatrain.experiments.commands import calibrate, check, compare, export, figures, plan, report, simulate, sweep, train
 from megatrain.experiments.options import OneLineParser
 from megatrain.simulator.errors import Interrupted, RunError, UserError
 
 VERBS = {
     "check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "export": export, "compare": compare, "report": report,
-    "figures": figures,
+    "sweep": sweep, "figures": figures,
 }  # fmt: skip
 
 

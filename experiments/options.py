@@ -102,6 +102,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     packing.add_argument("--plain-packing", dest="documents", action="store_false", help="rows are one text without borders: attention sees over them")
 
 
+def add_step_tokens(parser: argparse.ArgumentParser) -> None:
+    text = "tokens of an optimizer step: batch and accumulation are chosen, instead of given"
+    parser.add_argument("--tokens-per-step", type=count("--tokens-per-step"), metavar="N", help=text)
+
+
 def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
     """What the options say, for `model`. Raises UserError where documents are asked for and nothing keeps them apart; unasked, it says so on stderr."""
     from megatrain.simulator.specs import Workload

@@ -8,10 +8,13 @@ from megatrain.simulator.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from megatrain.simulator.advice import Suggestion
+    from megatrain.simulator.plan import Knobs, Placement
     from megatrain.simulator.verdict import Verdict
 
 _LETTERS = {"weights": "w", "gradients": "g", "moments": "m", "activations": "a", "workspace": "x", "staging": "s"}
 _WIDTH = 40
+_WHERE = {"stored": " kept", "attention": " kept", "parked": " on the host", "host_updated": " on the host"}
+"""what a placement means, where not `on the device`"""
 
 
 def text(verdict: Verdict) -> str:
@@ -24,6 +27,7 @@ def text(verdict: Verdict) -> str:
         batch = f"a micro-batch of {verdict.largest_batch:,} x {verdict.workload.sequence}" if verdict.largest_batch else f"none of {verdict.workload.sequence}"
         most = f"most that fits: a context of {verdict.longest_context:,} tokens (batch 1), {batch}"
         lines.append(most if verdict.longest_context else "no micro-batch fits, however small")
+    lines += _rivals(verdict)
     if verdict.advice:
         lines.append("would make it run faster, about:" if verdict.feasible else "would help:")
         lines += [f"    {_suggestion(entry)}" for entry in verdict.advice]
@@ -46,13 +50,15 @@ def _decision(verdict: Verdict) -> str:
 
 def _knobs(verdict: Verdict) -> str:
     knobs = verdict.knobs
-    if not {"h2d", "d2h"} & verdict.lane_seconds.keys():
-        return f"checkpoint_interval {knobs['checkpoint_interval']}, nothing is copied"
+    if not verdict.streams:
+        placement = knobs["placement"] if verdict.policy != "resident" else None
+        kept = [f"{name} of {layers} kept" for name in ("stored", "attention") if (layers := getattr(placement, name, ""))]
+        advised = [] if verdict.unified or not verdict.feasible else ["do not stream, all of it stays on the device"]
+        return ", ".join([*advised, *kept, f"checkpoint_interval {knobs['checkpoint_interval']}", "nothing is copied"])
     parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")]
     placement = knobs["placement"]
     placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
-    where = {"stored": "kept", "attention": "kept", "parked": "on the host", "host_updated": "on the host"}
-    parts += [f"{name} of {layers} {where.get(name, 'on the device')}" for name, layers in placed if layers]
+    parts += [f"{name} of {layers}{_WHERE.get(name, ' on the device')}" for name, layers in placed if layers]
     return ", ".join([*parts, f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}"])
 
 
@@ -68,6 +74,31 @@ def _speed(verdict: Verdict) -> list[str]:
         *([f"compute stands still while these run: {waits}"] if waits else ["nothing is exposed: compute always runs"] if verdict.exposed_seconds else []),
         *([f"other lanes slow compute by {format_seconds(verdict.slowed_seconds)}"] if verdict.slowed_seconds >= verdict.step_seconds / 1000 else []),
     ]
+
+
+def _rivals(verdict: Verdict) -> list[str]:
+    """What came second, and what more memory would buy."""
+    lines, second = [], verdict.runner_up
+    if second is not None and verdict.feasible:
+        slower = second.step_seconds / verdict.step_seconds - 1
+        least, other = ("at least ", "") if second.at_least else ("", f": {_changes(second.knobs, verdict)}")
+        lines.append(f"runner-up: policy {second.policy}, {least}{format_seconds(second.step_seconds)}, {slower:.1%} slower{other}")
+    for margin in verdict.one_more_gib:
+        bought = f"{margin.gain:+.1%}, {margin.tokens_per_second:,.0f} tokens/s: {_changes(margin.knobs, verdict)}" if margin.knobs else "buys nothing"
+        lines.append(f"one more GiB of {margin.place} memory: {bought}")
+    return lines
+
+
+def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
+    """Where `knobs` differ from the verdict's."""
+    if knobs is None:
+        return ""
+    here: Placement = verdict.knobs["placement"]  # type: ignore[assignment]
+    changed = [name for name in knobs.__struct_fields__ if name != "placement" and getattr(knobs, name) != verdict.knobs[name]]
+    parts = [f"{name} {format_bytes(knobs.chunk_bytes) if name == 'chunk_bytes' else getattr(knobs, name)}" for name in changed]
+    placed = [name for name in here.__struct_fields__ if getattr(knobs.placement, name) != getattr(here, name)]
+    parts += [f"{name} of {getattr(knobs.placement, name) or 'none'}{_WHERE.get(name, ' on the device')}" for name in placed]
+    return ", ".join(parts) or "the same knobs"
 
 
 def memory(verdict: Verdict) -> list[str]:

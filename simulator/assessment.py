@@ -11,8 +11,19 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
 from megatrain.simulator.memory import Account, account, workspace_beside, workspace_estimate
-from megatrain.simulator.plan import Plan, Prediction
+from megatrain.simulator.plan import Knobs, Plan, Prediction
 from megatrain.simulator.schedule import Schedule
+
+
+class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
+    """What would have been chosen, had there not been the choice."""
+
+    policy: str
+    knobs: Knobs | None = None
+    """None where only a bound is known"""
+    step_seconds: float
+    at_least: bool = False
+    """the policy was not searched, because no knobs of it can take less than that"""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +36,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """engine's makespan and the host's time outside the schedule"""
     extrapolated: tuple[str, ...] = ()
     """op kinds whose cost lies outside what was measured"""
+    runner_up: RunnerUp | None = None
+    """the next best plan that fits, of this policy or of another; None where nothing else was tried"""
 
     @property
     def feasible(self) -> bool:

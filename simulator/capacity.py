@@ -24,7 +24,7 @@ from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.specs import DTYPE_BYTES, Workload
 
-_PROPORTIONAL = {f"device.{name}" for name in ("activations", "attention", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
+PROPORTIONAL = {f"device.{name}" for name in ("activations", "attention", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
 """pools whose bytes are proportional to the tokens of a micro-batch"""
 
 
@@ -46,7 +46,7 @@ class Footprint:
         share = new.tokens / old.tokens
         buffers = self._schedule.buffers
         if share != 1:
-            buffers = tuple(_resized(buffer, share) if buffer.pool in _PROPORTIONAL else buffer for buffer in buffers)
+            buffers = tuple(resized(buffer, share) if buffer.pool in PROPORTIONAL else buffer for buffer in buffers)
         plan = msgspec.structs.replace(self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes)
         found = plan_account(plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs)
         if moved := self._moved(found):
@@ -93,7 +93,7 @@ def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
     return [Buffer(id=f"{pool}:all", bytes=size) for pool, size in pools.items()] + [buffer for buffer in buffers if buffer.dynamic]
 
 
-def _resized(buffer: Buffer, factor: float) -> Buffer:
+def resized(buffer: Buffer, factor: float) -> Buffer:
     return msgspec.structs.replace(buffer, bytes=-int(-buffer.bytes * factor // 1))
 
 

@@ -27,6 +27,15 @@ def makespan_ns(schedule: Schedule, costs: CostModel) -> int:
     return max(_ends(schedule, _priced(schedule, costs)), default=0)
 
 
+def another_ns(schedule: Schedule, costs: CostModel) -> int:
+    """What one micro-batch more would add to a step of two: from the end of the first one's compute to the end of the second's. 0 for a step of one."""
+    ends = [0, 0]
+    for op, end in zip(schedule.ops, _ends(schedule, _priced(schedule, costs)), strict=True):
+        if op.lane == "compute" and op.id.endswith((".m0", ".m1")):
+            ends[op.id.endswith(".m1")] = end
+    return max(ends[1] - ends[0], 0)
+
+
 def _priced(schedule: Schedule, costs: CostModel) -> list[int]:
     """Dispatch and duration of every op, in program order; looked up once a size."""
     if schedule.compiled.fault:

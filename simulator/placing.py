@@ -17,13 +17,15 @@ from collections.abc import Iterator
 import msgspec
 
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import Choice, assess, plan_account, varied
+from megatrain.simulator.assessment import Choice, RunnerUp, assess, plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
+from megatrain.simulator.evaluator import another_ns
+from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._layerwise import contributions, cost_keys, gradient_bytes
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
 CLASSES = ("weights", "gradients", "low", "moments")
@@ -97,10 +99,13 @@ class PlacementSearch:
 
     def _best_with(self, knobs: dict[str, int]) -> Choice | None:
         """The fastest plan with these slots and copies; None where none fits."""
-        candidates = list(self._candidates(varied(self.plan, **knobs)))
-        ranked = sorted((self._time(self._quick(candidate)), index) for index, candidate in enumerate(candidates))
-        finals = [candidates[index] for _, index in ranked[:_FINALISTS]]
-        return self._refined(*min(((self._time(plan), plan) for plan in finals), key=lambda entry: entry[0])) if finals else None
+        finals = [(self._time(plan), plan) for plan in self._ranked(list(dict.fromkeys(self._candidates(varied(self.plan, **knobs)))))]
+        if not finals:
+            return None
+        (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
+        time, plan = self._refined(time, plan)
+        choice = assess(plan, self.costs)
+        return msgspec.structs.replace(choice, runner_up=self._runner_up(*others[0], choice, time)) if others else choice
 
     def _whole_layers(self) -> list[dict[str, int]]:
         """Clipping by update goes through a layer's state once where the slots hold all of its chunks: one more, so that the next layer's come meanwhile."""
@@ -110,27 +115,50 @@ class PlacementSearch:
         copies = (self.plan.knobs.chunk_bytes, 2 * self.plan.knobs.chunk_bytes)
         return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
 
+    def _ranked(self, candidates: list[Plan]) -> list[Plan]:
+        """The fastest few, with few large copies. The evaluator's time is a lower bound of the engine's: who is slower by that than the engine finds the
+        last of the best so far need not be played.
+        """
+        schedules = [policies.lower_anew(varied(self._quick(candidate), accumulation=2)) for candidate in candidates]
+        longer = [self._longer(schedule) for schedule in schedules]
+        bounds = [lower_bound_ns(schedule, self.costs) * more for schedule, more in zip(schedules, longer, strict=True)]
+        best: list[tuple[float, int]] = []
+        for index in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
+            if len(best) == _FINALISTS and bounds[index] > best[-1][0]:
+                break
+            best = sorted([*best, (makespan_ns(schedules[index], self.costs) * longer[index], index)])[:_FINALISTS]
+        return [candidates[index] for _, index in best]
+
     def _quick(self, candidate: Plan) -> Plan:
         """The candidate with few large copies, whether that fits or not, for a quick and fair ranking."""
         return varied(candidate, chunk_bytes=self.coarse)
 
-    def _account(self, plan: Plan) -> Account:
+    def account(self, plan: Plan) -> Account:
+        """The memory of `plan`."""
         return plan_account(plan, policies.outline(plan), self.costs)
 
-    def _time(self, plan: Plan) -> int:
-        """Step of `plan` in ns, of at most two micro-batches."""
-        return makespan_ns(policies.lower(varied(plan, accumulation=2)), self.costs)
+    def _time(self, plan: Plan) -> float:
+        """Step of `plan` in ns; of more than two micro-batches by what the second takes."""
+        schedule = policies.lower(varied(plan, accumulation=2))
+        return makespan_ns(schedule, self.costs) * self._longer(schedule)
+
+    def _longer(self, schedule: Schedule) -> float:
+        """How many times as long as `schedule`, of at most two micro-batches, a step is: the update that a step begins with is done once, copies of weights
+        for each of them, so a plan that is good for two need not be for many.
+        """
+        more = self.plan.workload.accumulation - 2
+        return 1 + more * another_ns(schedule, self.costs) / max(lower_bound_ns(schedule, self.costs), 1) if more > 0 else 1.0
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
         """Plans worth a try, all of which fit."""
         decoders = plan.model.layers
         for base in (Placement(), Placement(parked="all")):
-            room = self._room(varied(plan, placement=base))
+            room = self.room(varied(plan, placement=base))
             if room < 0:
                 continue
-            one = room - self._room(varied(plan, placement=msgspec.structs.replace(base, stored=str(decoders - 1))))
+            one = room - self.room(varied(plan, placement=msgspec.structs.replace(base, stored=str(decoders - 1))))
             everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
-            spare = self._room(varied(plan, placement=everything)) // max(one, 1)
+            spare = self.room(varied(plan, placement=everything)) // max(one, 1)
             if spare >= 0:
                 for placement in self._with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, min(decoders, spare)))):
                     yield from self._fitting(plan, placement)
@@ -141,7 +169,7 @@ class PlacementSearch:
                     for fill in [fill for index, fill in enumerate(fills) if fill not in fills[:index]]:
                         yield from self._fitting(plan, fill)
             every = ranges([layer.name for layer in plan.model.decoders], set(self.keeping))
-            if self._room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
+            if self.room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
                 return
 
     def _with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
@@ -152,19 +180,19 @@ class PlacementSearch:
         layers = [layer for layer in self.keeping if layer not in stored]
         if layers:
             one = max(plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers)
-            count = min(self._room(held) // (one + 256), len(layers))
+            count = min(self.room(held) // (one + 256), len(layers))
             if count > 0:
                 names = [layer.name for layer in plan.model.decoders]
                 yield msgspec.structs.replace(placement, attention=ranges(names, set(layers[len(layers) - count :])))
 
-    def _room(self, plan: Plan) -> int:
+    def room(self, plan: Plan) -> int:
         """Device bytes that are left."""
-        account = self._account(plan)
+        account = self.account(plan)
         return account.device_limit_bytes - account.device_peak_bytes
 
     def _fitting(self, plan: Plan, placement: Placement) -> list[Plan]:
         candidate = varied(plan, placement=placement)
-        return [candidate] if self._account(candidate).fits else []
+        return [candidate] if self.account(candidate).fits else []
 
     def _orders(self) -> list[list[tuple[str, str]]]:
         """(class, layer) pairs in the orders in which memory is given to them."""
@@ -181,7 +209,7 @@ class PlacementSearch:
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
         layers, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
         for _ in range(2):
-            room = self._room(varied(plan, placement=placement))
+            room = self.room(varied(plan, placement=placement))
             for name, layer in order:
                 if name == "gradients" and not self.owes and contributions(plan, layer) == 1:
                     continue  # it stays on the device anyway
@@ -193,8 +221,32 @@ class PlacementSearch:
             placement = msgspec.structs.replace(placement, **{name: ranges(list(layers), held) for name, held in chosen.items()})
         return placement
 
-    def _refined(self, time: int, plan: Plan) -> Choice:
-        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie."""
+    def _runner_up(self, slower: float, plan: Plan, choice: Choice, time: float) -> RunnerUp:
+        """`plan`, whose step takes `slower` ns where the choice's takes `time`; with the choice's refinements where that fits and is faster."""
+        best = choice.plan.knobs
+        alike = varied(self._updated_like(plan, choice.plan), chunk_bytes=best.chunk_bytes, weight_slots=best.weight_slots)
+        if alike.knobs != plan.knobs and self.account(alike).fits:
+            slower, plan = min((slower, plan), (self._time(alike), alike), key=lambda entry: entry[0])
+        return RunnerUp(policy=plan.policy, knobs=plan.knobs, step_seconds=choice.step_seconds * slower / time)
+
+    def _updated_like(self, plan: Plan, other: Plan) -> Plan:
+        """`plan`, the host's cores updating of its streamed layers as many as of the other's: all, every other one, or none."""
+        updated, layers = other.placed("host_updated"), list(plan.model.stack)
+        every = 1 if updated >= set(layers) - other.placed("weights") else 2
+        streamed = [layer for layer in layers if layer not in plan.placed("weights")]
+        chosen = ranges(layers, set(streamed[::every])) if updated and streamed else ""
+        return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=chosen))
+
+    def filled(self, base: Placement, like: Plan) -> Iterator[Plan]:
+        """Plans of `base` with as much of the state on the device as fits, in each order, updated by the host as `like` is; all of which fit."""
+        for placement in self._with_attention(self.plan, base):
+            for order in self._orders():
+                plan = self._updated_like(varied(self.plan, placement=self._filled(self.plan, placement, order)), like)
+                if self.account(plan).fits:
+                    yield plan
+
+    def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie; and its time."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
         many = len(policies.lower(plan).ops) > _MANY_OPS
@@ -202,20 +254,20 @@ class PlacementSearch:
         changes = [{"chunk_bytes": chunk}, {"weight_slots": knobs.weight_slots + 1}]
         for change in changes:
             changed = varied(plan, **change)
-            if policies.outline(changed).buffers != policies.outline(plan).buffers and self._account(changed).fits:
+            if policies.outline(changed).buffers != policies.outline(plan).buffers and self.account(changed).fits:
                 found = self._time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
-        return assess(plan, self.costs)
+        return time, plan
 
-    def _split(self, time: int, plan: Plan) -> tuple[int, Plan]:
+    def _split(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest."""
         stack, resident = plan.model.stack, plan.placed("weights")
         streamed = [layer for layer in stack if layer not in resident]
         for chosen in (streamed, streamed[::2]):
             placement = msgspec.structs.replace(plan.knobs.placement, host_updated=ranges(list(stack), set(chosen)))
             changed = varied(plan, placement=placement)
-            if chosen and self._account(changed).fits:
+            if chosen and self.account(changed).fits:
                 found = self._time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
@@ -228,4 +280,4 @@ class PlacementSearch:
         for base in (Placement(), Placement(parked="all")):
             plan = varied(lean, placement=base)
             misses += [plan, varied(lean, placement=self._filled(lean, base, self._orders()[0]))]
-        return assess(min(misses, key=lambda plan: self._account(plan).excess_bytes), self.costs)
+        return assess(min(misses, key=lambda plan: self.account(plan).excess_bytes), self.costs)

@@ -13,20 +13,23 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
-from megatrain.simulator.assessment import Choice, assess, varied
+from megatrain.simulator.assessment import Choice, RunnerUp, assess, varied
 from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.engine import simulate
-from megatrain.simulator.evaluator import bounds
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.evaluator import makespan_ns
 from megatrain.simulator.exposed import exposed_ns, slowed_ns
 from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.margins import Margin, one_more_gib
 from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.planner import rank, search
 from megatrain.simulator.several import Several, estimate
-from megatrain.simulator.slot_search import ONE_COPY
+from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS
 from megatrain.simulator.specs import ModelSpec, Workload
 from megatrain.simulator.units import format_bytes
 
@@ -80,6 +83,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """lane -> time in which it ran and compute did not, shared among lanes that ran together; `waiting`: none ran; see exposed.py"""
     slowed_seconds: float = 0.0
     """that compute's ops take longer because of what other lanes do at the same time"""
+    streams: bool = True
+    """something is copied from or to the host; else the model and all of its state stay on the device"""
     lane_seconds: dict[str, float]
     """lane -> sum of its ops"""
     device_peak_bytes: int
@@ -102,6 +107,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """what it costs that attention stays inside documents; empty where it costs nothing, or rows are one text"""
     reason: str = ""
     """why it does not fit, in one line"""
+    runner_up: RunnerUp | None = None
+    """what would have been chosen otherwise; None where nothing else fits"""
+    one_more_gib: tuple[Margin, ...] = ()
+    """what more memory would buy, by place; empty where it was not asked for"""
     advice: tuple[Suggestion, ...] = ()
     training: Training | None = None
     several: Several | None = None
@@ -130,8 +139,8 @@ def candidates(
     device_limit: int | None = None, host_limit: int | None = None, policies: list[str] | None = None,
 ) -> list[Choice]:  # fmt: skip
     """The best plan of each policy, best first. On a unified machine both limits hold for the one memory that there is. Where the search finds
-    none that fits, the most frugal plan of a policy is taken if that does. Where no policy is named, one whose cpu lane alone takes longer than
-    the best plan of those that obey a placement is not searched: that saves a second of two.
+    none that fits, the most frugal plan of a policy is taken if that does. Where no policy is named, one that even with free copies takes longer than
+    the best plan of those that obey a placement is not searched: that saves half of the time.
     """
     names = policy_library.contenders() if policies is None else policies
     if hardware.unified:
@@ -142,13 +151,17 @@ def candidates(
             model, hardware, workload, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=chosen
         )  # fmt: skip
 
+    bounded: list[RunnerUp] = []
     if hardware.unified or names != policy_library.contenders():
         found = found_by(names)
     else:
         later = [name for name in names if name != "resident" and not policy_library.places(name)]
         first = sorted((name for name in names if name not in later), key=policy_library.places)  # the likely winner last: its schedule is still known then
         found = found_by(first)
-        if hopeful := [name for name in later if _may_beat(name, found[0], hardware)]:
+        if found[0].feasible:
+            bounded = [RunnerUp(policy=name, step_seconds=_least_seconds(name, found[0], hardware), at_least=True) for name in later]
+            bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
+        if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
             found = sorted([*found, *found_by(hopeful)], key=rank)
     own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
     if own and not own[0].feasible:
@@ -157,17 +170,37 @@ def candidates(
         if footprint := next(fitting, None):
             choice = assess(footprint.placed(), costs)
             found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
-    return found
+    return [_beside(found, bounded), *found[1:]]
 
 
-def _may_beat(name: str, best: Choice, hardware: HardwareSpec) -> bool:
-    """The policy's ops on the host's cores, which no knob spares, leave it time to be faster than `best`."""
-    if not best.feasible:
-        return True
-    plan = msgspec.structs.replace(best.plan, policy=name, knobs=Knobs(chunk_bytes=ONE_COPY))
-    schedule = policy_library.lower(varied(plan, accumulation=1))
-    costs = cost_model(hardware, plan.model, plan.workload)
-    return bounds(schedule, costs).lanes_ns.get("cpu", 0) < best.step_seconds * 1e9
+def _beside(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
+    """The best choice, with the best of what it was chosen before."""
+    best, *others = found
+    tried = [RunnerUp(policy=other.plan.policy, knobs=other.plan.knobs, step_seconds=other.step_seconds) for other in others if _is_rival(other)]
+    if best.runner_up:
+        tried.append(best.runner_up)
+    tried += bounded
+    return msgspec.structs.replace(best, runner_up=min(tried, key=lambda entry: entry.step_seconds, default=None) if _is_rival(best) else None)
+
+
+def _is_rival(choice: Choice) -> bool:
+    return choice.feasible and not policy_library.is_prediction_only(choice.plan.policy)
+
+
+def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
+    """A bound that no knobs of the policy `name` beat, for the model and workload of `best`: the evaluator's time of at most two micro-batches with as many
+    slots as are ever tried and copies that take none, through slabs and without.
+    """
+    costs = cost_model(hardware, best.plan.model, best.plan.workload)
+    free, least = Changed(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
+    for slabs in (0, max(GRADIENT_SLABS)):
+        knobs = Knobs(weight_slots=max(WEIGHT_SLOTS), gradient_slots=max(GRADIENT_SLOTS), gradient_slabs=slabs, chunk_bytes=ONE_COPY)
+        try:
+            schedule = policy_library.lower(varied(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2))
+        except UserError:  # a policy for which some knob is fixed; without slabs nothing can be summed
+            continue
+        least.append(makespan_ns(schedule, free))
+    return min(least, default=0) / 1e9
 
 
 def _footprints(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> list[Footprint]:
@@ -196,12 +229,13 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
         tokens_per_second=tokens_per_second(work, seconds), tflops_6n=tflops_6n(plan.model, work, seconds),
         tflops_6n_active=tflops_6n(plan.model, work, seconds) * plan.model.active_parameters / plan.model.parameters,
         mfu=mfu(plan.model, work, seconds, peak) if peak else None, lower_bound_seconds=limits.lower_bound_ns / 1e9, lower_bound_lane=limits.latest,
+        streams=not {"h2d", "d2h"}.isdisjoint(limits.lanes_ns),
         lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
         device_peak_bytes=account.device_peak_bytes, device_limit_bytes=account.device_limit_bytes,
         host_peak_bytes=account.host_peak_bytes, host_limit_bytes=account.host_limit_bytes, pools=dict(account.pools),
         classes={place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in classes.items()},
         calibrated=hardware.costs.date if hardware.costs else "", uncertainty=uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
-        documents=_documents(plan.model, work), reason="" if choice.feasible else account.advice,
+        documents=_documents(plan.model, work), reason="" if choice.feasible else account.advice, runner_up=choice.runner_up,
     )  # fmt: skip
     return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
 
@@ -245,6 +279,7 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
     advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
     verdict = msgspec.structs.replace(
         verdict, slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
+        one_more_gib=one_more_gib(choice, hardware, costs),
         reason="" if choice.feasible else _lacking(verdict), longest_context=longest_context(footprints, plan.workload) if footprints else None,
         largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
         several=estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus) if gpus != 1 else None,

@@ -21,6 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_policy(parser)
     parser.add_argument("--cores", type=options.whole("--cores"), help="processor cores of the host; the CPU optimizer's rate scales with them")
     options.add_workload(parser)
+    options.add_step_tokens(parser)
     parser.add_argument("--tokens", type=options.count("--tokens"), metavar="N", help="also days and energy of training on so many tokens, e.g. 1B")
     parser.add_argument("--gpus", type=options.whole("--gpus"), default=1, metavar="N", help="also a first estimate for so many GPUs of one host")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
@@ -34,15 +35,20 @@ def policies(named: str) -> list[str]:
 
 
 def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardware_name: str) -> list[Choice]:
-    """The best plan of each policy that `args.policy` names, best first."""
+    """The best plan of each policy that `args.policy` names, best first; of the fastest split into micro-batches where only a step's tokens are given."""
     from megatrain.simulator.specs import ModelSpec
     from megatrain.simulator.verdict import candidates
 
     model = ModelSpec.load(args.model)
-    return candidates(
-        model, hardware, options.workload(args, model), source=source, hardware_name=hardware_name,
-        device_limit=args.device_memory, host_limit=args.host_memory, policies=policies(args.policy),
-    )  # fmt: skip
+    work, limits = options.workload(args, model), {"device_limit": args.device_memory, "host_limit": args.host_memory}
+    step_tokens = getattr(args, "tokens_per_step", None)
+    if step_tokens is None:
+        return candidates(model, hardware, work, source=source, hardware_name=hardware_name, policies=policies(args.policy), **limits)
+    from megatrain.simulator.splits import best_split
+
+    if work.accumulation > 1:
+        raise UserError("--tokens-per-step", found="--accumulation beside it", allowed="one of them", fix="leave --accumulation and --batch out")
+    return best_split(model, hardware, work, step_tokens, source=source, hardware_name=hardware_name, policies=policies(args.policy), **limits)
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:

@@ -16,13 +16,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_hardware(parser)
     options.add_policy(parser)
     options.add_workload(parser)
+    options.add_step_tokens(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="PLAN", help="the plan to write, e.g. plan.toml")
 
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.verdict import brief
+    from megatrain.simulator.verdict import brief, in_full
 
     if args.policy == "all":
         args.policy = "best"
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     named = options.relative(Path(args.hardware), args.out.parent) if os.path.exists(args.hardware) else args.hardware
     found = check.choices(args, hardware, source, named)
     verdicts, best = [brief(choice, hardware) for choice in found], found[0]
-    print(report.text(verdicts[0]))
+    print(report.text(in_full(best, hardware, check.policies(args.policy))))
     if len(found) > 1:
         print("\nevery policy at its best:\n" + report.table(verdicts))
     if not best.feasible:

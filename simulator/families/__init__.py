@@ -16,16 +16,27 @@ from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
 from megatrain.simulator.families.refused import NOT_YET, REFUSED
 
-__all__ = ["FAMILIES", "FROM_THE_ROW", "KEEP_ATTENTION", "NOT_YET", "REFUSED", "WRITTEN_OUT", "Architecture", "Kind", "Part", "Tensors", "cut", "text_config", "with_nulls"]
+__all__ = [
+    "FAMILIES",
+    "FROM_THE_ROW",
+    "KEEP_ATTENTION",
+    "NOT_YET",
+    "REFUSED",
+    "WRITTEN_OUT",
+    "Architecture",
+    "Kind",
+    "Part",
+    "Tensors",
+    "cut",
+    "text_config",
+    "with_nulls",
+]
 
 FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **GPT_FAMILIES}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
-FROM_THE_ROW = {
-    "llama4_text": "whose chunks and whose scaling of queries count from a row's start",
-    "opt": "whose positions count from a row's start",
-}
+FROM_THE_ROW = {"llama4_text": "whose chunks and whose scaling of queries count from a row's start", "opt": "whose positions count from a row's start"}
 """families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
 WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""

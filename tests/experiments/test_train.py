@@ -167,7 +167,10 @@ def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so
     assert re.match(r"megatrain: --documents: found qwen3_next, whose linear attention .*; allowed: .*; fix: use --plain-packing\n$", refused.err)
     outcome = command(*words)
     assert outcome.status == 0
-    assert outcome.err == "rows are packed without borders between documents: qwen3_next, whose linear attention carries its state from one into the next\n"
+    assert (
+        outcome.err
+        == "rows are packed without borders between documents: qwen3_next, whose linear attention, as in layer 0, lets a document see the ones before it\n"
+    )
     assert "documents" not in Path("next.toml").read_text()
     cudnn = command("check", "tiny", "--hardware", "h200", "--policy", "resident", "--attention", "cudnn")
     assert cudnn.err == "rows are packed without borders between documents: --attention cudnn, which takes no lengths of documents\n"

@@ -223,8 +223,8 @@ def test_bounds_are_where_documents_begin_and_the_rest_is_empty(rows: list[list[
 def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in WRITTEN_OUT)
-    assert model.documents_by("fp32") == (None if family == "qwen3_next" else "mask")
-    assert model.documents_by("bf16") == {"qwen3_next": None}.get(family, "mask" if family in WRITTEN_OUT else "lengths")
+    assert model.documents_by("fp32") == ("mask" if family in DOCUMENTED else None)
+    assert model.documents_by("bf16") == (("mask" if family in WRITTEN_OUT else "lengths") if family in DOCUMENTED else None)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])

@@ -198,6 +198,6 @@ def test_linear_attention_over_documents_is_refused_by_name(make_plan: Callable[
     plan = make_plan("resident", model=model_of("qwen3_next"), documents=True)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     with pytest.raises(
-        UserError, match=r"model qwen3_next: layer 0: found linear_attention, which .*; allowed: rows of one document; fix: make the plan with --plain-packing"
+        UserError, match=r"found qwen3_next, whose linear attention, as in layer 0, .*; allowed: rows of one document; fix: make the plan with --plain-packing"
     ):
         session(plan)

@@ -1,0 +1,1 @@
+"""Sweeps: every plan of a grid, simulated or executed; what `megatrain sweep` does."""

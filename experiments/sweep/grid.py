@@ -1,0 +1,107 @@
+"""Grid: which plans a sweep tries: the product of axes, each a name with its values, from the command line or from TOML.
+
+An axis is `policy`, a knob (`weight_slots`, `placement.weights`, ...), a field of the workload (`batch`, `clipping`, ...), or a limit
+(`device_memory`, `host_memory`). Sizes may be written as `24GiB`. A file may hold several grids, whose plans are joined:
+
+    [[grid]]
+    policy = ["k_buffer"]
+    weight_slots = [1, 2, 4]
+
+    [[grid]]
+    policy = ["overlapped"]
+    chunk_bytes = ["64MiB", "256MiB"]
+    "placement.weights" = ["", "e,0-11", "all"]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_toml
+from megatrain.simulator.plan import Knobs, Placement, Plan
+from megatrain.simulator.specs import Workload
+from megatrain.simulator.units import parse_bytes
+
+_MOST = 1_000_000
+_LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
+_SIZES = {"chunk_bytes", *_LIMITS}
+_ALIASES = {"seq": "sequence", "compile": "compiled"}
+_PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
+AXES = ("policy", *(name for name in Knobs.__struct_fields__ if name != "placement"), *_PLACED, *Workload.__struct_fields__, *_LIMITS)
+"""every name that an axis may have"""
+
+Axes = dict[str, tuple[Any, ...]]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    grid: list[dict[str, list[Any]]]
+
+
+def read_grids(path: Path) -> list[Axes]:
+    """The grids of a TOML file. Raises UserError for what is no grid."""
+    found = read_toml(path, _File).grid
+    if not found:
+        raise UserError(str(path), found="no [[grid]]", allowed="one or more", fix="write [[grid]] and under it lines like weight_slots = [1, 2]")
+    return [dict(axis(name, values, str(path)) for name, values in grid.items()) for grid in found]
+
+
+def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, ...]]:
+    """An axis from its name and values, each a text or what TOML reads. Raises UserError for a name or a value that there is not."""
+    name = _ALIASES.get(name, name)
+    if name not in AXES:
+        raise UserError(where, found=f"an axis {name!r}", allowed=", ".join(AXES), fix="name one of these")
+    if not values:
+        raise UserError(f"{where}: {name}", found="no value", allowed="one or more", fix=f"give values to {name}, or leave it out")
+    return name, tuple(dict.fromkeys(_value(name, value, f"{where}: {name}") for value in values))
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    if name in _SIZES and isinstance(value, str):
+        return parse_bytes(value, where)
+    into = Workload if name in Workload.__struct_fields__ else Knobs
+    wanted = int if name in _LIMITS else str if name == "policy" or name in _PLACED else _type_of(into, name)
+    try:
+        return msgspec.convert(value, wanted, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise UserError(where, found=repr(value), allowed=str(error).lower(), fix="write another value") from None
+
+
+def _type_of(into: type[msgspec.Struct], name: str) -> Any:
+    return next(field.type for field in msgspec.structs.fields(into) if field.name == name)
+
+
+def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
+    """Every plan of the grids, once each, `base` where a grid says nothing. Raises UserError where a value cannot be, or for more than a million plans."""
+    count = sum(math.prod(len(values) for values in grid.values()) for grid in grids)
+    if count > _MOST:
+        raise UserError("sweep", found=f"{count:,} plans", allowed=f"at most {_MOST:,}", fix="give fewer values, or sweep in parts")
+    found: dict[bytes, Plan] = {}
+    for grid in grids:
+        for values in itertools.product(*grid.values()):
+            plan = _changed(base, dict(zip(grid, values, strict=True)))
+            told = (plan.policy, plan.workload, plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes)
+            found.setdefault(msgspec.msgpack.encode(told), plan)
+    return list(found.values())
+
+
+def _changed(base: Plan, values: dict[str, Any]) -> Plan:
+    placed = {name.partition(".")[2]: values[name] for name in _PLACED if name in values}
+    knobs = {name: value for name, value in values.items() if name in Knobs.__struct_fields__}
+    work = {name: value for name, value in values.items() if name in Workload.__struct_fields__}
+    if placed:
+        knobs["placement"] = msgspec.structs.replace(base.knobs.placement, **placed)
+    changes: dict[str, Any] = {field: values[name] for name, field in _LIMITS.items() if name in values}
+    if "policy" in values:
+        changes["policy"] = values["policy"]
+    if knobs:
+        changes["knobs"] = msgspec.structs.replace(base.knobs, **knobs)
+    if work:
+        changes["workload"] = msgspec.structs.replace(base.workload, **work)
+    return msgspec.structs.replace(base, **changes)

@@ -1,0 +1,118 @@
+"""Margins: what one more GiB of device or of host memory would buy, tried around one choice.
+
+For a policy that obeys a placement the memory is given to more layers, in the planner's orders and with one stored layer more or as many; on the host, to the
+placements that only the host was too small for. For others the search is done again. A new search may gain more.
+The ratio of two times with whole layers as copies is taken as the ratio of the steps: a gain is `about`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from megatrain.simulator import policies
+from megatrain.simulator.assessment import Choice, plan_account, varied
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.engine import makespan_ns
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.metrics import tokens_per_second
+from megatrain.simulator.placing import PlacementSearch, last
+from megatrain.simulator.plan import Knobs, Placement, Plan
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS, SlotSearch, intervals
+
+GIB = 2**30
+_USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}  # those that a search begins with
+
+
+class Margin(msgspec.Struct, frozen=True, kw_only=True):
+    """One GiB more in a place."""
+
+    place: str
+    """`device` or `host`"""
+    step_seconds: float
+    tokens_per_second: float
+    gain: float
+    """of tokens/s: 0.01 is 1 % more; 0 where it buys nothing"""
+    knobs: Knobs | None = None
+    """what would be chosen then; None where it buys nothing"""
+
+
+def one_more_gib(choice: Choice, hardware: HardwareSpec, costs: CostModel) -> tuple[Margin, ...]:
+    """For each place; none for a choice that does not fit, for another system's, and on a unified machine, where nothing streams."""
+    if not choice.feasible or hardware.unified or policies.is_prediction_only(choice.plan.policy):
+        return ()
+    found = []
+    for place in ("device", "host"):
+        knobs, share = _better(choice, place, costs)
+        seconds = choice.step_seconds * share
+        speeds = [tokens_per_second(choice.plan.workload, time) for time in (seconds, choice.step_seconds)]
+        found.append(Margin(place=place, step_seconds=seconds, tokens_per_second=speeds[0], gain=speeds[0] / speeds[1] - 1, knobs=knobs))
+    return tuple(found)
+
+
+def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None, float]:
+    """The knobs that more memory allows, and their time over the choice's."""
+    plan = choice.plan
+    more = {"device": ("device_limit_bytes", plan.device_limit_bytes), "host": ("host_limit_bytes", plan.host_limit_bytes)}[place]
+    roomier = msgspec.structs.replace(plan, **{more[0]: more[1] + GIB})
+    if not policies.places(plan.policy):
+        if _has_plenty(plan, place, costs):
+            return None, 1.0
+        again = SlotSearch(roomier, costs).best()
+        return (again.plan.knobs, again.step_seconds / choice.step_seconds) if again.step_seconds < choice.step_seconds else (None, 1.0)
+    search = PlacementSearch(roomier, costs)
+    search.plan = roomier  # its slots and copies, not those that a search begins with
+    tried = list(dict.fromkeys(_wider(search) if place == "device" else _freed(search, plan)))
+    schedules = [_coarse(other) for other in tried]
+    times = [lower_bound_ns(schedule, costs) for schedule in schedules]
+    if not times or min(times) >= (now := makespan_ns(_coarse(plan), costs)):
+        return None, 1.0
+    best = times.index(min(times))
+    then = makespan_ns(schedules[best], costs)
+    return (tried[best].knobs, then / now) if then < now else (None, 1.0)
+
+
+def _coarse(plan: Plan) -> Schedule:
+    """At most two micro-batches, whole layers as copies."""
+    return policies.lower(varied(plan, accumulation=2, chunk_bytes=ONE_COPY))
+
+
+def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
+    """The most slots that a search tries fit in the place as it is, at every checkpoint interval."""
+    most = {"weight_slots": max(WEIGHT_SLOTS), "gradient_slots": max(GRADIENT_SLOTS), "gradient_slabs": max(GRADIENT_SLABS), "chunk_bytes": ONE_COPY}
+    for interval in intervals(plan.model.layers):
+        large = varied(plan, accumulation=2, checkpoint_interval=interval, **most)
+        try:
+            account = plan_account(large, policies.outline(large), costs)
+        except UserError:  # a policy for which some knob is fixed
+            return False
+        if {"device": account.device_peak_bytes > account.device_limit_bytes, "host": account.host_peak_bytes > account.host_limit_bytes}[place]:
+            return False
+    return True
+
+
+def _wider(search: PlacementSearch) -> Iterator[Plan]:
+    """With more on the device."""
+    plan = search.plan
+    stored = len(plan.placed("stored"))
+    for count in sorted({stored, min(stored + 1, plan.model.layers)}):
+        yield from search.filled(msgspec.structs.replace(Placement(), stored=last(plan.model.layers, count), parked=plan.knobs.placement.parked), like=plan)
+
+
+def _freed(search: PlacementSearch, plan: Plan) -> Iterator[Plan]:
+    """What fits now and did not before. Nothing, where the host holds everything as it is."""
+    everything = varied(plan, placement=Placement(parked="all", host_updated="all"))
+    if search.account(everything).host_peak_bytes <= plan.host_limit_bytes:
+        return
+    updated = [plan, varied(plan, placement=Placement(host_updated="all"))]
+    for slots in ({}, _USUAL_SLOTS):
+        search.plan = msgspec.structs.replace(varied(plan, **slots), host_limit_bytes=plan.host_limit_bytes + GIB)
+        for stored, like in itertools.product(sorted({0, len(plan.placed("stored"))}), updated):
+            for other in search.filled(msgspec.structs.replace(Placement(), stored=last(plan.model.layers, stored)), like=like):
+                if not search.account(msgspec.structs.replace(other, host_limit_bytes=plan.host_limit_bytes)).fits:
+                    yield other
