@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain.simulator.files import read_json, write_json
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 _INPUTS = (
     "simulator/**/*.py",
