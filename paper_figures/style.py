@@ -33,6 +33,10 @@ RC: Any = {
 }  # fmt: skip
 
 
+PLATE: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
+"""behind text that stands on a bar"""
+
+
 class Look(NamedTuple):
     """How one system is drawn."""
 

@@ -34,7 +34,8 @@ HOST_BYTES = 118 * 2**30
 """what a run may take of the H200's 128 GiB"""
 MODELLED_DEVICE_BYTES = 134 * 2**30
 """3.5 GiB less than tensors can have, since nobody measured what these allocate within an op"""
-WORK = Workload(batch=32, sequence=1024, compiled=True, loss_chunk=4096)
+LOSS_CHUNK = 4096
+WORK = Workload(batch=32, sequence=1024, compiled=True, loss_chunk=LOSS_CHUNK)
 """as experiments/results/h200-qwen2.5-7b-batches/32x1024.json, which measures the full plan"""
 
 
