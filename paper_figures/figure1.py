@@ -62,7 +62,7 @@ def _limit(sequence: int, device_bytes: int | None, clipping: str) -> str:
 def draw(results: Results) -> Drawn:
     records, date = results.typed("figure1", list[Record])
     measured = stars(results)
-    figure, axes = style.canvas(style.PAGE, 3.3, ncols=2, sharey=True)
+    figure, axes = style.canvas(style.PAGE, 3.5, ncols=2, sharey=True)
     for panel, (setting, title) in zip(axes, PANELS.items(), strict=True):
         _panel(panel, [record for record in records if record.setting == setting and record.quantity in ("tflops", "runs")], title)
     _stars(axes[1], measured)
@@ -80,6 +80,9 @@ def draw(results: Results) -> Drawn:
 def _stars(axes: Any, measured: list[Star]) -> None:
     for star in measured:
         style.measured(axes, [star.size * (_ASIDE if star.limit else 1)], [star.tflops], star.system)
+        if star.system != "ours":  # in grey the colour does not tell
+            name = style.LOOKS[star.system].label.removesuffix(" offload").replace(" ", "\n")
+            axes.text(star.size * 1.12, star.tflops, name, fontsize=7, va="bottom" if star.size == 3 else "top", linespacing=0.95)
     for limit in sorted({star.limit for star in measured if star.limit}):
         low = min(star.tflops for star in measured if star.limit == limit)
         axes.text(7 * _ASIDE * 0.91, low, limit, fontsize=7, va="center", ha="right", linespacing=0.95)

@@ -144,6 +144,6 @@ def bar_handles(systems: Sequence[str]) -> list[Patch]:
     made = [Patch(facecolor=LOOKS[name].colour, hatch=HATCHES.get(name, ""), edgecolor=INK, linewidth=0.4, label=LOOKS[name].label) for name in systems]
     return [
         *made,
-        Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (dotted: doubtful)"),
+        Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (hollow, dotted: doubtful)"),
         Patch(facecolor="none", edgecolor="none", label="×  does not fit"),
     ]

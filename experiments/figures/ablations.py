@@ -8,6 +8,7 @@ the library's rates, their memory by formula. `no chunked loss`: all logits of a
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from typing import NamedTuple
@@ -93,6 +94,7 @@ def workload(case: str) -> Workload:
     return msgspec.structs.replace(WORK, compiled=case != "no compile")
 
 
+@functools.cache
 def ablated(case: str) -> Choice:
     """The plan of one of CASES for the H200, and what is expected of it."""
     model, work = ModelSpec.load(MODEL), workload(case)

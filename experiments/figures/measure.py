@@ -38,9 +38,11 @@ def plan(case: str) -> tuple[Choice, str]:
         return ablations.ablated(ABLATIONS[case]), os.path.relpath(ablations.CALIBRATED)
     batch, sequence = CONTEXTS[case]
     work = Workload(batch=batch, sequence=sequence, compiled=True, attention="cudnn", loss_chunk=ablations.WORK.loss_chunk)
-    limits = {"device_limit": CONTEXT_DEVICE_BYTES, "host_limit": ablations.HOST_BYTES}
-    best = candidates(ModelSpec.load(ablations.MODEL), HardwareSpec.load("h200"), work, source=ablations.MODEL, hardware_name="h200", **limits)[0]
-    return best, "h200"
+    found = candidates(
+        ModelSpec.load(ablations.MODEL), HardwareSpec.load("h200"), work, source=ablations.MODEL, hardware_name="h200",
+        device_limit=CONTEXT_DEVICE_BYTES, host_limit=ablations.HOST_BYTES,
+    )  # fmt: skip
+    return found[0], "h200"
 
 
 def arguments(case: str, out: Path, steps: int) -> list[str]:
