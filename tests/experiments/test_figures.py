@@ -132,7 +132,7 @@ def test_without_one_thing_ours_is_slower() -> None:
     assert all(choice.feasible for choice in found.values())
     assert min(found, key=lambda case: found[case].step_seconds) == "full"
     stored_one = json.loads((stored.RESULTS / "h200-qwen2.5-7b-batches" / "32x1024.json").read_text())["plan"]["workload"]
-    assert msgspec.to_builtins(ablations.WORK) == stored_one, "the full plan is measured with this workload"
+    assert msgspec.convert(stored_one, Workload) == ablations.WORK, "the full plan is measured with this workload"
 
 
 def test_measuring_can_show_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
