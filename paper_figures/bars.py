@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 def bars(axes: Axes, groups: Sequence[Group]) -> None:
-    """Told: hatched, dotted and pale where doubtful. Predicted: plain. A cross where told or predicted not to fit, a dash where there is no policy."""
+    """Told: hatched, hollow within a dotted line where doubtful. Predicted: plain. A cross where told or predicted not to fit, a dash where there is no policy."""
     x, ticks = 0.0, []
     top = max(value for group in groups for _, told, _, predicted, _ in group.bars for value in (told, predicted) if value is not None)
     for group in groups:
@@ -38,7 +38,7 @@ def bars(axes: Axes, groups: Sequence[Group]) -> None:
                         0.9,
                         facecolor="white",
                         edgecolor=colour,
-                        hatch="....." if sure == "?" else "//////",
+                        hatch="" if sure == "?" else "//////",
                         linewidth=0.8,
                         linestyle=":" if sure == "?" else "-",
                     )

@@ -95,7 +95,17 @@ def _bases(axes: Any, data: Data) -> None:
         )  # fmt: skip
     told = [entry for entry in data.bases if entry.base == widths[0] and entry.system == "megatrain_code"]
     style.told(axes, [entry.factor for entry in told], [entry.paper for entry in told], ["?"] * len(told), "o")
-    axes.legend(title="x1.0: mean deviation, fits or not", title_fontsize=7, loc="lower left", handlelength=1.6, labelspacing=0.25, bbox_to_anchor=(0.0, 0.0))
+    axes.legend(
+        title="x1.0: mean deviation, fits or not",
+        title_fontsize=7,
+        loc="lower left",
+        handlelength=1.6,
+        labelspacing=0.25,
+        frameon=True,
+        facecolor="white",
+        edgecolor="none",
+        framealpha=0.85,
+    )
 
 
 def _told(data: Data, figure: Any, made: str) -> Drawn:

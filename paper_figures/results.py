@@ -128,9 +128,29 @@ class Results:
         """What `megatrain.experiments.benchmark --out` wrote."""
         fix = f"make it with the command that {(self.folder / path).parent / 'README.md'} names"
         found = _or(fix, read_json, self.folder / path)
-        if not isinstance(found, dict) or "systems" not in found or "machine" not in found:
-            raise UserError(str(self.folder / path), found="other content", allowed="systems and machine", fix=fix)
+        if not isinstance(found, dict) or not {"systems", "machine", "plan", "arguments", "date"} <= set(found):
+            raise UserError(str(self.folder / path), found="other content", allowed="systems, machine, plan, arguments, date", fix=fix)
         return found
+
+    def runs(self) -> dict[str, Run]:
+        """Every run on an H200 that was compared, by its folder's name."""
+        return {name: self.run(name) for name, compared in self._folders().items() if compared}
+
+    def ablations(self) -> dict[str, dict[str, Any]]:
+        """Every benchmark of `experiments/figures/measure.py` by its path: some of their plans are made worse on purpose."""
+        found = sorted((self.folder / "figures" / "measured").glob("*.json"))
+        return {name: self.benchmark(name) for name in (f"figures/measured/{path.name}" for path in found)}
+
+    def benchmarks(self) -> dict[str, dict[str, Any]]:
+        """Every other benchmark on an H200, by its path. Files beside them that are none are left out."""
+        names = [f"{name}/{path.name}" for name, compared in self._folders().items() if not compared for path in sorted((self.folder / name).glob("*.json"))]
+        fix = "make it with the command that the README.md beside it names"
+        return {name: self.benchmark(name) for name in names if "systems" in (_or(fix, read_json, self.folder / name) or {})}
+
+    def _folders(self) -> dict[str, bool]:
+        """Names; whether it is a run that was compared."""
+        found = sorted(path for path in self.folder.glob("h200-*") if path.is_dir())
+        return {path.name: any((path / f"{name}.json").exists() for name in ("measured", "comparison")) for path in found}
 
     def measured(self, name: str) -> dict[str, Any] | None:
         """`figures/measured/NAME.json`, a benchmark of `experiments/figures/measure.py`; None where nobody has run it yet."""

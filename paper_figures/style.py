@@ -33,6 +33,10 @@ RC: Any = {
 }  # fmt: skip
 
 
+PLATE: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
+"""behind text that stands on a bar"""
+
+
 class Look(NamedTuple):
     """How one system is drawn."""
 
@@ -140,6 +144,6 @@ def bar_handles(systems: Sequence[str]) -> list[Patch]:
     made = [Patch(facecolor=LOOKS[name].colour, hatch=HATCHES.get(name, ""), edgecolor=INK, linewidth=0.4, label=LOOKS[name].label) for name in systems]
     return [
         *made,
-        Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (dotted: doubtful)"),
+        Patch(facecolor="white", edgecolor=INK, hatch="//////", label="told (hollow, dotted: doubtful)"),
         Patch(facecolor="none", edgecolor="none", label="×  does not fit"),
     ]

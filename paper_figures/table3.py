@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import msgspec
 
 from megatrain.paper_figures import style
@@ -33,6 +35,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, Trained]
 
 
+MEAN_OF = 20
+"""steps"""
 PLAIN, BF16 = "plain PyTorch, fp32 masters", "bf16 weights alone"
 LINES = (("-", "o", "#1f2933", 5.5), ("--", "s", "#E69F00", 4.4), (":", "D", "#009E73", 3.4), ((0, (3, 1, 1, 1)), "^", "#56B4E9", 2.4))
 
@@ -41,15 +45,16 @@ def draw(results: Results) -> Drawn:
     job, date = results.typed("table3", Job)
     names = [PLAIN, *(name for name in job.runs if name.startswith("ours"))]
     same = all(job.runs[name].losses == job.runs[PLAIN].losses and job.runs[name].weights_digest == job.runs[PLAIN].weights_digest for name in names)
-    figure, (left, right) = style.canvas(style.PAGE, 3.0, ncols=2)
+    figure, (loss_of_steps, left, right) = style.canvas(style.PAGE, 2.8, ncols=3)
+    style.plain(loss_of_steps, f"training loss, mean of {MEAN_OF}", "fine-tuning step", "loss (nats a byte)")
     style.plain(left, "held-out loss", "fine-tuning step", "loss (nats a byte)")
-    style.plain(right, "held-out bytes guessed right", "fine-tuning step", "share (%)")
+    style.plain(right, "held-out bytes right", "fine-tuning step", "share (%)")
     for name, (line, marker, colour, size) in zip((*names, BF16), (*LINES, ("-", "x", "#D55E00", 5.0)), strict=True):
+        means = [statistics.mean(job.runs[name].losses[start : start + MEAN_OF]) for start in range(0, job.steps, MEAN_OF)]
         steps, losses, shares = zip(*job.runs[name].evaluations, strict=True)
-        for axes, values in ((left, losses), (right, [100 * share for share in shares])):
-            axes.plot(
-                steps, values, linestyle=line, marker=marker, color=colour, markersize=size, label=name, markerfacecolor="none" if name == PLAIN else colour
-            )
+        middles = [start + MEAN_OF / 2 for start in range(0, job.steps, MEAN_OF)]
+        for axes, x, values in ((loss_of_steps, middles, means), (left, steps, losses), (right, steps, [100 * share for share in shares])):
+            axes.plot(x, values, linestyle=line, marker=marker, color=colour, markersize=size, label=name, markerfacecolor="none" if name == PLAIN else colour)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     made = f"{job.parameters / 1e6:.1f} M parameters, {job.batch} x {job.sequence} bytes a step, rate {job.rate:g}; {job.machine}, torch {job.torch}, {date}."
     style.footer(figure, made)
@@ -63,6 +68,8 @@ def draw(results: Results) -> Drawn:
     for name in (*names, BF16):
         step, loss, right_share = job.runs[name].evaluations[-1]
         where = f"step {step}; weights {job.runs[name].weights_digest}"
+        last = statistics.mean(job.runs[name].losses[-MEAN_OF:])
+        rows.append(Row(item=f"substitute, {name}", quantity="training_loss", unit="nats a byte", measured=last, note=f"mean of the last {MEAN_OF} steps"))
         rows.append(Row(item=f"substitute, {name}", quantity="held_out_loss", unit="nats a byte", measured=loss, note=where))
         rows.append(Row(item=f"substitute, {name}", quantity="held_out_right", unit="%", measured=100 * right_share, note=where))
     return Drawn(

@@ -1,73 +1,88 @@
-"""Runs on one H200 what the figures have no measurement of yet: `python -m megatrain.experiments.figures.measure CASE ... --hardware hardware.toml`
+"""Runs on one H200 what the figures have no measurement of yet: `python -m megatrain.experiments.figures.measure [CASE ...] --out DIR`
 
-Each case is a benchmark of our runtime in a process of its own, `experiments/results/figures/measured/CASE.json`; the figure takes it up by itself. Some 3 minutes
-a case: compiling, seven steps (five for contexts). Meant for one H200, 16 cores, 128 GiB of host memory, with a file that `megatrain calibrate qwen2.5-7b --batch 32
---seq 1024 --compile` made there. All of Table 4 is 7B, 32 x 1024 tokens; Table 7 is 7B with the paper's contexts and batches, as far as they fit.
+Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own, `DIR/CASE.json`, written when it is done: whoever cuts the command off loses one case.
+The figures take up what lies in `experiments/results/figures/measured`. For the H200 of 16 cores and 128 GiB of host memory that was calibrated there
+(`ablations.CALIBRATED`). Table 4's full plan and the contexts of 1,024 and 131,072 tokens are measured in `experiments/results/h200-qwen2.5-7b-batches`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from megatrain.experiments import benchmark
-from megatrain.experiments.figures.stored import RESULTS
-from megatrain.experiments.figures.table4 import streamed
+from megatrain.experiments.figures import ablations
 from megatrain.experiments.options import OneLineParser
-from megatrain.simulator.assessment import assess
-from megatrain.simulator.costs import cost_model
+from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec, Workload
-from megatrain.simulator.units import parse_bytes
+from megatrain.simulator.units import format_bytes, format_seconds
 from megatrain.simulator.verdict import candidates
 
-MODEL = "qwen2.5-7b"
-CASES: dict[str, list[str]] = {
-    "table4-full": ["--compile"], "table4-no-overlapped-update": ["--compile", "--policy", "k_buffer"], "table4-no-residency": ["--compile"],
-    "table4-no-compile": [], "table4-no-chunked-loss": ["--compile", "--loss-chunk", "32768"],
-    "table7-1k": ["--batch", "32", "--seq", "1024", "--accumulation", "5", "--steps", "5"], "table7-8k": ["--batch", "5", "--seq", "8192", "--accumulation", "5", "--steps", "5"],
-    "table7-32k": ["--batch", "1", "--seq", "32768", "--accumulation", "6", "--steps", "5"], "table7-128k": ["--batch", "1", "--seq", "131072", "--steps", "4"],
-}  # fmt: skip
-"""case -> what follows `megatrain.experiments.benchmark MODEL`. Contexts and eager layers are not calibrated: their plans are made for the library's h200."""
-_LIBRARY = ("table7-", "table4-no-compile", "table4-no-chunked-loss")
+ABLATIONS = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:]}
+CONTEXTS = {"table7-32k": (1, 32768), "table7-8k": (5, 8192)}
+"""case -> sequences, one micro-batch of them; tokens of each"""
+CASES = (*ABLATIONS, *CONTEXTS)
+"""the most wanted first"""
+CONTEXT_DEVICE_BYTES = 131 * 2**30
+"""as the measured 1 x 131,072 had: the library counts eager activations, so less is taken"""
 
 
-def arguments(case: str, hardware: str, host_memory: str, out: Path) -> list[str]:
-    """The benchmark's words for a case. `table4-no-residency` plans as the full case, then lets all of the state stream: its plan is written beside `out`."""
-    limits = ["--out", str(out), "--host-memory", host_memory]
-    if case != "table4-no-residency":
-        return [MODEL, *CASES[case], "--hardware", "h200" if case.startswith(_LIBRARY) else hardware, *limits]
-    machine, model, work = HardwareSpec.load(hardware), ModelSpec.load(MODEL), Workload(batch=32, sequence=1024, compiled=True)
-    best = candidates(model, machine, work, source=MODEL, hardware_name=str(Path(hardware).resolve()), host_limit=parse_bytes(host_memory))[0]
-    plan = out.with_suffix(".plan.toml")
-    assess(streamed(best.plan), cost_model(machine, model, work)).plan.save(plan)
-    return ["--plan", str(plan), "--out", str(out)]
+def plan(case: str) -> tuple[Choice, str]:
+    """What one of CASES runs, and the machine that it is planned for: other contexts are not calibrated, so theirs are planned for the library's `h200`."""
+    if case in ABLATIONS:
+        return ablations.ablated(ABLATIONS[case]), os.path.relpath(ablations.CALIBRATED)
+    batch, sequence = CONTEXTS[case]
+    work = Workload(batch=batch, sequence=sequence, compiled=True, attention="cudnn", loss_chunk=ablations.WORK.loss_chunk)
+    found = candidates(
+        ModelSpec.load(ablations.MODEL), HardwareSpec.load("h200"), work, source=ablations.MODEL, hardware_name="h200",
+        device_limit=CONTEXT_DEVICE_BYTES, host_limit=ablations.HOST_BYTES,
+    )  # fmt: skip
+    return found[0], "h200"
+
+
+def arguments(case: str, out: Path, steps: int) -> list[str]:
+    """The benchmark's words for a case, whose plan is written beside its result."""
+    choice, hardware = plan(case)
+    choice.plan.save(path := out / f"{case}.plan.toml")
+    return ["--plan", str(path), "--hardware", hardware, "--systems", "ours", "--steps", str(steps), "--out", str(out / f"{case}.json")]
 
 
 def main() -> int:
     parser = OneLineParser(prog="python -m megatrain.experiments.figures.measure", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default all)")
-    parser.add_argument("--hardware", required=True, metavar="H", help="calibrated on this machine for 7B, 32 x 1024, compiled")
-    parser.add_argument("--host-memory", default="118GiB", metavar="SIZE", help="what a run may take (default 118GiB)")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / "figures" / "measured", metavar="DIR", help="folder for the results (default that of the repository)"
-    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default all, in this order)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"of each; the first {benchmark.WARM_UP_STEPS} do not count (default 5)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    parser.add_argument("--commit", metavar="HASH", help="what to note as the commit where the code is not in a git repository")
+    parser.add_argument("--only-plan", action="store_true", help="write the plans, say what they are predicted to take, and measure nothing")
     try:
         args: argparse.Namespace = parser.parse_args()
-        unknown = [case for case in args.cases if case not in CASES]
-        if unknown:
+        if unknown := [case for case in args.cases if case not in CASES]:
             raise UserError("CASE", found=", ".join(unknown), allowed=", ".join(CASES), fix="name some of these")
+        args.out.mkdir(parents=True, exist_ok=True)
         failed = 0
         for case in args.cases or CASES:
-            args.out.mkdir(parents=True, exist_ok=True)
+            words = arguments(case, args.out, args.steps)
+            if args.only_plan:
+                print(_expected(args.out / f"{case}.plan.toml"), flush=True)
+                continue
             print(f"=== {case}", flush=True)
-            failed = max(failed, benchmark.main(arguments(case, args.hardware, args.host_memory, args.out / f"{case}.json")))
+            failed = max(failed, benchmark.main([*words, *(["--commit", args.commit] if args.commit else [])]))
     except UserError as error:
         print(f"measure: {error}", file=sys.stderr)
         return 2
     return failed
+
+
+def _expected(path: Path) -> str:
+    prediction = Plan.load(path).prediction
+    assert prediction is not None
+    peaks = (format_bytes(size) for size in (prediction.device_peak_bytes, prediction.host_peak_bytes))
+    return f"{path.name}: step {format_seconds(prediction.step_seconds)}, device {' host '.join(peaks)}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain.simulator.files import read_json, write_json
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 _INPUTS = (
     "simulator/**/*.py",
@@ -22,12 +22,14 @@ _INPUTS = (
     "experiments/figures/answers.py",
     "experiments/figures/beside.py",
 )
+_MORE = {"table4": ("experiments/figures/ablations.py", "experiments/results/h200-qwen2.5-7b-batches/hardware.toml")}
 
 
 def digest(name: str) -> str:
     """Of today's inputs of a simulation, 16 hexadecimal digits."""
     sha = hashlib.sha256()
-    for path in sorted({path for pattern in (*_INPUTS, f"experiments/figures/{name}.py") for path in ROOT.glob(pattern) if path.is_file()}):
+    patterns = (*_INPUTS, f"experiments/figures/{name}.py", *_MORE.get(name, ()))
+    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}):
         sha.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
     return sha.hexdigest()[:16]
 

@@ -12,7 +12,7 @@ import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from megatrain.paper_figures import figure3, gallery, predicted_measured, style
+from megatrain.paper_figures import figure1, figure3, gallery, predicted_measured, style, table4
 from megatrain.paper_figures.gallery import FIGURES, draw, known, page
 from megatrain.paper_figures.results import EXPERIMENTS, Results
 from megatrain.paper_figures.table import Drawn, Row, as_csv
@@ -136,6 +136,71 @@ def test_a_missing_or_malformed_run_is_named(tmp_path: Path, file: str) -> None:
         with pytest.raises(UserError, match=file) as caught:
             predicted_measured.draw(Results(folder))
         assert "run.sh" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["figure1", "predicted_measured"])
+def test_a_malformed_benchmark_is_named_and_other_files_are_left_alone(tmp_path: Path, name: str) -> None:
+    folder = link_all(tmp_path)
+    path = folder / "h200-another" / "benchmark.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    assert draw(name, Results(folder)).rows == drawn(name).rows
+    for content in ("{ cut", '{"systems": []}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"h200-another.*README"):
+            draw(name, Results(folder))
+
+
+# ---- what was measured
+
+
+def measured(folder: Path, case: str, *, seconds: float, failure: str = "", **work: object) -> None:
+    """A benchmark of the case, made up from a stored one."""
+    found = json.loads((EXPERIMENTS / "results" / table4.FULL).read_text())
+    found["plan"]["workload"].update(work)
+    found["tokens_per_step"] = found["plan"]["workload"]["batch"] * found["plan"]["workload"]["sequence"]
+    (record,) = [record for record in found["systems"] if record["system"] == "ours"]
+    record.update(step_seconds_median=seconds, tflops_6n=record["tflops_6n"] * record["step_seconds_median"] / seconds, failure=failure)
+    (folder / "figures" / "measured").mkdir(exist_ok=True)
+    (folder / "figures" / "measured" / f"{case}.json").write_text(json.dumps(found | {"systems": [record]}))
+
+
+def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_path: Path) -> None:
+    folders = {path.name for path in (EXPERIMENTS / "results").glob("h200-*")}
+    assert folders
+    assert {case.item.partition(":")[0].partition("/")[0] for case in predicted_measured.cases(Results())} >= folders
+    assert {star.where.partition("/")[0] for star in figure1.stars(Results())} == folders
+    folder = link_all(tmp_path)
+    measured(folder, "table4-no-residency", seconds=4.0)
+    items = {case.item: case for case in predicted_measured.cases(Results(folder))}
+    assert items["figures/measured/table4-no-residency.json: step"].measured == 4.0
+    assert len(figure1.stars(Results(folder))) == len(figure1.stars(Results())), "a plan made worse on purpose is no star"
+
+
+def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path) -> None:
+    folder = link_all(tmp_path)
+    measured(folder, "table4-no-residency", seconds=5.0)
+    measured(folder, "table4-no-compile", seconds=5.0, failure="out of memory")
+    found = draw("table4", Results(folder))
+    rows = {row.item: row for row in found.rows if row.quantity == "tflops"}
+    tokens = 32 * 1024
+    assert rows["ours, 7B, H200: no residency"].measured == pytest.approx(6 * 7615616512 * tokens / 5 / 1e12)
+    assert rows["ours, 7B, H200: no compile"].measured is None
+    assert rows["ours, 7B, H200: full"].measured == pytest.approx(536.5, abs=0.1)
+    assert "no residency" in found.made
+    assert "no compile" not in found.made
+
+
+def test_a_measured_context_is_scaled_to_the_tokens_told(tmp_path: Path) -> None:
+    folder = link_all(tmp_path)
+    measured(folder, "table7-32k", seconds=4.0, batch=1, sequence=32768)
+    found = draw("table7", Results(folder))
+    rows = {row.item: row for row in found.rows if row.quantity == "step_s"}
+    assert rows["ours, 7b, 32K, on an H200"].measured == pytest.approx(6 * 4.0)
+    assert rows["ours, 7b, 1K, on an H200"].measured == pytest.approx(2.7906 * 158 / 32, rel=1e-4)
+    assert "accumulation 1" in found.made
+    assert "1 x 32,768" in found.made
+    assert "5 x 8,192" not in found.made
 
 
 def test_nothing_is_written_for_a_figure_that_fails(tmp_path: Path) -> None:
