@@ -83,7 +83,8 @@ def run_ours(plan: Plan, config: PretrainedConfig, feed: Feed, rates: Sequence[f
 def run_plain(config: PretrainedConfig, first: Weights, feed: Feed, rates: Sequence[float], device: torch.device, attention: str) -> Run:
     """Everything on the device, nothing chunked, nothing recomputed: as one writes it without further thought."""
     begin, losses = time.perf_counter(), []
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).to(device).train()
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
     parameters = dict(model.named_parameters())
     masters = {name: first[name].to(device, copy=True).requires_grad_() for name in parameters}
     decaying = [master for name, master in masters.items() if master.ndim > 1 and "embed_tokens" not in name]  # norms, biases and embeddings do not, as usual

@@ -269,7 +269,7 @@ class Executor:
         if kind not in ("layer", "update"):
             return []
         counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
-        factors = torch.stack([self._each("clips", [layer], count)[0].sum() for layer, count in zip(stack, counts, strict=True)])
+        factors = torch.stack([self._each("clips", [layer], count)[0].sum().to(self.device) for layer, count in zip(stack, counts, strict=True)])
         return [layer for layer, bad in zip(stack, factors.isnan().tolist(), strict=True) if bad]
 
     def _each(self, pool: str, keys: Iterable[str], count: int = 1) -> list[torch.Tensor]:

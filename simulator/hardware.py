@@ -239,8 +239,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field, (least, most) in _LIMITS.items():
             _within(f"{where}: {field}", getattr(self, field), least, most)
         for field in _SHARES:
-            if not 0.001 <= getattr(self, field) <= 1:
-                raise UserError(f"{where}: {field}", found=getattr(self, field), allowed="above 0 (0.001), at most 1", fix=f"correct {field}")
+            if not _LEAST_SHARE <= getattr(self, field) <= 1:
+                raise UserError(f"{where}: {field}", found=getattr(self, field), allowed=f"above 0 ({_LEAST_SHARE:g}), at most 1", fix=f"correct {field}")
         if not self.peak_tflops:
             raise UserError(f"{where}: peak_tflops", found="no rate", allowed="bf16, fp32", fix="add the peak of the dtype that you train in")
         for dtype, peak in self.peak_tflops.items():
@@ -297,6 +297,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "attention_half_tokens": (0, 2**20), "link_latency_ns": (0, 10**9), "watts": (0.001, 1e6), "uncertainty": (0, 0.9),
 }  # fmt: skip
 """What no machine is outside of: a number beyond is in the wrong unit."""
+_LEAST_SHARE = 1e-6  # layers of an 11 M model reach 5e-4 of an H200's peak
 _SHARES = ("linear_efficiency", "attention_efficiency", "duplex_fraction")
 
 

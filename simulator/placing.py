@@ -3,7 +3,7 @@
 A byte of residency saves so many bytes of copying a step: weights 3 (up for the update and again for backward, down once), gradients,
 low plane and moments 2. A stored layer saves its recompute, for many more bytes; a kept attention the part of it that grows with the sequence, for
 few. How much of each pays depends on which lane is short, so the search enumerates: stored layers in steps, the rest of the memory filled with
-state in three orders: class by class, layer by layer, and weights and gradients first, which lets the state of all others stream far ahead of
+state in several orders: class by class, layer by layer, and weights and gradients first, which lets the state of all others stream far ahead of
 the layer that is due. Layers are taken from the front: their update is due first, while later ones have the forward pass to stream in. Stored
 activations from the back: they are needed again first. Attention is kept of none of the others or of as many as fit, where it is a tenth of their
 recompute. What cannot hold its checkpoints, or not besides attention worth keeping, parks them on the host.
@@ -198,11 +198,14 @@ class PlacementSearch:
         """(class, layer) pairs in the orders in which memory is given to them."""
         layers = list(self.plan.model.stack)
         ahead, state = CLASSES[:2], CLASSES[2:]
-        return [
+        orders = [
             [(name, layer) for name in CLASSES for layer in layers],
-            [(name, layer) for layer in layers for name in reversed(CLASSES)],
+            [(name, layer) for layer in layers for name in CLASSES],
             [(name, layer) for name in ahead for layer in layers] + [(name, layer) for layer in layers for name in state],
         ]
+        if not self.owes:  # the embedding's update is last, and nothing hides it: its moments first, the most of its state
+            orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
+        return orders
 
     def _filled(self, plan: Plan, placement: Placement, order: list[tuple[str, str]]) -> Placement:
         """`placement` with as much on the device as fits. Twice: what stays needs no slots, and leaves room for more."""

@@ -6,9 +6,16 @@ const FONT = getComputedStyle(document.body).fontFamily;
 /** Nanoseconds: 4.342 s, 21.600 ms, 12.3 us; the units of the tables. */
 function time(ns) {
   const size = Math.abs(ns);
-  if (size >= 1e9) return (ns / 1e9).toFixed(3) + " s";
-  if (size >= 1e6) return (ns / 1e6).toFixed(3) + " ms";
-  return (ns / 1e3).toFixed(1) + " us";
+  if (size >= 1e9) return rounded(ns / 1e9, 3) + " s";
+  if (size >= 1e6) return rounded(ns / 1e6, 3) + " ms";
+  return rounded(ns / 1e3, 1) + " us";
+}
+
+/** As the tables round: what lies halfway goes to the even digit, where toFixed goes up. */
+function rounded(value, digits) {
+  const scaled = value * 10 ** digits, below = Math.floor(scaled);
+  const halfway = scaled - below === 0.5 && Number.isInteger(value * 2 ** (digits + 1));
+  return (halfway && below % 2 === 0 ? below / 10 ** digits : value).toFixed(digits);
 }
 
 function percent(share, digits = 1) {

@@ -15,6 +15,10 @@ from megatrain.runtime.memory.host_memory import HostMemory
 
 WARM_UP_STEPS = 2
 """that may allocate: the first, and the first with an update"""
+_SETTLING = 3
+"""times that PyTorch's allocator may still take device memory afterwards: which of its free blocks fit may hang on the order in which lanes use them. Seen once
+on an H200, among ten steps of each plan of tests/runtime/test_cuda.py, cause not found; what allocates again and again is past this soon
+"""
 
 
 class Taken(NamedTuple):
@@ -33,6 +37,7 @@ class Steadiness:
     def __init__(self, device: torch.device, host_memory: HostMemory) -> None:
         self._device, self._host_memory = device, host_memory
         self._alike = 0
+        self._late = 0
         self._freed = 0
 
     def _counts(self) -> tuple[Taken, int]:
@@ -43,21 +48,24 @@ class Steadiness:
 
     @contextmanager
     def step(self, *, alike: bool) -> Iterator[None]:
-        """`alike`: its tensors have the shapes of every other step's. Raises AssertionError where it is a steady one, and took memory.
+        """`alike`: its tensors have the shapes of every other step's. Raises AssertionError where it is a steady one, and took memory; of the
+        device the fourth time.
 
         Where memory was freed since the last step (an evaluation that filled the device, say), the next steps may take it again.
         """
         before, freed = self._counts()
         if freed != self._freed:
-            self._alike = 0
+            self._alike = self._late = 0
         steady = alike and self._alike >= WARM_UP_STEPS
         self._alike += alike
         try:
             yield
         except BaseException:
-            self._alike = 0
+            self._alike = self._late = 0
             raise
         after, self._freed = self._counts()
-        if after != before and steady:
-            self._alike = 0
+        if steady:
+            self._late += after.device_allocations - before.device_allocations
+        if steady and (after[1:] != before[1:] or self._late > _SETTLING):
+            self._alike = self._late = 0
             raise AssertionError(f"a steady step allocated: {before} before it, {after} after it")

@@ -164,7 +164,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so
     words = ("plan", "next", "--hardware", "h200", "--policy", "resident", "--batch", 2, "--seq", 16, "--out", "next.toml")
     refused = command(*words, "--documents")
     assert refused.status == 2
-    assert re.match(r"megatrain: --documents: found qwen3_next, whose linear attention .*; allowed: .*; fix: use --plain-packing\n$", refused.err)
+    assert re.match(r"megatrain: --documents: found qwen3_next, whose linear attention, .*; allowed: .*; fix: use --plain-packing\n$", refused.err)
     outcome = command(*words)
     assert outcome.status == 0
     assert (

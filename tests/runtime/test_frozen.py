@@ -14,6 +14,7 @@ from whole_models import compare, drawn, gradients_of, model_of, scale_of, token
 from megatrain.runtime.checkpoint.checkpoint import restore, save
 from megatrain.runtime.checkpoint.manifest import Run
 from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.hyperparameters import AdamW, Group
 from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.plan import Placement, Plan
@@ -37,7 +38,7 @@ def in_pytorch(plan: Plan, steps: int) -> tuple[list[tuple[float, float]], Any]:
     groups: dict[float, list[torch.nn.Parameter]] = {0.0: [], SETTINGS.weight_decay: []}
     for layer in plan.model.stack.values():
         for tensor in layer.tensors:
-            parameter = model.get_parameter(hub_name(layer.name, tensor.name, model.base_model_prefix))
+            parameter = model.get_parameter(hub_name(layer.name, tensor.name, DecoderStack.of(model)))
             if is_frozen(layer.name, tensor.name):
                 parameter.requires_grad_(False)
             else:
@@ -76,7 +77,7 @@ def test_frozen_tensors_are_as_in_pytorch(
         assert [(result.loss, result.gradient_norm) for result in results] == [pytest.approx(pair, rel=1e-5) for pair in expected]
         for layer in plan.model.stack.values():
             for name, master in running.state.masters(layer).items():
-                theirs = model.get_parameter(hub_name(layer.name, name, model.base_model_prefix)).detach()
+                theirs = model.get_parameter(hub_name(layer.name, name, DecoderStack.of(model))).detach()
                 if is_frozen(layer.name, name):
                     assert torch.equal(master, weights(layer.name, name, tuple(master.shape))), (layer.name, name)
                 else:
