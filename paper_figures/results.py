@@ -142,10 +142,11 @@ class Results:
         return {name: self.benchmark(name) for name in (f"figures/measured/{path.name}" for path in found)}
 
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Every other benchmark on an H200, by its path. Files beside them that are none are left out."""
+        """Every other benchmark on an H200 that timed ours, by its path. Files beside them that are none are left out."""
         names = [f"{name}/{path.name}" for name, compared in self._folders().items() if not compared for path in sorted((self.folder / name).glob("*.json"))]
         fix = "make it with the command that the README.md beside it names"
-        return {name: self.benchmark(name) for name in names if "systems" in (_or(fix, read_json, self.folder / name) or {})}
+        found = {name: self.benchmark(name) for name in names if "systems" in (_or(fix, read_json, self.folder / name) or {})}
+        return {name: record for name, record in found.items() if any(system["system"] == "ours" for system in record["systems"])}
 
     def _folders(self) -> dict[str, bool]:
         """Names; whether it is a run that was compared."""

@@ -19,7 +19,7 @@ from megatrain.simulator.specs import ModelSpec
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json").exists())
-BENCHMARKS = sorted(path for path in RESULTS.glob("h200-*/*.json") if {"systems", "plan"} <= read_json(path).keys())
+BENCHMARKS = sorted(path for path in RESULTS.glob("h200-*/*.json") if "ours" in [system["system"] for system in read_json(path).get("systems", ())])
 PROOFS = sorted(path.parent for path in RESULTS.glob("*/rows.jsonl"))
 
 

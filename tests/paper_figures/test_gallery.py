@@ -166,8 +166,9 @@ def measured(folder: Path, case: str, *, seconds: float, failure: str = "", **wo
 
 
 def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_path: Path) -> None:
-    folders = {path.name for path in (EXPERIMENTS / "results").glob("h200-*")}
-    assert folders
+    every = (EXPERIMENTS / "results").glob("h200-*")
+    folders = {path.name for path in every if any(file.name == "measured.json" or '"systems"' in file.read_text() for file in path.glob("*.json"))}
+    assert len(folders) >= 6
     assert {case.item.partition(":")[0].partition("/")[0] for case in predicted_measured.cases(Results())} >= folders
     assert {star.where.partition("/")[0] for star in figure1.stars(Results())} == folders
     folder = link_all(tmp_path)
