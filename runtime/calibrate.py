@@ -43,7 +43,8 @@ from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.schedule import Op, serialized
-from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.workload import Workload
 
 _LAYERS = 3
 _LEAST_ATTENTION = 0.05  # of a recompute's FLOPs: below, nobody keeps it (a tenth of the time on an H200)

@@ -24,7 +24,8 @@ from megatrain.simulator.fit import HostRates, fit_host_memory
 from megatrain.simulator.hardware import FixedCosts, Turns
 from megatrain.simulator.hardware import HostMemory as SharedMemory
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.workload import Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 _LEAST_DUPLEX = 2**20  # smaller copies are no longer than what it takes to enqueue them

@@ -10,7 +10,8 @@ import msgspec
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import KEEP_ATTENTION
 from megatrain.simulator.files import read_toml, write_toml
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 FORMAT = 1
 

@@ -21,7 +21,8 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.slot_search import SlotSearch
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 __all__ = ["Choice", "assess", "plan_account", "rank", "search"]
 

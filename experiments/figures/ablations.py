@@ -23,8 +23,9 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import workspace_estimate
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Op, OpId
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
+from megatrain.simulator.workload import Workload
 
 CASES = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")
 MODELLED = ("no compile", "no chunked loss")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 ALTERNATIVES = {
     "overlapped": ("nothing stays", "host updates", "one slot", "half stays", "parked", "small copies"),

@@ -20,7 +20,7 @@ import megatrain.simulator
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
 

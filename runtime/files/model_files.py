@@ -26,7 +26,8 @@ from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import Dtype, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import LayerSpec, ModelSpec
+from megatrain.simulator.workload import Dtype, Workload
 
 _SHARD_BYTES = 4 * 10**9
 _PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them

@@ -28,7 +28,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from megatrain.runtime.layers.lengths import Bounds, attend_within, takes_lengths
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 Kernel = Literal["cpu", "flash", "cudnn"]
 NAME = "megatrain"

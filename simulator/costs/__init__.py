@@ -9,7 +9,8 @@ from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 __all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
 

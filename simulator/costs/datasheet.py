@@ -32,7 +32,8 @@ from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, AttentionRate, HardwareSpec
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 _ADAM_BYTES = 22
 """Read and written a parameter by the AdamW of `cpu_adam_per_s`: bf16 weight 2 + 2 and gradient 2, fp32 moments 8 + 8. It is bound by memory, so

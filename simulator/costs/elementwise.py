@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatrain.simulator.hardware import PASS_KINDS
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
+from megatrain.simulator.workload import Workload
 
 
 class Elementwise:

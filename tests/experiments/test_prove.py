@@ -21,7 +21,7 @@ from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Plan, Prediction
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 
 def test_the_suite_is_as_broad_as_it_claims() -> None:

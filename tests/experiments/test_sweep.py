@@ -23,7 +23,8 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 H200 = HardwareSpec.load("h200")
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")

@@ -26,7 +26,8 @@ from megatrain.runtime.reference import Reference
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import DTYPE_BYTES, Clipping, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.workload import Clipping, Workload
 
 STEPS = 5
 RATE = 1e-2

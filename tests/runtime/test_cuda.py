@@ -24,7 +24,8 @@ from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.planner import assess
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 pytestmark = pytest.mark.cuda
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}

@@ -15,7 +15,8 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.planner import Choice, assess, search
 from megatrain.simulator.slot_search import intervals
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")

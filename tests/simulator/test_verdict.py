@@ -23,10 +23,11 @@ from megatrain.simulator.planner import search
 from megatrain.simulator.policies import contenders, lower, names, outline, peers
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.several import MOST_GPUS
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
 from megatrain.simulator.units import parse_bytes, parse_count
 from megatrain.simulator.verdict import CLASSES, Verdict, candidates, class_of, in_full, judge
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
