@@ -15,6 +15,7 @@ from pathlib import Path
 from megatrain.experiments import benchmark
 from megatrain.experiments.figures import ablations
 from megatrain.experiments.options import OneLineParser
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
@@ -56,7 +57,7 @@ def arguments(case: str, out: Path, steps: int) -> list[str]:
 def main() -> int:
     parser = OneLineParser(prog="python -m megatrain.experiments.figures.measure", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default all, in this order)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"of each; the first {benchmark.WARM_UP_STEPS} do not count (default 5)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"of each; the first {WARM_UP_STEPS} do not count (default 5)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--commit", metavar="HASH", help="what to note as the commit where the code is not in a git repository")
     parser.add_argument("--only-plan", action="store_true", help="write the plans, say what they are predicted to take, and measure nothing")
