@@ -193,7 +193,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("{nonsense\n")
     append_row(path, row("b", 1, 1))
-    with pytest.raises(UserError, match=r"line 2: found no JSON"):
+    with pytest.raises(UserError, match=r"line 2: found no row: JSON is malformed"):
         records.read_rows(path)
 
 
