@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -45,14 +44,6 @@ EVERY = [
 STEPS = 10
 Master = tuple[str, str, torch.Tensor]
 """layer, tensor, its fp32 master on the CPU"""
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("deterministic")

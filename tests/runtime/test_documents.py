@@ -41,7 +41,6 @@ from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.workload import Workload
 
-FUSED = [family for family in DOCUMENTED if family not in WRITTEN_OUT]
 ROWS = torch.tensor([[0] * 24, [0] * 24])
 ALL_HERE = {"weights": "all", "gradients": "all"}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,13 +33,7 @@ from megatrain.simulator.workload import Workload
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=8, sequence=1024)
-SMALL = ModelSpec(
-    name="small",
-    config={
-        "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "vocab_size": 32_000,
-    },
-)  # fmt: skip
+SMALL = small_model.SMALL.with_layers(6)
 
 
 def small(workload: Workload = WORK, hardware: HardwareSpec = H200, **options: Any) -> Verdict:

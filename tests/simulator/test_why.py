@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_model import SMALL
 
 from megatrain.experiments import report
 from megatrain.simulator import policies
@@ -28,13 +29,6 @@ from megatrain.simulator.workload import Workload
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
 HALF = ModelSpec.load("qwen2.5-0.5b")
-SMALL = ModelSpec(
-    name="small",
-    config={
-        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "vocab_size": 32_000,
-    },
-)  # fmt: skip
 
 
 def chosen(work: Workload = WORK, **more: Any) -> Choice:
