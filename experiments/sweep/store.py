@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 import megatrain.simulator
+from megatrain.experiments.code_digest import code_digest
 from megatrain.experiments.row_file import parse_rows, write_rows
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
@@ -64,11 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def sources_digest() -> str:
     """Of every source of the simulator, a policy that somebody added included."""
-    folder = Path(str(megatrain.simulator.__file__)).parent
-    digest = xxhash.xxh3_128()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return digest.hexdigest()
+    return code_digest(Path(str(megatrain.simulator.__file__)).parent.rglob("*.py"))
 
 
 class Keys:
