@@ -139,7 +139,9 @@ def _timed(work: Work, device: torch.device, repeats: int = 7) -> _Timed:
 
 
 def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> tuple[int, float]:
-    """ns of one copy of `size` bytes, and their interquartile range over it. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
+    """ns of one copy of `size` bytes, and their interquartile range over it. Source and target move through their buffers, as layers do, so that small copies
+    do not sit in a cache.
+    """
     pairs = _pairs(arenas, source, target, size, largest)
     times = []
     for turn in range(12):

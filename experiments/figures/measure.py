@@ -1,8 +1,9 @@
 """Runs on one H200 what the figures have no measurement of yet: `python -m megatrain.experiments.figures.measure [CASE ...] --out DIR`
 
-Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own, `DIR/CASE.json`, written when it is done: whoever cuts the command off loses one case.
-The figures take up what lies in `experiments/results/figures/measured`. For the H200 of 16 cores and 128 GiB of host memory that was calibrated there
-(`ablations.CALIBRATED`). Table 4's full plan and the contexts of 1,024 and 131,072 tokens are measured in `experiments/results/h200-qwen2.5-7b-batches`.
+Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own, `DIR/CASE.json`, written when it is done: whoever cuts the
+command off loses one case. The figures take up what lies in `experiments/results/figures/measured`. For the H200 of 16 cores and 128 GiB of host memory that
+was calibrated there (`ablations.CALIBRATED`). Table 4's full plan and the contexts of 1,024 and 131,072 tokens are measured in
+`experiments/results/h200-qwen2.5-7b-batches`.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class _OneFile:
 
 
 def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
-    """Where the decoder layers of the folder's model are, and what reads a tensor of it; where its config does not tell, as in most, and the files' own names."""
+    """Where the decoder layers of the folder's model are, and what reads a tensor of it. Where its config cannot be read: as in most, and the files' own."""
     try:
         names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError):

@@ -91,7 +91,7 @@ def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: 
 
 
 def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
-    """The batches of every step. From the second on a third of the labels is ignored, in the third a whole sequence, and micro-batch where there are several."""
+    """The batches of every step. From the second on a third of the labels is ignored, in the third a whole sequence, and of several micro-batches one."""
     generator = torch.Generator().manual_seed(7)
     steps = []
     for number in range(1, STEPS + 1):

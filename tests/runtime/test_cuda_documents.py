@@ -1,4 +1,4 @@
-"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps apart, with nothing to wait for. Skipped where there is none."""
+"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps apart, with nothing to wait for. Else skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a run: allocated, touched and registered once, before the first step; told as it goes; released whatever happens. No GPU: registering is recorded."""
+"""Memory of a run: allocated, touched and registered once, before the first step; told as it goes; released whatever happens. Registering is recorded."""
 
 from __future__ import annotations
 
