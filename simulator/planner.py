@@ -42,7 +42,8 @@ def search(
     `policies`: by default those that the runtime executes and that may be the fastest; one that is only for prediction has no knobs to search. On a
     machine of one memory nothing streams: `resident` alone, since another system's offload would keep in it what it has there already.
 
-    `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were not measured.
+    `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were
+    not measured.
     """
     known = [*policy_library.names(), *policy_library.peers()]
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))

@@ -1,4 +1,4 @@
-"""Cost models: two for prediction (`Calibrated`, `Datasheet`), one for checking (`Replayed`). How lanes slow each other is told there, and applied by the engine."""
+"""Cost models: two to predict with (`Calibrated`, `Datasheet`), one to check with (`Replayed`). They say how lanes slow each other; the engine applies it."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ _PASS_SHARE = 107 / 136.4
 
 _THREAD_NORM_NS = 0.265
 """A parameter's share in PyTorch's norm of a bf16 tensor, which one thread computes and a second one does not speed up: clipping 7.6e9 parameters took
-2.2 s on 64 cores (H200, 2026-11-21), of which scaling them, 4 B each on all threads, is 0.18. The core's chain of additions bounds it, not memory: on a Xeon of 2.8 GHz
-a tensor takes 0.163 ns an element from cache and 0.24 from memory (2026-11-21). So it is the same for every host."""
+2.2 s on 64 cores (H200, 2026-11-21), of which scaling them, 4 B each on all threads, is 0.18. The core's chain of additions bounds it, not memory: on a Xeon
+of 2.8 GHz a tensor takes 0.163 ns an element from cache and 0.24 from memory (2026-11-21). So it is the same for every host."""
 _ATTENTION_BACKWARD = 1.25
 """Flash attention's backward has five products where `ModelSpec.work` counts four: it computes the scores again (Dao, 2023)."""
 
