@@ -20,6 +20,7 @@ from typing import Any
 
 from megatrain.experiments import options, report
 from megatrain.experiments.commands import check
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import metrics
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_json
@@ -31,8 +32,6 @@ from megatrain.simulator.verdict import brief
 
 OWN = ("ours", "ceiling")
 SYSTEMS = (*OWN, "zero3", "fsdp2")
-WARM_UP_STEPS = 2
-"""not counted: memory is touched, layers and optimizers are compiled, and our first step owes no update yet"""
 
 
 def systems(text: str) -> list[str]:

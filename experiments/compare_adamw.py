@@ -37,7 +37,8 @@ from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_json
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 LOSS_LIMIT, NOISE_LIMIT = 1e-3, 1.5
 SETTINGS = AdamW(betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, max_norm=1.0)

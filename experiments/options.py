@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.specs import ModelSpec, Workload
+    from megatrain.simulator.specs import ModelSpec
+    from megatrain.simulator.workload import Workload
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -109,7 +110,7 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
 
 def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
     """What the options say, for `model`. Raises UserError where documents are asked for and nothing keeps them apart; unasked, it says so on stderr."""
-    from megatrain.simulator.specs import Workload
+    from megatrain.simulator.workload import Workload
 
     obstacle = _against_documents(args, model) if args.documents is not False else None
     if obstacle and args.documents:

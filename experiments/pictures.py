@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
 from megatrain.simulator.draw_errors import errors_png
@@ -18,9 +19,6 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Timeline
-
-WARM_UP_STEPS = 2
-"""not counted as steady, as in `runtime.training.trainer`, which loads torch"""
 
 
 class Record(NamedTuple):

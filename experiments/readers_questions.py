@@ -20,8 +20,9 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import contenders
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.units import parse_bytes
+from megatrain.simulator.workload import Workload
 
 _MATTERS = ("fits", "DOES NOT FIT", "step ", "most that fits", "no micro-batch", "the nearest", "    --", "8 GPUs", "1 B tokens", "would help")
 _ONE = "--batch 1 --seq 1024"

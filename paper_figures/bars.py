@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 def bars(axes: Axes, groups: Sequence[Group]) -> None:
-    """Told: hatched, hollow within a dotted line where doubtful. Predicted: plain. A cross where told or predicted not to fit, a dash where there is no policy."""
+    """Told: hatched, hollow within a dotted line where doubtful. Predicted: plain. A cross where told or predicted not to fit, a dash without a policy."""
     x, ticks = 0.0, []
     top = max(value for group in groups for _, told, _, predicted, _ in group.bars for value in (told, predicted) if value is not None)
     for group in groups:

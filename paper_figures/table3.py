@@ -1,4 +1,4 @@
-"""Table 3: correctness. MetaMathQA cannot be had here: one small real fine-tuning job instead, ours under three plans, plain PyTorch, and bf16 weights alone."""
+"""Table 3: correctness. MetaMathQA cannot be had here: a small real fine-tuning job instead, ours under three plans, plain PyTorch, and bf16 weights alone."""
 
 from __future__ import annotations
 

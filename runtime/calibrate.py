@@ -2,10 +2,11 @@
 
 Op durations come from the executor itself: a cut-down model (same layers, fewer of them) runs a few steps. The host's ops are timed under
 `sequential`, each alone, and so is compute without a GPU; on one it is timed under `resident`, without a pause: a GPU that rests between ops
-runs at higher clocks, and a 7B step on an H200 then took 9 to 14 % longer op by op than was measured with pauses. Copies are timed by size on top of that; how lanes slow each other, by running them in pairs.
+runs at higher clocks, and a 7B step on an H200 then took 9 to 14 % longer op by op than was measured with pauses. Copies are timed by size on top of that;
+how lanes slow each other, by running them in pairs.
 
-What hangs on the tokens (layers, head, activations, workspace) is measured at every workload of the grid, for every model. What does not, the optimizer's ops, copies and
-contention, is measured for the first model alone, over sizes.
+What hangs on the tokens (layers, head, activations, workspace) is measured at every workload of the grid, for every model. What does not, the optimizer's
+ops, copies and contention, is measured for the first model alone, over sizes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.schedule import Op, serialized
-from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.workload import Workload
 
 _LAYERS = 3
 _LEAST_ATTENTION = 0.05  # of a recompute's FLOPs: below, nobody keeps it (a tenth of the time on an H200)
@@ -174,13 +176,14 @@ def calibrate(
     table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
     described = machine.describe(device)
     h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
+    kept_h2d, kept_d2h = (rates.contention.get(lane, {}) for lane in ("h2d", "d2h"))
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
         device_bytes=limits[0], host_bytes=limits[1], cores=machine.cores(),
         peak_tflops={workload.dtype: rates.matmul_flops / 1e12}, linear_efficiency=_linear_efficiency(table, rates, small, workload),
-        device_gb_per_s=rates.device_bytes_per_s / 1e9, h2d_gb_per_s=_largest(rates.copies["load_weights"]), d2h_gb_per_s=_largest(rates.copies["save_gradients"]),
-        h2d_curve=h2d, d2h_curve=d2h,
-        duplex_curve=_duplex(rates.duplex, h2d, d2h), duplex_fraction=min(rates.contention.get("h2d", {}).get("d2h", 1.0), rates.contention.get("d2h", {}).get("h2d", 1.0)),
+        device_gb_per_s=rates.device_bytes_per_s / 1e9,
+        h2d_gb_per_s=_largest(rates.copies["load_weights"]), d2h_gb_per_s=_largest(rates.copies["save_gradients"]), h2d_curve=h2d, d2h_curve=d2h,
+        duplex_curve=_duplex(rates.duplex, h2d, d2h), duplex_fraction=min(kept_h2d.get("d2h", 1.0), kept_d2h.get("h2d", 1.0)),
         link_latency_ns=rates.copies["load_weights"][0][1], uncertainty=_UNCERTAINTY, host_gb_per_s=rates.host_bytes_per_s / 1e9,
         cpu_update_per_s=_rate(table.curves["cpu_update"]), cpu_adam_per_s=rates.cpu_adam_per_s, thread_gb_per_s=rates.thread_bytes_per_s / 1e9,
         contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
@@ -252,8 +255,9 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
         spread[f"{kind} {size}"] = _spread(durations)
     overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
     return CostTable(
-        measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"), curves={kind: _ascending(points) for kind, points in curves.items()},
-        compute=compute, loss_chunk=loss_chunk, activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
+        measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"),
+        curves={kind: _ascending(points) for kind, points in curves.items()}, compute=compute, loss_chunk=loss_chunk,
+        activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
         workspace={point.shape: point.workspace for point in points if point.workspace}, contention=rates.contention, host_memory=rates.host_memory,
         turns=rates.turns, fixed=rates.fixed, dispatch_ns=_dispatch(together), spread=spread, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip

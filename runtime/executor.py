@@ -190,7 +190,8 @@ class Executor:
         """The loss of `accumulation` micro-batches, forward only, by the weights that every step so far makes: an owed update is applied first.
 
         Weights and moments stay as they are. The loss is that of a step on these batches, bit for bit (compiled: in deterministic mode), but for the
-        routers' balancing loss where the model has one: here it is left out, as the language model's loss is what is compared. It may be infinite or NaN. Raises LaneError with the op's name where one fails, UserError where it was for want of memory.
+        routers' balancing loss where the model has one: here it is left out, as the language model's loss is what is compared. It may be infinite or NaN.
+        Raises LaneError with the op's name where one fails, UserError where it was for want of memory.
         """
         self.drain()
         program = self._beside("evaluation", lambda: evaluation(self.plan))

@@ -188,7 +188,9 @@ class Crew:
             lane.start(self._abort)
 
     def play(self, queues: Mapping[str, Sequence[Task]] | None = None) -> None:
-        """One walk through every lane's queue, or through `queues`, by lane, on the same threads and streams. Raises LaneError from the exception of an op that failed (of several, the first lane's); lets Ctrl-C through. No lane runs on behind it."""
+        """One walk through every lane's queue, or through `queues`, by lane, on the same threads and streams. Raises LaneError from the exception of an op
+        that failed (of several, the first lane's); lets Ctrl-C through. No lane runs on behind it.
+        """
         queues = {lane.name: lane.tasks for lane in self._lanes} if queues is None else queues
         marks = [task.mark for queue in queues.values() for task in queue]
         for mark in marks:

@@ -86,7 +86,8 @@ def describe(device: torch.device) -> dict[str, object]:
     described: dict[str, object] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, memory pool as device",
         "device_bytes": device_bytes(device), "processor": _processor(), "cores": cores(), "host_bytes": host_bytes(),
-        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(), "torch": str(torch.__version__), "transformers": transformers.__version__,
+        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(), "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
     }  # fmt: skip
     if device.type == "cuda":
         described["cuda"] = torch.version.cuda

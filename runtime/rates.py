@@ -24,7 +24,8 @@ from megatrain.simulator.fit import HostRates, fit_host_memory
 from megatrain.simulator.hardware import FixedCosts, Turns
 from megatrain.simulator.hardware import HostMemory as SharedMemory
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.workload import Workload
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 _LEAST_DUPLEX = 2**20  # smaller copies are no longer than what it takes to enqueue them
@@ -138,7 +139,9 @@ def _timed(work: Work, device: torch.device, repeats: int = 7) -> _Timed:
 
 
 def _time_copy(arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device) -> tuple[int, float]:
-    """ns of one copy of `size` bytes, and their interquartile range over it. Source and target move through their buffers, as layers do, so that small copies do not sit in a cache."""
+    """ns of one copy of `size` bytes, and their interquartile range over it. Source and target move through their buffers, as layers do, so that small copies
+    do not sit in a cache.
+    """
     pairs = _pairs(arenas, source, target, size, largest)
     times = []
     for turn in range(12):

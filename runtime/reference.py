@@ -26,7 +26,8 @@ from megatrain.runtime.layers.skeleton import widen_buffers
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.optimizer import clip_coefficient, round_to_bf16, rounded_sqrt, sum_by_rows, sum_of_squares
 from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import LayerSpec, ModelSpec
+from megatrain.simulator.workload import Workload
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
 """fp32 weights by layer and tensor name"""

@@ -16,13 +16,12 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import ModelState, random_weights
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import evaluation, lower
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.timeline import Timeline
 
-WARM_UP_STEPS = 2
-"""not counted: memory is touched, layers are compiled, and the first step owes no update yet"""
 _RATE = 1e-5  # small, so that random tokens leave numbers finite
 
 

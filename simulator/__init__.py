@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from megatrain.simulator.planner import search
     from megatrain.simulator.policies import lower
     from megatrain.simulator.schedule import Schedule
-    from megatrain.simulator.specs import ModelSpec, Workload
+    from megatrain.simulator.specs import ModelSpec
     from megatrain.simulator.timeline import Timeline
     from megatrain.simulator.verdict import Verdict, judge
+    from megatrain.simulator.workload import Workload
 
 __all__ = [
     "HardwareSpec",
@@ -40,7 +41,8 @@ __all__ = [
 
 _HOMES = {
     "engine": ("simulate",), "evaluator": ("bounds", "evaluate"), "hardware": ("HardwareSpec",), "plan": ("Knobs", "Plan"), "planner": ("search",),
-    "policies": ("lower",), "schedule": ("Schedule",), "specs": ("ModelSpec", "Workload"), "timeline": ("Timeline",), "verdict": ("Verdict", "judge"),
+    "policies": ("lower",), "schedule": ("Schedule",), "specs": ("ModelSpec",), "timeline": ("Timeline",), "verdict": ("Verdict", "judge"),
+    "workload": ("Workload",),
 }  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.slot_search import ONE_COPY
-from megatrain.simulator.specs import Workload
 from megatrain.simulator.units import format_bytes
+from megatrain.simulator.workload import Workload
 
 _GIB = 2**30
 _PLENTY = 2**59

@@ -1,7 +1,7 @@
 """Agreement: whether a second calibration of a machine says what the first one said, within the spreads that both state.
 
-A number is a median, and its spread the interquartile range over it. Two medians agree where they differ by no more than both spreads and a fiftieth; the machine
-is noisy where more than a tenth of the numbers do not: then its speed changed between the two, by more than within either.
+A number is a median, and its spread the interquartile range over it. Two medians agree where they differ by no more than both spreads and a fiftieth; the
+machine is noisy where more than a tenth of the numbers do not: then its speed changed between the two, by more than within either.
 """
 
 from __future__ import annotations

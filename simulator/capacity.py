@@ -22,7 +22,8 @@ from megatrain.simulator.placing import CLASSES, ranges
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.slot_search import CHUNK_BYTES, ONE_COPY, intervals
-from megatrain.simulator.specs import DTYPE_BYTES, Workload
+from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.workload import Workload
 
 PROPORTIONAL = {f"device.{name}" for name in ("activations", "attention", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
 """pools whose bytes are proportional to the tokens of a micro-batch"""

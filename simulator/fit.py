@@ -1,7 +1,8 @@
 """Fit: the host's DRAM as a HostMemory, from rates that copies and cores reach alone and together.
 
 Minimised is the sum of squared log ratios of what `Sharing` gives to what was measured, over every rate of every combination, by a pattern search:
-every parameter a step up, down or not at all (they pull together: more memory looks like cheaper copies), the step halved where no such move helps. What the rates do not tell stays near HostMemory's defaults.
+every parameter a step up, down or not at all (they pull together: more memory looks like cheaper copies), the step halved where no such move helps. What the
+rates do not tell stays near HostMemory's defaults.
 """
 
 from __future__ import annotations

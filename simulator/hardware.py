@@ -109,7 +109,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     date: str
     curves: dict[str, tuple[tuple[int, int], ...]]
     """(size, duration_ns) points, sizes ascending, by op kind; by `KIND@LANE` where a kind costs other times on another lane (`norm@compute`),
-    by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`), and by `KIND:wide` for a gradient in fp32 where layers compute in bf16. A single point of size 0 is a constant (`clip`)."""
+    by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`), and by `KIND:wide` for a gradient in fp32 where layers compute in bf16. A
+    single point of size 0 is a constant (`clip`)."""
     compute: dict[str, dict[str, tuple[int, int]]]
     """op kind -> Op.shape -> (amount, duration_ns); the amount, Op.amount, is what another shape is scaled by"""
     activations: dict[str, tuple[int, int]] = {}
@@ -157,7 +158,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
-"""Of flash attention on an H200, causal, heads of 128 (2026-11-21): 333 of 989 TFLOP/s x S / (S + 970); 171 measured at S = 1,024, 272 at 4,096, 324 at 32,768."""
+"""Of flash attention on an H200, causal, heads of 128 (2026-11-21): 333 of 989 TFLOP/s x S / (S + 970). Measured:
+171 at S = 1,024, 272 at 4,096, 324 at 32,768."""
 
 
 class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,9 +18,10 @@ import msgspec
 
 from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes
+from megatrain.simulator.workload import Workload
 
 WORKSPACE = "device.workspace"
 PLACES = ("device", "host")

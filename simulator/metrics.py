@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 
 def tokens_per_second(workload: Workload, step_seconds: float) -> float:

@@ -10,7 +10,8 @@ import msgspec
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import KEEP_ATTENTION
 from megatrain.simulator.files import read_toml, write_toml
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 FORMAT = 1
 
@@ -28,7 +29,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parked: str = ""
     """decoder layers whose input waits in host memory for the backward pass"""
     attention: str = ""
-    """decoder layers whose attention output and log-sum-exp are kept on the device, so that a recompute does all but the attention; means nothing of a stored one"""
+    """decoder layers whose attention output and log-sum-exp stay on the device, so a recompute does all but the attention; means nothing of a stored one"""
     host_updated: str = ""
     """layers that the host's cores update: all of their state stays in host memory, whatever stands above, and only weights come to the device"""
 

@@ -21,7 +21,8 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.slot_search import SlotSearch
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 __all__ = ["Choice", "assess", "plan_account", "rank", "search"]
 
@@ -41,7 +42,8 @@ def search(
     `policies`: by default those that the runtime executes and that may be the fastest; one that is only for prediction has no knobs to search. On a
     machine of one memory nothing streams: `resident` alone, since another system's offload would keep in it what it has there already.
 
-    `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were not measured.
+    `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were
+    not measured.
     """
     known = [*policy_library.names(), *policy_library.peers()]
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))

@@ -35,10 +35,11 @@ and, in schedules of other systems, which are only for prediction, so what they 
 | thread_pass (cpu) | the same by one thread |
 | device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
 
-A forward that also writes saved activations keeps them for its backward. One that also writes attention, in `device.attention`, keeps that layer's attention output and
-log-sum-exp: its recompute takes them instead of computing them, and its backward needs them. An update does nothing where its coefficient is NaN; one that also reads weights takes the old ones from
-there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its gradient *and reads it* adds to what
-is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the whole overlaps every part.
+A forward that also writes saved activations keeps them for its backward. One that also writes attention, in `device.attention`, keeps that layer's attention
+output and log-sum-exp: its recompute takes them instead of computing them, and its backward needs them. An update does nothing where its coefficient is NaN;
+one that also reads weights takes the old ones from there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its
+gradient *and reads it* adds to what is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the
+whole overlaps every part.
 """
 
 from __future__ import annotations

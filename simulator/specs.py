@@ -1,4 +1,4 @@
-"""What is trained, on what, how: ModelSpec, HardwareSpec, Workload.
+"""ModelSpec: what is trained.
 
 A model is a stack of *layers*: the embedding (`e`), the decoder layers (`0`, `1`, ...), the head (`h`: final norm and output
 projection). With tied embeddings the final norm joins the embedding's layer and there is no `h`: one layer, used twice.
@@ -18,14 +18,13 @@ import msgspec
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FROM_THE_ROW, KEEP_ATTENTION, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
+from megatrain.simulator.workload import Dtype, Workload
 
 ALIGNMENT = 64
 """Elements to which each tensor of a layer is padded: 128 bytes in bf16, 256 in fp32, what CUDA's and the CPU's widest loads ask for."""
 
-Dtype = Literal["bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
-Clipping = Literal["global", "layer", "update", "none"]
-EMBEDDING, HEAD, DOCUMENTS = "e", "h", "-documents"
+EMBEDDING, HEAD = "e", "h"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -115,7 +114,6 @@ class KeptAttention(NamedTuple):
         return self.offset + self.log_sum_exp
 
 
-_MOST_MICRO_BATCHES = 1024  # a schedule has every micro-batch's ops: at 48 layers this is half a million, half a minute to lower
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
 
 
@@ -359,53 +357,3 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 )
         name = path.parent.name if path.name == "config.json" else path.stem
         return cls.from_config(read_json(path), str(path), name)
-
-
-class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How it is trained: everything that decides the arithmetic of a step. Two plans of one workload give the same bits."""
-
-    batch: int
-    """sequences per micro-batch"""
-    sequence: int
-    """tokens per sequence"""
-    accumulation: int = 1
-    """micro-batches per optimizer step"""
-    dtype: Dtype = "bf16"
-    """what layers compute in and gradients leave them in; the master weights are fp32 always"""
-    clipping: Clipping = "global"
-    """`global`: gradients by the norm over all of them; `layer`: each layer's gradient by its own norm; `update`: each tensor's learning rate by the
-    root of the mean of g^2 / v over its elements (StableAdamW, arXiv 2304.13013, algorithm 2); `none`"""
-    compiled: bool = False
-    """layers through torch.compile: faster, a third less activations, and other roundings than eager ones"""
-    attention: Literal["flash", "cudnn"] | None = None
-    """the kernel; each rounds otherwise. None: the one that PyTorch's `scaled_dot_product_attention` takes, cuDNN's or flash on an H200 by its version and mode"""
-    loss_chunk: int = 1024
-    """tokens whose logits exist at one time; part of the arithmetic, because the head's gradient is summed chunk by chunk"""
-    documents: bool = False
-    """rows may hold several documents, or padding, and attention stays inside a document. Packing by default: `megatrain plan` says so in its plans, and
-    one that does not speak of documents has none"""
-
-    def __post_init__(self) -> None:
-        for field, most in (("batch", 2**20), ("sequence", 2**24), ("accumulation", _MOST_MICRO_BATCHES), ("loss_chunk", 2**31)):
-            if not 1 <= getattr(self, field) <= most:
-                raise UserError(f"workload: {field}", found=getattr(self, field), allowed=f"1 to {most}", fix=f"set {field} within these")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per micro-batch."""
-        return self.batch * self.sequence
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens per optimizer step."""
-        return self.tokens * self.accumulation
-
-    @property
-    def token_rows(self) -> int:
-        """Numbers a token that are copied to the device: its id, its label and, where rows hold several, its document."""
-        return 3 if self.documents else 2
-
-    @property
-    def shape(self) -> str:
-        compiled, attention = "-compiled" if self.compiled else "", f"-{self.attention}" if self.attention else ""
-        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + (DOCUMENTS if self.documents else "")

@@ -24,8 +24,9 @@ from megatrain.simulator.planner import rank
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.slot_search import ONE_COPY, intervals
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
+from megatrain.simulator.workload import Workload
 
 _FINALISTS = 2
 _CLOSE = 1.05  # a second split within this of the first, quickly timed, is searched too

@@ -30,8 +30,9 @@ from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.planner import rank, search
 from megatrain.simulator.several import Several, estimate
 from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.units import format_bytes
+from megatrain.simulator.workload import Workload
 
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
 _STAGING = ("_chunks", "slabs", "bucket", "flats", "converted", "shards")

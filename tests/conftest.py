@@ -9,7 +9,8 @@ import hypothesis
 import pytest
 
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 pytest.register_assert_rewrite("whole_models", "reference_lengths")
 hypothesis.settings.register_profile("megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

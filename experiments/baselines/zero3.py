@@ -13,7 +13,7 @@ from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Parts, Readin
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 NEEDS = ("deepspeed",)
 """packages that do not come with megatrain"""

@@ -19,7 +19,8 @@ from megatrain.simulator import engine, evaluator, policies
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.hardware import HardwareSpec, HostMemory
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 _TURNS = 5
 _MICRO_BATCHES = (1, 4, 16)

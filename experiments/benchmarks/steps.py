@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 RATE = 1e-5
 """learning rate, warm from the first step on"""

@@ -1,9 +1,9 @@
 """Ablations: our best plan for a 7B step on the H200 that was calibrated, and the same without one of the things that make it fast, as Table 4 has them.
 
-`no overlapped update`: AdamW on the host after backward, the best plan of policy `k_buffer`. `no residency`: the full plan with its weights, gradients and optimizer
-state streamed, activations as they were. `no compile`: eager layers, whose times were measured alone (experiments/published/h200.csv); their head is modelled with
-the library's rates, their memory by formula. `no chunked loss`: all logits of a micro-batch at one time, memory by `memory.workspace_estimate`,
-12 bytes a logit, their head as long as the calibrated one: modelled too.
+`no overlapped update`: AdamW on the host after backward, the best plan of policy `k_buffer`. `no residency`: the full plan with its weights, gradients and
+optimizer state streamed, activations as they were. `no compile`: eager layers, whose times were measured alone (experiments/published/h200.csv); their head
+is modelled with the library's rates, their memory by formula. `no chunked loss`: all logits of a micro-batch at one time, memory by
+`memory.workspace_estimate`, 12 bytes a logit, their head as long as the calibrated one: modelled too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import workspace_estimate
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Op, OpId
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
+from megatrain.simulator.workload import Workload
 
 CASES = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")
 MODELLED = ("no compile", "no chunked loss")

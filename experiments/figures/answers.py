@@ -16,8 +16,9 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies import contenders, outline
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import brief, candidates
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 PAPER = "double_buffer"

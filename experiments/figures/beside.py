@@ -14,7 +14,8 @@ import msgspec
 from megatrain.experiments.figures.answers import Answer, ours, paper_schedule
 from megatrain.experiments.validation.predict import predict
 from megatrain.experiments.validation.rows import Row, Setting, load_rows, load_settings
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 CODE = "megatrain_code"
 

@@ -13,7 +13,8 @@ from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies import lower, outline
 from megatrain.simulator.policies.megatrain_code import Ablation, lower_ablated
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "gpt-oss-120b")
 STATE = ("weights", "low", "gradients", "moments")

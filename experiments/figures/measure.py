@@ -1,8 +1,9 @@
 """Runs on one H200 what the figures have no measurement of yet: `python -m megatrain.experiments.figures.measure [CASE ...] --out DIR`
 
-Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own, `DIR/CASE.json`, written when it is done: whoever cuts the command off loses one case.
-The figures take up what lies in `experiments/results/figures/measured`. For the H200 of 16 cores and 128 GiB of host memory that was calibrated there
-(`ablations.CALIBRATED`). Table 4's full plan and the contexts of 1,024 and 131,072 tokens are measured in `experiments/results/h200-qwen2.5-7b-batches`.
+Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own, `DIR/CASE.json`, written when it is done: whoever cuts the
+command off loses one case. The figures take up what lies in `experiments/results/figures/measured`. For the H200 of 16 cores and 128 GiB of host memory that
+was calibrated there (`ablations.CALIBRATED`). Table 4's full plan and the contexts of 1,024 and 131,072 tokens are measured in
+`experiments/results/h200-qwen2.5-7b-batches`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from pathlib import Path
 from megatrain.experiments import benchmark
 from megatrain.experiments.figures import ablations
 from megatrain.experiments.options import OneLineParser
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.units import format_bytes, format_seconds
 from megatrain.simulator.verdict import candidates
+from megatrain.simulator.workload import Workload
 
 ABLATIONS = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:]}
 CONTEXTS = {"table7-32k": (1, 32768), "table7-8k": (5, 8192)}
@@ -55,7 +58,7 @@ def arguments(case: str, out: Path, steps: int) -> list[str]:
 def main() -> int:
     parser = OneLineParser(prog="python -m megatrain.experiments.figures.measure", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default all, in this order)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"of each; the first {benchmark.WARM_UP_STEPS} do not count (default 5)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"of each; the first {WARM_UP_STEPS} do not count (default 5)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--commit", metavar="HASH", help="what to note as the commit where the code is not in a git repository")
     parser.add_argument("--only-plan", action="store_true", help="write the plans, say what they are predicted to take, and measure nothing")

@@ -15,7 +15,8 @@ from megatrain.simulator.assessment import assess
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 MODEL, MACHINE = "qwen2.5-7b", "h200-4x"
 WORK = Workload(batch=32, sequence=1024)

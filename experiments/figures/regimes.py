@@ -11,7 +11,8 @@ import msgspec
 
 from megatrain.experiments.figures.answers import Answer, ours
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 MODEL, MACHINE, SEQUENCE = "qwen2.5-7b", "h200-4x", 1024
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -10,12 +10,14 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from megatrain.experiments.code_digest import code_digest
 from megatrain.simulator.files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 _INPUTS = (
-    "simulator/**/*.py",
+    "simulator/[!_]*.py",
+    "simulator/*/**/*.py",
     "simulator/library/**/*.*",
     "experiments/published/*.*",
     "experiments/validation/*.py",
@@ -26,11 +28,13 @@ _MORE = {"table4": ("experiments/figures/ablations.py", "experiments/results/h20
 
 
 def digest(name: str) -> str:
-    """Of today's inputs of a simulation, 16 hexadecimal digits."""
-    sha = hashlib.sha256()
+    """Of today's inputs of a simulation, 16 hexadecimal digits: data as it stands, code by what it does."""
     patterns = (*_INPUTS, f"experiments/figures/{name}.py", *_MORE.get(name, ()))
-    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}):
-        sha.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()})
+    sha = hashlib.sha256(code_digest(path for path in paths if path.suffix == ".py").encode())
+    for path in paths:
+        if path.suffix != ".py":
+            sha.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
     return sha.hexdigest()[:16]
 
 

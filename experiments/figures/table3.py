@@ -31,7 +31,8 @@ from megatrain.runtime.reference import Masters, Reference
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 MODEL = ModelSpec.from_config(
     {

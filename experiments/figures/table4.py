@@ -20,8 +20,9 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
+from megatrain.simulator.workload import Workload
 
 ABLATED: dict[str, tuple[str, Knobs, int]] = {
     "full": ("double_buffer", PAPER_KNOBS, 96),

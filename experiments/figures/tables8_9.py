@@ -12,7 +12,8 @@ import msgspec
 from megatrain.experiments.figures.answers import ours
 from megatrain.experiments.figures.beside import beside, published
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 CARDS = ("rtx3080-10gb", "rtx4090", "ryzen-ai-max-395-128gb", "apple-m4-max", "apple-m3-ultra")
 MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b")

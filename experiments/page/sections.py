@@ -147,9 +147,10 @@ def memory(run: ComparedRun) -> str:
     for place in PLACES:
         fixed = {pool: size for pool, size in _pool_bytes(run.schedule.buffers).items() if pool.startswith(f"{place}.")}
         rows: list[Sequence[Cell]] = [
-            _bytes_row(name, sum(size for pool, size in fixed.items() if class_of(pool) == name), sum(size for pool, size in pools.items() if pool in fixed and class_of(pool) == name))
-            for name in CLASSES if any(class_of(pool) == name for pool in fixed)
-        ]  # fmt: skip
+            _bytes_row(name, sum(fixed[pool] for pool in members), sum(pools.get(pool, 0) for pool in members))
+            for name in CLASSES
+            if (members := [pool for pool in fixed if class_of(pool) == name])
+        ]
         if place == "device":
             grown = sum(size for pool, size in account.pools.items() if pool in dynamic)
             peak = measured.get("device_peak_bytes")

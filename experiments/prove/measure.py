@@ -20,7 +20,8 @@ from megatrain.experiments.prove.variants import VARIANTS
 from megatrain.runtime import machine
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.kept_memory import KeptMemory
-from megatrain.runtime.trial import WARM_UP_STEPS, run_trial
+from megatrain.runtime.trial import run_trial
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
 from megatrain.simulator.assessment import Choice, assess
 from megatrain.simulator.compare import compare

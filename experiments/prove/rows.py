@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert, write_text
+from megatrain.experiments.row_file import parse_rows, write_rows
 from megatrain.simulator.plan import Plan
 
 
@@ -53,16 +52,10 @@ def read_rows(path: Path) -> list[Row]:
     """Those of a file; a last line that was half written is left out, and the file is mended. Raises UserError for other content."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        write_text(path, "".join(lines))
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(convert(msgspec.json.decode(line), Row, f"{path}, line {number}"))
-        except msgspec.DecodeError:
-            raise UserError(f"{path}, line {number}", found="no JSON", allowed="a line for each case", fix="remove this line") from None
+    text = path.read_bytes()
+    rows, whole = parse_rows(text, Row, str(path))
+    if whole < len(text):
+        os.truncate(path, whole)
     return rows
 
 
@@ -70,6 +63,5 @@ def append_row(path: Path, row: Row) -> None:
     """Written through to the disk: a machine that is taken away leaves the rows before it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        file.write(msgspec.json.encode(row) + b"\n")
-        file.flush()
+        write_rows(file, [row])
         os.fsync(file.fileno())

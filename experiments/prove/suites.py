@@ -1,7 +1,8 @@
 """Suites: what is calibrated, and the cases that are held out of it.
 
-Nothing is fitted to a case: none has the batch and sequence of a point of the grid, which `refuse_grid` checks. Cases stand in the order in which they are worth most, so
-that a run that is cut off leaves the best part. Models are cut to few layers: a layer costs what it costs in the whole model, and memory is registered sooner.
+Nothing is fitted to a case: none has the batch and sequence of a point of the grid, which `refuse_grid` checks. Cases stand in the order in which they are
+worth most, so that a run that is cut off leaves the best part. Models are cut to few layers: a layer costs what it costs in the whole model, and memory is
+registered sooner.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 ALTERNATIVES = {
     "overlapped": ("nothing stays", "host updates", "one slot", "half stays", "parked", "small copies"),

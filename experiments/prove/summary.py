@@ -116,7 +116,8 @@ def summarize(rows: Iterable[Row]) -> Summary:
     plans = {name: list({row.plan.digest: row for row in found}.values()) for name, found in groups.items()}
     regret = {name: value for name, found in groups.items() if len(plans[name]) >= LEAST_PLANS and (value := _regret(found)) is not None}
     return Summary(
-        cases=len(rows), executed=len(once), failed=len(rows) - len(ran), step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
+        cases=len(rows), executed=len(once), failed=len(rows) - len(ran),
+        step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
         device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
         host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
         tau={name: _tau(found, TIE) for name, found in policies.items() if len(found) >= 3},

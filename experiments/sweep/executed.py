@@ -9,6 +9,7 @@ import msgspec
 
 from megatrain.experiments import benchmark
 from megatrain.experiments.sweep.store import Row
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
 from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Plan
@@ -24,7 +25,7 @@ def executed(predicted: Row, plan: Plan, path: Path, steps: int, device: str) ->
     msgspec.structs.replace(plan, digest=policies.lower(plan).digest).save(path)
     found = benchmark.timed("ours", path, steps, device)
     row = msgspec.structs.replace(predicted, predicted_seconds=predicted.step_seconds, step_seconds=None, tokens_per_second=None)
-    seconds = [step["seconds"] for step in found["steps"][benchmark.WARM_UP_STEPS :]]
+    seconds = [step["seconds"] for step in found["steps"][WARM_UP_STEPS:]]
     if found["failure"] or not seconds:
         return msgspec.structs.replace(row, decided_by="refused", reason=found["failure"] or "no steps")
     median = statistics.median(seconds)

@@ -26,8 +26,8 @@ import msgspec
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_toml
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import Workload
 from megatrain.simulator.units import parse_bytes
+from megatrain.simulator.workload import Workload
 
 _MOST = 1_000_000
 _LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}

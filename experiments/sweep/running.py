@@ -101,7 +101,7 @@ def _work(task: list[_Told]) -> list[Row]:
 
 
 def execute(entries: Sequence[Entry], hardware: HardwareSpec, store: Store, on_rows: OnRows, *, steps: int, device: str) -> None:
-    """Runs each plan for `steps` optimizer steps on random tokens, in a process of its own. What cannot be or does not fit is simulated only, which says why."""
+    """Runs each plan for `steps` optimizer steps on random tokens, in a process of its own. What cannot be or does not fit is simulated, which says why."""
     from megatrain.experiments.sweep.executed import executed
 
     work = Simulator(hardware)

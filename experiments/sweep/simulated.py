@@ -28,7 +28,8 @@ from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op, Schedule, is_kept
-from megatrain.simulator.specs import DTYPE_BYTES, Workload
+from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.workload import Workload
 
 _SIZES = ("bytes", "parameters", "flops", "elements", "shape", "offset")
 _PARKING = ("save_activations", "load_activations")

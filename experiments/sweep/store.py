@@ -1,7 +1,7 @@
 """Store: a sweep's rows as JSON lines, appended as they are found, so that what is interrupted can go on.
 
 A row is found again by its key, a digest of all that decides it: plan, machine, and for a simulation the simulator's own sources, so that a policy
-that was edited since is tried anew. Where a key stands twice the later line counts. A last line that was cut off is dropped.
+that was edited since is tried anew. Where a key stands twice the later line counts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import msgspec
 import xxhash
 
 import megatrain.simulator
+from megatrain.experiments.code_digest import code_digest
+from megatrain.experiments.row_file import parse_rows, write_rows
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
 
@@ -63,11 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def sources_digest() -> str:
     """Of every source of the simulator, a policy that somebody added included."""
-    folder = Path(str(megatrain.simulator.__file__)).parent
-    digest = xxhash.xxh3_128()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return digest.hexdigest()
+    return code_digest(Path(str(megatrain.simulator.__file__)).parent.rglob("*.py"))
 
 
 class Keys:
@@ -109,22 +107,12 @@ class Store:
 
     def _read(self) -> dict[str, Row]:
         self._file.seek(0)
-        text = self._file.read()
-        whole = text.rfind(b"\n") + 1
-        decoder, found = msgspec.json.Decoder(Row), dict[str, Row]()
-        for number, line in enumerate(text[:whole].splitlines(), 1):
-            try:
-                row = decoder.decode(line)
-            except (msgspec.DecodeError, UserError):  # ValidationError is a DecodeError; a knob out of its range is a UserError
-                raise UserError(f"{self._path}, line {number}", found="no row of a sweep", allowed="rows of this program", fix="name another --out") from None
-            found[row.key] = row
-        if whole < len(text):
-            self._file.truncate(whole)
-        return found
+        rows, whole = parse_rows(self._file.read(), Row, str(self._path))
+        self._file.truncate(whole)
+        return {row.key: row for row in rows}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Appends them, whole lines at a time."""
+        """Appends them."""
         rows = list(rows)
         self.rows.update((row.key, row) for row in rows)
-        self._file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        self._file.flush()
+        write_rows(self._file, rows)

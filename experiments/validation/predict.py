@@ -18,7 +18,8 @@ from megatrain.simulator.planner import plan_account
 from megatrain.simulator.policies import megatrain_code
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.schedule import Op, OpId, Schedule
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 _MOST_BATCH, _MOST_STEPS = 1024, 128  # bounds of `fill`; sequences in steps of _SEQUENCE

@@ -13,7 +13,8 @@ from megatrain.runtime.checkpoint.randomness import RandomState
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import convert, read_text, write_bytes
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -18,7 +18,7 @@ from megatrain.runtime.data.documents import Documents, truncated
 from megatrain.runtime.data.packing import Rows, best_fit, in_sequence, one_a_row
 from megatrain.runtime.training.data_options import Packing
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 
 class Corpus:

@@ -20,7 +20,7 @@ from megatrain.runtime.data.formats import BadRow, Row, Source, find, rows
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
 from megatrain.runtime.training.data_options import DataOptions
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 Note = Callable[[str], None]
 _FORMAT = 1

@@ -26,7 +26,8 @@ from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import Dtype, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import LayerSpec, ModelSpec
+from megatrain.simulator.workload import Dtype, Workload
 
 _SHARD_BYTES = 4 * 10**9
 _PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
@@ -110,7 +111,7 @@ class _OneFile:
 
 
 def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
-    """Where the decoder layers of the folder's model are, and what reads a tensor of it; where its config does not tell, as in most, and the files' own names."""
+    """Where the decoder layers of the folder's model are, and what reads a tensor of it. Where its config cannot be read: as in most, and the files' own."""
     try:
         names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError):

@@ -164,7 +164,7 @@ class DeviceKernels:
         self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
         clip: torch.Tensor | None, scale: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
     ) -> None:  # fmt: skip
-        """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; Triton passes Python's as fp32."""
+        """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `Scalars`; Triton passes Python's as fp32."""
         count = weights.numel()
         copy = None if copy_to is None else _bits(copy_to)
         _adamw[(triton.cdiv(count, _BLOCK),)](

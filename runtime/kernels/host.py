@@ -48,7 +48,7 @@ class HostKernels:
         self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
         clip: torch.Tensor | None, scale: torch.Tensor | None, copy_to: torch.Tensor | None, scalars: Sequence[float],
     ) -> None:  # fmt: skip
-        """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `optimizer.Scalars`; ctypes rounds them to nearest."""
+        """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `Scalars`; ctypes rounds them to nearest."""
         addresses = (weights.data_ptr(), _address(low), first.data_ptr(), second.data_ptr(), gradient.data_ptr())
         rounded = (ctypes.c_float * len(scalars))(*scalars)
         self._adamw(weights.numel(), *addresses, _is_fp32(gradient), _address(clip), _address(scale), _address(copy_to), rounded)

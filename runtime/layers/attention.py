@@ -28,7 +28,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from megatrain.runtime.layers.lengths import Bounds, attend_within, takes_lengths
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 Kernel = Literal["cpu", "flash", "cudnn"]
 NAME = "megatrain"
@@ -82,7 +83,8 @@ def refuse_attention(plan: Plan, device: torch.device) -> None:
     """Raises UserError, before anything is loaded, where `device` cannot do what the plan says of attention."""
     if plan.workload.attention and not all(plan.model.keeps_attention(layer.name) for layer in plan.model.decoders):
         raise UserError(
-            "workload: attention", found=f"{plan.workload.attention} for a {plan.model.family} model", allowed="full causal attention in every layer, as in Llama",
+            "workload: attention", found=f"{plan.workload.attention} for a {plan.model.family} model",
+            allowed="full causal attention in every layer, as in Llama",
             fix="leave `attention` out of the workload",
         )  # fmt: skip
     special = plan.workload.attention or plan.placed("attention")

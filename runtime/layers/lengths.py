@@ -16,7 +16,8 @@ import torch
 from torch.backends import cuda as sdp
 
 from megatrain.runtime.layers.documents import begins
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 _SEQUENCE = 128  # of the tensors on which PyTorch is asked whether it has the kernel: that does not hang on the length
 _ALIGNED = 8  # elements of a head that the kernel takes

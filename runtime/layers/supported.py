@@ -7,7 +7,8 @@ from pathlib import Path
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.files import read_json
-from megatrain.simulator.specs import EMBEDDING, ModelSpec, Workload
+from megatrain.simulator.specs import EMBEDDING, ModelSpec
+from megatrain.simulator.workload import Workload
 
 _DROPOUT = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout", "router_jitter_noise",

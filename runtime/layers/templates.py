@@ -35,7 +35,8 @@ from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsuppo
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import WRITTEN_OUT, with_nulls
-from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
+from megatrain.simulator.workload import Workload
 
 _log = logging.getLogger(__name__)
 

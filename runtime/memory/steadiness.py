@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 
 from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 
-WARM_UP_STEPS = 2
-"""that may allocate: the first, and the first with an update"""
 _SETTLING = 3
 """times that PyTorch's allocator may still take device memory afterwards: which of its free blocks fit may hang on the order in which lanes use them. Seen once
 on an H200, among ten steps of each plan of tests/runtime/test_cuda.py, cause not found; what allocates again and again is past this soon

@@ -22,7 +22,7 @@ from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import find_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import Dtype
+from megatrain.simulator.workload import Dtype
 
 
 class Exported(NamedTuple):

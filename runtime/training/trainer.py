@@ -32,13 +32,12 @@ from megatrain.runtime.training.opening import HeldOut, Source, find_data, find_
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.trackers import trackers
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.errors import RunError, UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import executable
 from megatrain.simulator.timeline import Timeline, median_timeline
 
-WARM_UP_STEPS = 2
-"""not counted as steady: memory is touched and libraries are initialised for the first time"""
 _KEPT_TIMELINES = 64
 
 

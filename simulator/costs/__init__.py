@@ -1,4 +1,4 @@
-"""Cost models: two for prediction (`Calibrated`, `Datasheet`), one for checking (`Replayed`). How lanes slow each other is told there, and applied by the engine."""
+"""Cost models: two to predict with (`Calibrated`, `Datasheet`), one to check with (`Replayed`). They say how lanes slow each other; the engine applies it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 __all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
 

@@ -26,7 +26,8 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, WIDE_KINDS, CostTable, Workspace
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import DOCUMENTS, ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import DOCUMENTS, Workload
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
 

@@ -11,7 +11,8 @@ from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.schedule import Op, Schedule, Sizes
 from megatrain.simulator.sharing import Demand
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 
 class Changed:

@@ -32,7 +32,8 @@ from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.hardware import COMPUTE_KINDS, COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, AttentionRate, HardwareSpec
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 _ADAM_BYTES = 22
 """Read and written a parameter by the AdamW of `cpu_adam_per_s`: bf16 weight 2 + 2 and gradient 2, fp32 moments 8 + 8. It is bound by memory, so
@@ -42,8 +43,8 @@ _PASS_SHARE = 107 / 136.4
 
 _THREAD_NORM_NS = 0.265
 """A parameter's share in PyTorch's norm of a bf16 tensor, which one thread computes and a second one does not speed up: clipping 7.6e9 parameters took
-2.2 s on 64 cores (H200, 2026-11-21), of which scaling them, 4 B each on all threads, is 0.18. The core's chain of additions bounds it, not memory: on a Xeon of 2.8 GHz
-a tensor takes 0.163 ns an element from cache and 0.24 from memory (2026-11-21). So it is the same for every host."""
+2.2 s on 64 cores (H200, 2026-11-21), of which scaling them, 4 B each on all threads, is 0.18. The core's chain of additions bounds it, not memory: on a Xeon
+of 2.8 GHz a tensor takes 0.163 ns an element from cache and 0.24 from memory (2026-11-21). So it is the same for every host."""
 _ATTENTION_BACKWARD = 1.25
 """Flash attention's backward has five products where `ModelSpec.work` counts four: it computes the scores again (Dao, 2023)."""
 

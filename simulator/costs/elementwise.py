@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatrain.simulator.hardware import PASS_KINDS
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
+from megatrain.simulator.workload import Workload
 
 
 class Elementwise:
@@ -35,8 +36,8 @@ class Elementwise:
         return (4 + (4 if op.adds else 0) - alone) * self._model.stack[layer].elements
 
     def touched_bytes(self, op: Op) -> int | None:
-        """The sum of squares reads the gradient, that of g^2 / v also the second moment; an accumulation reads the slab, writes the gradient, and reads it where it adds; AdamW reads and
-        writes master (4) and moments (8) and reads the gradient. None for a kind without a formula.
+        """The sum of squares reads the gradient, that of g^2 / v also the second moment; an accumulation reads the slab, writes the gradient, and reads it
+        where it adds; AdamW reads and writes master (4) and moments (8) and reads the gradient. None for a kind without a formula.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:

@@ -9,7 +9,8 @@ from typing import Protocol
 from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.schedule import Op, Schedule, Sizes
 from megatrain.simulator.sharing import Demand, Sharing
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 FIX = "run `megatrain calibrate` for this model and workload"
 

@@ -1,7 +1,7 @@
 """The families: what a decoder layer of each is made of, in the order in which transformers registers it.
 
-To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `DECODERS`, or in the dict of `dense` or `mixtures`, with the
-defaults of transformers' config class for keys that a config.json may leave out. The tests compare it with transformers' own model.
+To add one: write a function from the config and the layer's kind (its attention, its MLP) to parts, and name it in `DECODERS`, or in the dict of `dense` or
+`mixtures`, with the defaults of transformers' config class for keys that a config.json may leave out. The tests compare it with transformers' own model.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ _CHUNK = 64
 
 
 def gated_delta(c: Config, *, apart: bool = False) -> tuple[Part, ...]:
-    """Qwen3-Next's linear attention, with its input's projections `apart` as in Qwen3.5: a short convolution, then the gated delta rule over chunks of 64 tokens in fp32, and a gated norm.
+    """Qwen3-Next's linear attention, with its input's projections `apart` as in Qwen3.5: a short convolution, then the gated delta rule over chunks of 64
+    tokens in fp32, and a gated norm.
 
     FLOPs a token and value head, with chunks of C tokens, key size k and value size v: k k', q k' (2 C k each), the triangular systems (C (k + v)),
     the scan's products with the state (3 x 2 k v) and inside the chunk (2 C v).

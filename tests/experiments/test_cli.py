@@ -144,13 +144,6 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert all(row["predicted_bytes"] == row["measured_bytes"] for row in report["memory"] if row["what"].endswith("pools"))
 
 
-def test_the_steps_that_compare_leaves_out_are_those_that_training_does() -> None:
-    from megatrain.experiments import pictures
-    from megatrain.runtime.training import trainer
-
-    assert pictures.WARM_UP_STEPS == trainer.WARM_UP_STEPS
-
-
 def check_model(folder: Path) -> None:
     """Loads as a user would, and is not the model that the training began with."""
     import torch

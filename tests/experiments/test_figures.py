@@ -17,7 +17,8 @@ from megatrain.experiments.validate_published import load_settings, predict
 from megatrain.experiments.validation.rows import Row
 from megatrain.paper_figures.gallery import FIGURES
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 Command = Callable[..., tuple[int, str, str]]
 

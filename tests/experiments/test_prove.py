@@ -21,7 +21,7 @@ from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Plan, Prediction
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 
 def test_the_suite_is_as_broad_as_it_claims() -> None:
@@ -193,7 +193,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("{nonsense\n")
     append_row(path, row("b", 1, 1))
-    with pytest.raises(UserError, match=r"line 2: found no JSON"):
+    with pytest.raises(UserError, match=r"line 2: found no row: JSON is malformed"):
         records.read_rows(path)
 
 

@@ -23,7 +23,8 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 H200 = HardwareSpec.load("h200")
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -94,7 +95,7 @@ def test_rows_that_are_there_are_not_done_again(command: Any, workplace: Path, m
     rows.write_bytes(b'{"key": 1}\n' + whole)
     outcome = command(*words)
     assert outcome.status == 2
-    assert "line 1: found no row of a sweep" in outcome.err
+    assert "line 1: found no row: Expected `str`, got `int` - at `$.key`" in outcome.err
 
 
 def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

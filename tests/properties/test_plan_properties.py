@@ -25,8 +25,9 @@ from megatrain.simulator.memory import account, usage
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.schedule import Schedule, whole
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, Clipping
+from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.workload import Clipping
 
 H200 = HardwareSpec.load("h200")
 MakePlan = Callable[..., Plan]

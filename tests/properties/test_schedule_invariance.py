@@ -26,7 +26,8 @@ from megatrain.runtime.reference import Reference
 from megatrain.simulator import policies
 from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import DTYPE_BYTES, Clipping, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.workload import Clipping, Workload
 
 STEPS = 5
 RATE = 1e-2
@@ -90,7 +91,7 @@ def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: 
 
 
 def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
-    """The batches of every step. From the second on a third of the labels is ignored, in the third a whole sequence, and micro-batch where there are several."""
+    """The batches of every step. From the second on a third of the labels is ignored, in the third a whole sequence, and of several micro-batches one."""
     generator = torch.Generator().manual_seed(7)
     steps = []
     for number in range(1, STEPS + 1):

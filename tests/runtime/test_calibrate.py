@@ -21,8 +21,8 @@ from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, UNMEASURED_
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
-from megatrain.simulator.specs import Workload
 from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.workload import Workload
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -24,7 +23,8 @@ from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.planner import assess
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 pytestmark = pytest.mark.cuda
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
@@ -44,14 +44,6 @@ EVERY = [
 STEPS = 10
 Master = tuple[str, str, torch.Tensor]
 """layer, tensor, its fp32 master on the CPU"""
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("deterministic")

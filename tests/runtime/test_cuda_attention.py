@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,14 +23,6 @@ SIZES = {
     "device_limit_bytes": 2**32, "host_limit_bytes": 2**32, "chunk_bytes": 2**18,
 }  # fmt: skip
 PLACEMENTS = [Placement(attention=layers, stored=stored, parked=parked) for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))]
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:

@@ -1,9 +1,8 @@
-"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps apart, with nothing to wait for. Skipped where there is none."""
+"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps apart, with nothing to wait for. Else skipped."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,14 +37,6 @@ def documents_of(cuts: list[tuple[int, ...]], device: str = "cpu") -> torch.Tens
     """[batch, sequence]; the last of a row that has several is padding."""
     rows = [torch.cat([torch.full((length,), number) for number, length in enumerate(row)]) for row in cuts]
     return torch.stack([torch.where(row == row[-1], -1, row) if len(cut) > 2 else row for row, cut in zip(rows, cuts, strict=True)]).to(device)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:

@@ -39,9 +39,8 @@ from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.simulator.families import FAMILIES, KEEP_ATTENTION, WRITTEN_OUT
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
-FUSED = [family for family in DOCUMENTED if family not in WRITTEN_OUT]
 ROWS = torch.tensor([[0] * 24, [0] * 24])
 ALL_HERE = {"weights": "all", "gradients": "all"}
 

@@ -1,4 +1,4 @@
-"""Memory of a run: allocated, touched and registered once, before the first step; told as it goes; released whatever happens. No GPU: registering is recorded."""
+"""Memory of a run: allocated, touched and registered once, before the first step; told as it goes; released whatever happens. Registering is recorded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import torch
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory import arenas as arenas_module
-from megatrain.runtime.memory import host_memory, steadiness
+from megatrain.runtime.memory import host_memory
 from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
@@ -175,12 +176,12 @@ def test_the_device_s_counters_are_what_is_watched(monkeypatch: pytest.MonkeyPat
         with watch.step(alike=alike):
             stats.update({name: stats[name] + change for name, change in changes.items()})
 
-    for _ in range(steadiness.WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         step(num_device_alloc=1)
     step()
     with pytest.raises(AssertionError, match="retries"):
         step(num_alloc_retries=1)
-    for _ in range(steadiness.WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         step(num_device_alloc=1)
     for _ in range(3):  # it may settle
         step(num_device_alloc=1)

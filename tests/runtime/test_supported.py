@@ -20,7 +20,8 @@ from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -19,8 +19,9 @@ from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, OpId
-from megatrain.simulator.specs import Clipping, ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.workload import Clipping, Workload
 
 SHAPE = "qwen2-2048x11008-16:2x128-v151936/{}x1024-bf16"
 

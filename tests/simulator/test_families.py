@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import DTYPE_BYTES, Dtype, LayerSpec, ModelSpec, Workload
+from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.workload import Dtype, Workload
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}

@@ -17,7 +17,8 @@ from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.planner import search
 from megatrain.simulator.policies._layerwise import ATTENTION, cost_keys
 from megatrain.simulator.schedule import KEPT, Op
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 MODEL, H200 = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")

@@ -15,7 +15,8 @@ from megatrain.simulator.engine import simulate
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 LIBRARY = Path(__file__).parents[2] / "simulator" / "library" / "hardware"
 NAMES = sorted(file.stem for file in LIBRARY.glob("*.toml"))

@@ -14,8 +14,9 @@ from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.memory import account, usage, workspace_beside, workspace_estimate
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Buffer, Op, Schedule
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.workload import Workload
 
 SCHEDULE = Schedule(
     policy="test",

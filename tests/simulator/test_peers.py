@@ -25,7 +25,8 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.planner import Choice, assess, search
 from megatrain.simulator.policies import megatrain_code
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.specs import Clipping, ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Clipping, Workload
 
 Make = Callable[..., Plan]
 GIB = 2**30

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import FORMAT, Knobs, Plan, Prediction
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import Clipping, ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Clipping, Workload
 
 Make = Callable[..., Plan]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_model import SMALL
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
@@ -15,18 +16,12 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.planner import Choice, assess, search
 from megatrain.simulator.slot_search import intervals
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
-SMALL = ModelSpec(
-    name="small",
-    config={
-        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "vocab_size": 32_000,
-    },
-)  # fmt: skip
 
 
 def find(model: ModelSpec, workload: Workload = WORK, **limits: object) -> list[Choice]:

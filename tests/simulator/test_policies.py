@@ -17,7 +17,8 @@ from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Order, Schedule, whole
-from megatrain.simulator.specs import DTYPE_BYTES, Clipping
+from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.workload import Clipping
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FIXED_SLOTS = {"sequential": 1, "double_buffer": 2}

@@ -14,7 +14,8 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable, HardwareSpec, HostMemory, Turns
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.sharing import PARTS, Demand, Sharing, link_gb_per_s
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 COPY, PARAMETERS = 2**28, 10**8
 

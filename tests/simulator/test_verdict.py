@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,21 +24,16 @@ from megatrain.simulator.planner import search
 from megatrain.simulator.policies import contenders, lower, names, outline, peers
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.several import MOST_GPUS
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
 from megatrain.simulator.units import parse_bytes, parse_count
 from megatrain.simulator.verdict import CLASSES, Verdict, candidates, class_of, in_full, judge
+from megatrain.simulator.workload import Workload
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=8, sequence=1024)
-SMALL = ModelSpec(
-    name="small",
-    config={
-        "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "vocab_size": 32_000,
-    },
-)  # fmt: skip
+SMALL = small_model.SMALL.with_layers(6)
 
 
 def small(workload: Workload = WORK, hardware: HardwareSpec = H200, **options: Any) -> Verdict:

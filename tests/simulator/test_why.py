@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_model import SMALL
 
 from megatrain.experiments import report
 from megatrain.simulator import policies
@@ -20,20 +21,14 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.margins import GIB, Margin, one_more_gib
 from megatrain.simulator.planner import search
-from megatrain.simulator.specs import ModelSpec, Workload
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.splits import best_split, splits
 from megatrain.simulator.verdict import _least_seconds, candidates, in_full
+from megatrain.simulator.workload import Workload
 
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
 HALF = ModelSpec.load("qwen2.5-0.5b")
-SMALL = ModelSpec(
-    name="small",
-    config={
-        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "vocab_size": 32_000,
-    },
-)  # fmt: skip
 
 
 def chosen(work: Workload = WORK, **more: Any) -> Choice:

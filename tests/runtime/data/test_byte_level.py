@@ -10,7 +10,7 @@ import pytest
 from megatrain.runtime.data import Corpus, DataOptions, byte_level, open_data
 from megatrain.runtime.data.byte_level import END_OF_DOCUMENT, VOCABULARY
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 WORK = Workload(batch=2, sequence=8, accumulation=3)
 

@@ -14,7 +14,7 @@ from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 
 def documents_of(lengths: list[int], *, whole: bool = False, targets: list[bool] | None = None) -> Documents:

@@ -22,7 +22,7 @@ from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.data.opening import split
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import convert
-from megatrain.simulator.specs import Workload
+from megatrain.simulator.workload import Workload
 
 Folder = Callable[..., Path]
 WORK = Workload(batch=2, sequence=48)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,6 @@ from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import RunError
-
-
-@pytest.fixture
-def small_disk(place: Path) -> Iterator[Path]:
-    """A file system of 4 MiB in memory, really full where a file fills it."""
-    (place / "disk").mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place / "disk")], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("a tmpfs needs root")
-    yield place / "disk"
-    subprocess.run(["umount", "-l", str(place / "disk")], check=True)
 
 
 class Filler(Callback):
