@@ -17,7 +17,7 @@ from megatrain.simulator.schedule import LANES
 ROOT = Path(__file__).parents[1]
 RUN = "h200-qwen2.5-7b-24GiB"
 BOXES: dict[str, tuple[float, float, float, str, tuple[str, ...]]] = {
-    "model, workload": (0.0, 0.62, 0.2, "simulator", ("specs", "families")), "machine": (0.0, 0.16, 0.2, "simulator", ("hardware", "library")),
+    "model, workload": (0.0, 0.62, 0.2, "simulator", ("specs", "workload", "families")), "machine": (0.0, 0.16, 0.2, "simulator", ("hardware", "library")),
     "plan": (0.26, 0.39, 0.2, "simulator", ("plan", "planner", "placing")), "schedule": (0.52, 0.39, 0.2, "simulator", ("schedule", "policies")),
     "predicted timeline": (0.78, 0.78, 0.22, "simulator", ("engine", "costs", "memory")), "measured timeline": (0.78, 0.0, 0.22, "runtime", ("executor", "lanes", "layers")),
     "error report": (0.78, 0.39, 0.22, "simulator", ("compare",)), "calibration": (0.26, 0.0, 0.2, "runtime", ("calibrate", "rates")),
