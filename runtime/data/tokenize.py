@@ -44,9 +44,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever its files make the libraries raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"tokenizer {folder}", found=reason, allowed="a tokenizer that transformers can load", fix="save it again with save_pretrained"
-        ) from None
+        refused = "trust_remote_code" in reason and not trust_remote_code
+        fix = "read that code, and pass --trust-remote-code if it may run" if refused else "save it again with save_pretrained"
+        raise UserError(f"tokenizer {folder}", found=reason, allowed="a tokenizer that transformers can load", fix=fix) from None
     tokenizer.model_max_length = 2**62  # documents are cut by packing: its warning of a long text would mean nothing
     return tokenizer
 

@@ -11,10 +11,14 @@ Each micro-batch has its own loss. The step's is their mean, times `router_aux_l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Self
 
 import torch
 from transformers import PretrainedConfig
+
+_ASKED = "output_router_logits"
+"""the config's key, and the argument of a model's forward where the model has the loss"""
 
 
 @dataclass
@@ -38,9 +42,9 @@ class RouterLoss:
         self._sums: dict[int, _Sums] = {}
 
     @classmethod
-    def of(cls, config: PretrainedConfig, micro_batches: int, device: torch.device) -> Self | None:
-        """Where the config asks for it and the family has one."""
-        if not getattr(config, "output_router_logits", False) or not hasattr(config, "router_aux_loss_coef"):
+    def of(cls, config: PretrainedConfig, model: torch.nn.Module, micro_batches: int, device: torch.device) -> Self | None:
+        """Where the config asks for it and transformers' `model` has one: Llama 4's config has a coefficient, and its text model no such loss."""
+        if not getattr(config, _ASKED, False) or not hasattr(config, "router_aux_loss_coef") or _ASKED not in signature(model.forward).parameters:
             return None
         experts = getattr(config, "num_experts", None) or config.num_local_experts
         return cls(coefficient=config.router_aux_loss_coef, experts=experts, chosen=config.num_experts_per_tok, micro_batches=micro_batches, device=device)

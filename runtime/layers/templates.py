@@ -118,7 +118,7 @@ class Templates:
             layer: {name: buffer for name, buffer in buffers.items() if hub_name(layer, name, self._stack) in saved} for layer, buffers in self.buffers.items()
         }
         """those of them that a checkpoint has"""
-        self.routing = RouterLoss.of(config, workload.accumulation, device)
+        self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
         self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions)
         self._counted: dict[int, torch.Tensor] = {}

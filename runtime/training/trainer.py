@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -177,6 +178,10 @@ class Trainer:
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
         self._settings = settings_of(self.config, data)
+        steps, evaluate, save = self.config.training.steps, self.config.evaluation.every_steps, self.config.saving.every_steps
+        if self.config.saving.keep_best and save and held_out and save % (evaluate or steps):
+            meet = f"those of every {math.lcm(save, evaluate)} steps and the last" if evaluate else "the last alone"
+            self._notes.append(f"keep_best chooses among checkpoints at which the evaluation data is evaluated: {meet}")
         return data, held_out
 
     def _restore(self) -> bool:

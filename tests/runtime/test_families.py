@@ -46,7 +46,8 @@ from megatrain.simulator.workload import Workload
 KINDS = {"gemma2": 2, "gemma3_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
          "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
          "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2}  # fmt: skip
-ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe")
+ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "granitemoeshared", "mellum", "minimax_m2",
+          "qwen3_5_moe_text")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,6 +58,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any]
         model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
         loss = sum(token_losses(model(batch.ids).logits, batch.labels) for batch in batches) * scale_of(batches)
         compare(running, batches, loss, model, bound)
+        # one whose gradient is None would decay here and not in PyTorch: no family has one
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # ---- padding
@@ -92,6 +95,18 @@ def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: b
         routed = 0.7 * sum(output.aux_loss for output in outputs) / len(outputs)
         assert float(routed.detach()) > 0.1
         compare(running, batches, loss + routed, model, 1e-5)
+
+
+def test_every_family_with_a_routers_loss_is_among_them() -> None:
+    assert {family for family in FAMILIES if hasattr(config_of(model_of(family)), "router_aux_loss_coef")} == {*ROUTED, "llama4_text"}
+
+
+def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> None:
+    with run(model_of("llama4_text", output_router_logits=True, router_aux_loss_coef=0.7)) as running:
+        model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
+        output = model(batches[0].ids)
+        assert getattr(output, "aux_loss", None) is None
+        compare(running, batches, token_losses(output.logits, batches[0].labels) * scale_of(batches), model, 1e-5)
 
 
 # ---- checkpoints

@@ -205,7 +205,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tokenizer_folder: Callable[
     (folder / "own.py").write_text("raise SystemExit('run')\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    with pytest.raises(UserError, match=r"tokenizer .*model"):
+    with pytest.raises(UserError, match=r"tokenizer .*model.*; fix: read that code, and pass --trust-remote-code if it may run"):
         load_tokenizer(folder)
     with pytest.raises(SystemExit, match="run"):
         load_tokenizer(folder, trust_remote_code=True)

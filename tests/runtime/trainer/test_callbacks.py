@@ -83,6 +83,19 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
     assert not (place / "straight" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(("evaluate", "meet"), [(0, "the last alone"), (2, "those of every 6 steps and the last"), (3, "")])
+def test_which_checkpoints_can_be_the_best_is_said(place: Path, prepare: Any, evaluate: int, meet: str) -> None:
+    """A checkpoint without an evaluation has no loss to compare."""
+    (place / "held-out.txt").write_text(TEXT[:300])
+    notes: list[str] = []
+    recorder = Recorder()
+    recorder.on_note = notes.append  # type: ignore[method-assign]
+    every = {"evaluation.every_steps": evaluate, "saving.every_steps": 3}
+    prepare(place, callbacks=[recorder], evaluation_data=str(place / "held-out.txt"), keep_best=1, export=False, **every).fit()
+    said = [note for note in notes if note.startswith("keep_best")]
+    assert said == ([f"keep_best chooses among checkpoints at which the evaluation data is evaluated: {meet}"] if meet else [])
+
+
 def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
     """Also of rows and of a step that are not full."""
     (place / "held-out.txt").write_text(TEXT[:200])
