@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatrain.experiments import options, report
 from megatrain.experiments.commands import check
+from megatrain.experiments.script import ended
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import metrics
 from megatrain.simulator.errors import UserError
@@ -179,17 +179,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where ours and its ceiling ran, as far as asked for; 1 where one of them failed, or everything did; 2 for a mistake of the user."""
-    try:
-        return run(parser().parse_args(arguments))
-    except UserError as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        print("benchmark: interrupted", file=sys.stderr)
-        return 130
+    return ended("benchmark", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.experiments import options
+from megatrain.experiments.script import ended
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import DataOptions, open_data
 from megatrain.runtime.executor import Executor
@@ -34,7 +35,6 @@ from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import describe, device_bytes, host_bytes
 from megatrain.runtime.optimizer import AdamW
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import write_json
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.specs import ModelSpec
@@ -222,14 +222,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where ours passes, 1 where it does not, 2 for a mistake of the user."""
-    try:
-        return run(parser().parse_args(arguments))
-    except UserError as error:
-        print(f"compare_adamw: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("compare_adamw: interrupted", file=sys.stderr)
-        return 130
+    return ended("compare_adamw", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatrain.experiments import cli, options
 from megatrain.experiments.options import OneLineParser
+from megatrain.experiments.script import ended
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.units import format_bytes
 
@@ -101,15 +102,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the result (default demo)")
     parser.add_argument("--steps", type=options.whole("--steps"), default=STEPS, help=f"optimizer steps (default {STEPS})")
     options.add_device(parser)
-    try:
+
+    def run() -> int:
         args = parser.parse_args()
         demo(args.out, args.steps, args.device)
-    except UserError as error:
-        print(f"megatrain demo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return ended("megatrain demo", run)
 
 
 if __name__ == "__main__":

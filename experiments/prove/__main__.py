@@ -7,7 +7,6 @@ was: a calibration that is there is taken as it is, and so are plans and rows.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from megatrain.experiments.prove.measure import case_seconds, executed, planned
 from megatrain.experiments.prove.rows import Row, append_row, read_rows
 from megatrain.experiments.prove.suites import Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, summarize
+from megatrain.experiments.script import ended
 from megatrain.runtime.calibrate import Subject, calibrate
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.kept_memory import KeptMemory
@@ -153,17 +153,7 @@ def tell(folder: Path, rows: list[Row]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where it ran, whatever the errors are; 2 for a mistake of the user."""
-    try:
-        return run(parser().parse_args(arguments))
-    except UserError as error:
-        print(f"prove: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        print("prove: interrupted", file=sys.stderr)
-        return 130
+    return ended("prove", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 set -euo pipefail
 out=${1:?a folder for the result}
 megatrain=(python3 -m megatrain.experiments.cli)
-work=(--batch 32 --seq 1024 --dtype bf16)
+work=(--batch 32 --seq 1024 --dtype bf16 --plain-packing)
 mkdir -p "$out"
 "${megatrain[@]}" calibrate qwen2.5-3b "${work[@]}" --name h200 --host-memory 110GiB --out "$out/hardware.toml"
 "${megatrain[@]}" plan qwen2.5-3b --hardware "$out/hardware.toml" --policy double_buffer "${work[@]}" --out "$out/plan.toml"

@@ -4,7 +4,7 @@
 set -euo pipefail
 out=${1:?a folder for the result}
 megatrain=(python3 -m megatrain.experiments.cli)
-work=(--batch 32 --seq 1024 --dtype bf16 --compile)
+work=(--batch 32 --seq 1024 --dtype bf16 --compile --plain-packing)
 mkdir -p "$out"
 "${megatrain[@]}" calibrate qwen2.5-7b "${work[@]}" --name h200 --host-memory 118GiB --out "$out/hardware.toml"
 corpus=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
