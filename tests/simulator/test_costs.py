@@ -1,4 +1,4 @@
-"""Cost models: interpolation, what is flagged, what is refused, and the datasheet against figures that were measured."""
+"""Cost models: the datasheet against figures that were measured, and what both kinds have in common."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
-from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import evaluate
-from megatrain.simulator.hardware import COMPUTE_KINDS, CostTable, HardwareSpec, HostMemory, Workspace
+from megatrain.simulator.hardware import CostTable, HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import ModelSpec
@@ -49,203 +48,6 @@ def forward(batch: int | str) -> Op:
     if isinstance(batch, str):
         return Op(id="F0.m0", lane="compute", flops=1, shape=batch)
     return Op(id="F0.m0", lane="compute", flops=10 * batch, shape=SHAPE.format(batch))
-
-
-@pytest.mark.parametrize(
-    ("size", "duration", "flagged"),
-    [(1000, 110, False), (1500, 160, False), (2000, 210, False), (3000, 280, False), (4000, 350, False), (6000, 490, True), (500, 60, True)],
-)
-def test_curves_are_lines_between_points_and_beyond_the_ends(size: int, duration: int, flagged: bool) -> None:
-    costs = Calibrated(table())
-    assert (costs.duration_ns(load(size)), costs.extrapolated(load(size))) == (duration, flagged)
-
-
-@given(st.dictionaries(st.integers(0, 1000), st.integers(0, 1000), min_size=2, max_size=6), st.integers(0, 1500))
-def test_interpolation_stays_between_its_neighbours(points: dict[int, int], size: int) -> None:
-    curve = tuple(sorted(points.items()))
-    duration, flagged = interpolate(curve, size)
-    assert duration >= 0
-    assert flagged == (not curve[0][0] <= size <= curve[-1][0])
-    if size in points:
-        assert duration == points[size]
-    elif not flagged:
-        below = max(point for point in curve if point[0] < size)
-        above = min(point for point in curve if point[0] > size)
-        assert min(below[1], above[1]) <= duration <= max(below[1], above[1])
-
-
-def test_a_steep_curve_never_goes_below_zero() -> None:
-    assert interpolate(((1000, 10), (2000, 1000)), 100) == (0, True)
-
-
-def test_a_lane_may_have_a_curve_of_its_own() -> None:
-    costs = Calibrated(table())
-    assert costs.duration_ns(Op(id="N0", lane="compute", parameters=1000)) == 5
-    assert costs.duration_ns(Op(id="N0", lane="cpu", parameters=1000)) == 50
-    assert costs.duration_ns(Op(id="C", lane="cpu")) == 7
-    assert not costs.extrapolated(Op(id="C", lane="cpu"))
-
-
-def test_adding_may_have_a_curve_of_its_own() -> None:
-    curves = {"accumulate_gradients": ((1000, 10),), "accumulate_gradients:add": ((1000, 15),)}
-    costs, target = Calibrated(table(curves=curves)), "host.gradients:0"
-    first = Op(id="A0.m0", lane="cpu", reads=("host.slabs:0",), writes=(target,), parameters=1000)
-    assert costs.duration_ns(first) == 10
-    assert costs.duration_ns(msgspec.structs.replace(first, id="A0.m1", reads=("host.slabs:0", target))) == 15
-
-
-def test_a_single_point_stands_for_a_proportion() -> None:
-    assert interpolate(((1000, 50),), 1000) == (50, False)
-    assert interpolate(((1000, 50),), 3000) == (150, True)
-
-
-def test_a_measured_shape_is_taken_as_it_is() -> None:
-    costs = Calibrated(table())
-    assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
-
-
-def test_between_two_measured_token_counts_is_a_line_and_beyond_them_the_nearest_is_scaled_by_flops_and_flagged() -> None:
-    costs = Calibrated(table())
-    assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1167, False)
-    assert (costs.duration_ns(forward(64)), costs.extrapolated(forward(64))) == (6000, True)
-    assert (costs.duration_ns(forward(4)), costs.extrapolated(forward(4))) == (400, True)
-
-
-def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> None:
-    """At 1,024 tokens a sequence 10 ns a sequence of them, at 2,048 1 ns a 1,024 tokens more, for whatever attends; the head does not."""
-    shapes = {SHAPE.format(8): (80, 80), SHAPE.format(32): (320, 320), SHAPE.format(8).replace("x1024-", "x2048-"): (200, 176)}
-    costs = Calibrated(table(compute={"forward": shapes, "head": shapes}))
-    half = Op(id="F0.m0", lane="compute", flops=1, shape=SHAPE.format(8).replace("x1024-", "x1536-"))  # 12 x 1,024 tokens
-    assert (costs.duration_ns(half), costs.extrapolated(half)) == (120 + 6, False)
-    longer = msgspec.structs.replace(half, shape=SHAPE.format(8).replace("x1024-", "x4096-"))
-    assert costs.extrapolated(longer)
-    head = msgspec.structs.replace(half, id="H.m0")
-    assert costs.duration_ns(head) == 80 + round((176 - 80) / 2)
-
-
-def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:
-    model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
-    measured = table(compute={"head": {SHAPE.format(8): (80, 1_000_000)}}, workspace={SHAPE.format(8): Workspace(layer=1, head=1)}, loss_chunk=1024)
-    head = Op(id="H.m0", lane="compute", flops=80, shape=SHAPE.format(8))
-
-    def costs(chunk: int) -> Any:
-        return cost_model(msgspec.structs.replace(hardware, costs=measured), model, Workload(batch=8, sequence=1024, loss_chunk=chunk))
-
-    assert (costs(1024).duration_ns(head), costs(1024).extrapolated(head)) == (1_000_000, False)
-    assert costs(4096).duration_ns(head) < 1_000_000
-    assert costs(4096).extrapolated(head)
-    assert costs(512).duration_ns(head) > 1_000_000
-    assert costs(1024).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=1024)) == Workspace(layer=1, head=1)
-    assert costs(4096).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=4096)) is None
-
-
-def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
-    """80 us of 8,192 tokens at 1,024 tokens a sequence, 240 at 2,048: 160 between, of the full recompute's own time."""
-    full, long = SHAPE.format(8), SHAPE.format(4).replace("x1024-", "x2048-")
-    shapes = {
-        full: (80, 800_000),
-        SHAPE.format(32): (320, 3_200_000),
-        long: (80, 900_000),
-        full.replace("/", "-kept/"): (70, 720_000),
-        long.replace("/", "-kept/"): (70, 660_000),
-    }
-    costs = cost_model(
-        msgspec.structs.replace(HardwareSpec.load("h200"), costs=table(compute={"recompute": shapes})), ModelSpec.load("qwen2.5-3b"), Workload(batch=16, sequence=1024)
-    )  # fmt: skip
-    kept = Op(id="R0.m0", lane="compute", flops=140, shape=SHAPE.format(16).replace("/", "-kept/"))
-    assert (costs.duration_ns(kept), costs.extrapolated(kept)) == (pytest.approx(1_440_000, abs=20), False)
-    between = msgspec.structs.replace(kept, shape=kept.shape.replace("16x1024", "8x1536"))
-    assert costs.duration_ns(between) == pytest.approx(1_200_000 + 75_000 - 240_000, abs=20)
-    beyond = msgspec.structs.replace(kept, shape=kept.shape.replace("16x1024", "16x512"))
-    assert costs.extrapolated(beyond)
-
-
-def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
-    """A decoder layer's: 2 bytes more a parameter where it is the first of several, 6 where it is added; a tied table is always one of two."""
-    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b")
-    compute = {kind: {SHAPE.format(8): (80, 1_000_000)} for kind in ("backward", "head", "embed_backward", "forward")}
-    curves = {"norm": ((1, 10), (10**9, 10**9)), "norm:wide": ((1, 20), (10**9, 2 * 10**9))}
-    machine = msgspec.structs.replace(hardware, costs=table(compute=compute, curves=curves))
-    one, two = (cost_model(machine, model, Workload(batch=8, sequence=1024, accumulation=count)) for count in (1, 2))
-
-    def op(code: str, *reads: str, size: int = 0) -> Op:
-        return Op(id=code, lane="compute", flops=0 if size else 80, parameters=size, shape="" if size else SHAPE.format(8), reads=reads, writes=("device.g",))
-
-    layer, table_elements = model.stack["0"].elements, model.stack["e"].elements
-    for code, reads, extra in (
-        ("B0.m0", (), 2 * layer), ("B0.m1", ("device.g",), 6 * layer), ("F0.m0", (), 0),
-        ("H.m0", (), 0), ("H.m1", ("device.g",), 4 * table_elements), ("EB.m0", ("device.g",), 0),
-    ):  # fmt: skip
-        assert one.duration_ns(op(code, *reads)) == 1_000_000
-        assert two.duration_ns(op(code, *reads)) == 1_000_000 + round(extra / hardware.device_gb_per_s)
-    assert two.duration_ns(op("N0", size=1000)) == pytest.approx(2 * one.duration_ns(op("N0", size=1000)), rel=0.02)
-
-
-def test_workspace_is_a_line_over_the_tokens() -> None:
-    small, large = Workspace(layer=100, head=50, update=7), Workspace(layer=300, head=50, update=7)
-    costs = Calibrated(table(workspace={SHAPE.format(8): small, SHAPE.format(32): large}))
-    model = ModelSpec.load("qwen2.5-3b")
-    assert costs.workspace(model, Workload(batch=20, sequence=1024)) == Workspace(layer=200, head=50, update=7)
-    assert costs.workspace(model, Workload(batch=8, sequence=1024)) == small
-    assert costs.workspace(model, Workload(batch=20, sequence=1024, dtype="fp32")) is None
-    alone = Calibrated(table(workspace={SHAPE.format(8): small}))
-    assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
-
-
-def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:
-    costs = Calibrated(table(compute={"embed": {SHAPE.format(8): (100, 70)}}))
-    assert costs.duration_ns(Op(id="E.m0", lane="compute", elements=300, shape=SHAPE.format(24))) == 210
-
-
-def test_the_same_model_is_nearer_than_the_same_flops() -> None:
-    other = SHAPE.replace("11008", "11009").format(16)
-    costs = Calibrated(table(compute={"forward": {SHAPE.format(8): (80, 800), other: (160, 10**9)}}))
-    assert costs.duration_ns(forward(16)) == 1600
-
-
-@pytest.mark.parametrize(
-    "op",
-    [
-        Op(id="U0", lane="update", parameters=4),
-        Op(id="B0.m0", lane="compute", shape=SHAPE.format(8)),
-        forward("unreadable"),
-        forward(SHAPE.format(8).replace("bf16", "fp32")),
-    ],
-)
-def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
-    with pytest.raises(UserError, match="run `megatrain calibrate` for this model and workload") as error:
-        Calibrated(table()).duration_ns(op)
-    assert op.kind in str(error.value)
-
-
-def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
-    shape, tokens = SHAPE.format(8), 8 * 1024
-    costs = Calibrated(table(activations={shape: (tokens, 800)}, workspace={shape: Workspace(layer=70, head=9)}))
-    model, other = ModelSpec.load("qwen2.5-3b"), ModelSpec.load("qwen2.5-7b")
-    works = [Workload(batch=batch, sequence=1024) for batch in (8, 32)]
-    assert [costs.activations_bytes(model, work) for work in works] == [800, 3200]
-    assert costs.activations_bytes(model, Workload(batch=4, sequence=4096)) == 1600
-    assert costs.activations_bytes(other, works[0]) is None
-    assert costs.activations_bytes(model, msgspec.structs.replace(works[0], dtype="fp32")) is None
-    assert [costs.workspace(model, work) for work in works] == [Workspace(layer=70, head=9), None]
-
-
-def test_every_compute_op_has_an_amount(make_plan: Callable[..., Plan]) -> None:
-    plan = make_plan("resident")
-    for op in policies.lower(plan).ops:
-        assert (op.amount > 0) == (op.kind in COMPUTE_KINDS)
-        if op.kind in COMPUTE_KINDS:
-            assert op.amount == (plan.model.work(op.kind, op.layer, plan.workload).flops or plan.workload.tokens * plan.model.hidden)
-
-
-def test_layers_that_differ_are_looked_up_apart(make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec]) -> None:
-    """Every other layer slides over 4 tokens: fewer FLOPs, another shape; slots fit the largest."""
-    model = make_model(family="gemma2", hidden=32, head_dim=8, sliding_window=4, hidden_activation="silu")
-    plan = make_plan("resident", model=model)
-    ops = policies.lower(plan).by_id
-    assert (ops["F0.m0"].shape, ops["F1.m0"].shape) == tuple(f"{model.decoders[index].signature}/{plan.workload.shape}" for index in (0, 1))
-    assert ops["F0.m0"].flops < ops["F1.m0"].flops
-    assert ops["F0.m0"].shape == ops["F2.m0"].shape
 
 
 @pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
