@@ -165,6 +165,9 @@ def hardware_of(plan_path: Path, name: str) -> HardwareSpec:
 
 def check_writable(path: Path) -> None:
     """Refuses, before long work, a file or a new folder that could not be written after it. Raises UserError."""
+    from megatrain.simulator.files import refuse_special
+
+    refuse_special(path)
     parent = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if os.path.exists(folder))
     if os.path.isdir(path):
         raise UserError(str(path), found="a folder", allowed="a file to write", fix=f"name a file in it, like {path / 'NAME.toml'}")

@@ -143,8 +143,15 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def refuse_special(path: Path) -> None:
+    """Raises UserError for a device, a pipe or a socket: a file that is renamed over it would take its place, `/dev/null`'s too."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise UserError(str(path), found="a device, a pipe or a socket", allowed="a file to write", fix="name another place")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """`data` at `path`: written aside, synced, then renamed, so that a reader sees the old file or the new one, never half of one."""
+    refuse_special(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

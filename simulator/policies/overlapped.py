@@ -217,7 +217,7 @@ class Overlapped:
         for chunk in chunks:
             slots = update.load(chunk)
             if not measured and not chunk[0]:  # with the first chunk
-                self.clipping.measure(layer, gradient, slots.get("moments", self.home["moments", layer]))
+                self.clipping.measure(layer, gradient, self.home["moments", layer])
             update.apply(chunk, slots)
 
     def losses_written(self, losses: list[str]) -> None:

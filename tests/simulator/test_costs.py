@@ -9,38 +9,23 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_table import SHAPE, load, table
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import evaluate
-from megatrain.simulator.hardware import CostTable, HardwareSpec, HostMemory, Workspace
+from megatrain.simulator.hardware import HardwareSpec, HostMemory, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
 from megatrain.simulator.workload import Clipping, Workload
 
-SHAPE = "qwen2-2048x11008-16:2x128-v151936/{}x1024-bf16"
-
-
-def table(**changes: Any) -> CostTable:
-    base: dict[str, Any] = {
-        "measured_on": "here",
-        "date": "2026-11-21",
-        "curves": {"load_weights": ((1000, 110), (2000, 210), (4000, 350)), "clip": ((0, 7),), "norm": ((1000, 50),), "norm@compute": ((1000, 5),)},
-        "compute": {"forward": {SHAPE.format(8): (80, 800), SHAPE.format(32): (320, 3000)}},
-    }
-    return msgspec.convert({**base, **changes}, CostTable)
-
 
 def datasheet(name: str) -> Datasheet:
     return Datasheet(HardwareSpec.load(name), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
-
-
-def load(size: int) -> Op:
-    return Op(id="W0.c0", lane="h2d", bytes=size)
 
 
 def forward(batch: int | str) -> Op:

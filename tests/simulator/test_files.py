@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatrain.experiments.options import check_writable
 from megatrain.simulator import files
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json, read_text, read_toml, write_json, write_text
@@ -64,6 +65,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path,
     assert str(caught.value) == f"{path}: found {failure.strerror.lower()}; allowed: a disk with room; fix: free some space or name another folder"
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["note.txt"]
+
+
+@pytest.mark.parametrize("check", [lambda path: write_text(path, "x"), check_writable], ids=["write", "before work"])
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, check: Callable[[Path], None]) -> None:
+    """A pipe stands for `/dev/null`, over which a rename would put a file."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"pipe: found a device, a pipe or a socket; allowed: a file to write; fix: name another place"):
+        check(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
