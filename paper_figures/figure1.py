@@ -73,7 +73,7 @@ def draw(results: Results) -> Drawn:
         f"Predictions of {date}: library's GH200, H200, eager layers. Measured {' and '.join(sorted({star.date for star in measured}))}, each on one H200 of a host with 128 or 256 GiB: compiled layers; "
         "beside 7B what had less device memory (by update: clipped so), or one long row."
     )
-    style.footer(figure, textwrap.fill(made, 135))
+    style.footer(figure, textwrap.fill(made, 122))
     return _told(records, measured, figure, made)
 
 
