@@ -19,12 +19,12 @@ import torch
 
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.kernels.choice import Kernels, kernels
+from megatrain.runtime.kernels.host import BLOCK, HostKernels
 from megatrain.simulator.policies._clipping import RATIO_ROW
 
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
 _TINY = 2.0**-126  # the least normal fp32: what divides is never 0
 _GPU_BLOCK = 2**24  # elements: 64 MiB a temporary, launches negligible
-_FUSED_BLOCK = 2**14  # elements, a multiple of a row: a kernel needs no temporaries, and shares of a thread want to be even
 Share = tuple[int, int]
 """(first element, one past the last) of a run of blocks"""
 
@@ -59,6 +59,8 @@ class Workers:
 
     cpu_block = 2**17
     """elements: three temporaries of 0.5 MiB, in a core's L2"""
+    kernels: HostKernels | None = None
+    """the host's, on threads of their own; None: on the calling thread"""
 
     def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
         """Calls `work` on shares of `count` elements, each but the last a multiple of `block`. Shares are independent."""
@@ -69,14 +71,17 @@ class Workers:
 
 
 class WorkerThreads(Workers):
-    """A share for each of some threads, each with torch on one thread."""
+    """A share for each of some threads. Kernels have theirs without Python; where there are none, Python's threads call torch, each on one thread."""
 
     cpu_block = 2**20
     """elements: with 16 threads 1.3 G updates/s; with 2**17 they spend their time on Python's lock, 0.3 (Xeon of an H200 machine, 16 cores)"""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, block: int = BLOCK) -> None:
+        """`block`: elements of which shares of a kernel are multiples."""
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="optimizer", initializer=torch.set_num_threads, initargs=(1,))
+        found = kernels(torch.device("cpu"))
+        self.kernels = found.on(threads, block) if isinstance(found, HostKernels) else None
 
     def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
         size = -(-count // (block * self._threads)) * block
@@ -84,6 +89,8 @@ class WorkerThreads(Workers):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        if self.kernels is not None:
+            self.kernels.close()
 
 
 ALONE = Workers()
@@ -136,18 +143,13 @@ def update(
     dtype = torch.float32 if low is None else torch.bfloat16
     runs = [(weights, dtype), (low, torch.int16), (moments[0], torch.float32), (moments[1], torch.float32), (gradient, None), (copy_to, dtype)]
     assert all(tensor is None or tensor.shape == (count,) for tensor, _ in runs), "a kernel would write beyond the shorter ones"
-    fused = _fused(*runs, (clip, torch.float32), (scale, torch.float32))
+    fused = _fused(workers, *runs, (clip, torch.float32), (scale, torch.float32))
 
     def tensors(part: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
         return weights[part], None if low is None else low[part], moments[0, part], moments[1, part], gradient[part]
 
     if fused is not None:
-
-        def in_one_pass(share: Share) -> None:
-            part = slice(*share)
-            fused.adamw(*tensors(part), clip, scale, None if copy_to is None else copy_to[part], scalars)
-
-        _on(device, workers)(in_one_pass, count, _FUSED_BLOCK)
+        fused.adamw(weights, low, moments[0], moments[1], gradient, clip, scale, copy_to, scalars)
         return
     stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
     stop = stops[0] | stops[-1] if stops else None  # stays on the device: to ask for its value would wait for the GPU
@@ -205,18 +207,18 @@ def accumulate(total: torch.Tensor, gradient: torch.Tensor, *, first: bool, work
     Without `workers` it is PyTorch's, on as many threads as the calling one lets PyTorch have.
     """
     assert total.shape == gradient.shape
-    fused = _fused((total, torch.float32), (gradient, None)) if workers else None
+    if workers and (fused := _fused(workers, (total, torch.float32), (gradient, None))):
+        fused.accumulate(total, gradient, first=first)
+        return
 
     def work(share: Share) -> None:
         part = slice(*share)
-        if fused is not None:
-            fused.accumulate(total[part], gradient[part], first=first)
-        elif first:
+        if first:
             total[part] = gradient[part]
         else:
             total[part] += gradient[part]
 
-    _on(total.device, workers or ALONE)(work, len(total), _FUSED_BLOCK)
+    _on(total.device, workers or ALONE)(work, len(total), _ROW)
 
 
 def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
@@ -231,9 +233,9 @@ def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Ten
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
-    fused = _fused((gradient, None))
+    fused = _fused(workers, (gradient, None))
     if fused is not None:
-        _on(device, workers)(lambda share: fused.row_sums(gradient[slice(*share)], sums[share[0] // _ROW :], square=square), count, _FUSED_BLOCK)
+        fused.row_sums(gradient, sums, square=square)
         return fused.fold(sums)
     block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)  # folding takes 24 small ops a block
 
@@ -258,12 +260,11 @@ def ratio_sums(gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor,
     count, device, scalars = gradient.numel(), gradient.device, Scalars.of(settings, 0.0, number)
     assert count % RATIO_ROW == 0
     assert (second.numel(), sums.numel()) == (count, count // RATIO_ROW), "a kernel would go beyond the shorter ones"
-    fused = _fused((gradient, None), (second, torch.float32), (sums, torch.float32))
+    fused = _fused(workers, (gradient, None), (second, torch.float32), (sums, torch.float32))
+    if fused is not None:
+        fused.ratio_sums(gradient, second, sums, scalars)
+        return
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
-
-    def in_one_pass(share: Share) -> None:
-        assert fused is not None
-        fused.ratio_sums(gradient[slice(*share)], second[slice(*share)], sums[share[0] // RATIO_ROW :], scalars)
 
     def in_blocks(share: Share) -> None:
         for start in range(*share, block):
@@ -274,10 +275,7 @@ def ratio_sums(gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor,
             ratios = squares.div_(v.mul_(scalars.unbias).clamp_(min=scalars.floor))
             sums[start // RATIO_ROW : part.stop // RATIO_ROW] = _fold(ratios.view(-1, RATIO_ROW))
 
-    if fused is not None:
-        _on(device, workers)(in_one_pass, count, _FUSED_BLOCK)
-    else:
-        _on(device, workers)(in_blocks, count, block)
+    _on(device, workers)(in_blocks, count, block)
 
 
 def sum_by_rows(values: torch.Tensor) -> torch.Tensor:
@@ -297,12 +295,15 @@ def update_scales(sums: Sequence[torch.Tensor], elements: torch.Tensor, workers:
     return torch.ones_like(rms) / rms.clamp(min=1.0) + (rms * 0).sum()
 
 
-def _fused(*tensors: tuple[torch.Tensor | None, torch.dtype | None]) -> Kernels | None:
-    """Kernels that take these tensors, each of its dtype (None: bf16 or fp32), if all lie contiguously on one device and there are any."""
+def _fused(workers: Workers, *tensors: tuple[torch.Tensor | None, torch.dtype | None]) -> Kernels | None:
+    """Kernels that take these tensors, each of its dtype (None: bf16 or fp32), if all lie contiguously on one device and there are any; on a host those of
+    `workers`.
+    """
     given = [(tensor, (torch.bfloat16, torch.float32) if dtype is None else (dtype,)) for tensor, dtype in tensors if tensor is not None]
     device = given[0][0].device
     usable = all(tensor.device == device and tensor.is_contiguous() and tensor.dtype in dtypes for tensor, dtypes in given)
-    return kernels(device) if usable else None
+    found = kernels(device) if usable else None
+    return workers.kernels or found if isinstance(found, HostKernels) else found
 
 
 def _on(device: torch.device, workers: Workers) -> Workers:

@@ -1,10 +1,12 @@
 /* AdamW, sums of squares and sums of gradients for a CPU: each in one pass over memory, with the bits of runtime/optimizer.py, which says
  * what they compute. Plain loops, for the compiler to vectorise. The bits hold where it keeps IEEE arithmetic as written: no fast-math, no
- * contraction into fused multiply-adds. Nothing here needs alignment beyond that of the types, and no call depends on another's range. */
+ * contraction into fused multiply-adds. Nothing here needs alignment beyond that of the types, and no share depends on another. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "shares.h"
 
 /* Elements: 106 KB, in L2, for what is read again; those folded together in a sum of squares; and in one of g^2 / v. */
 enum { TILE = 4096, ROW = 4096, RATIO_ROW = 64 };
@@ -62,32 +64,47 @@ PLANES(planes_fp32, float, )
 SINGLE(single_bf16, uint16_t, from_bf16)
 SINGLE(single_fp32, float, )
 
+typedef struct {
+    void *weights;
+    uint16_t *low; /* null: fp32 weights */
+    float *first, *second;
+    const void *gradient;
+    int gradient_is_fp32;
+    float clip, scale;
+    void *copy; /* may be null */
+    Scalars scalars;
+} Update;
+
+static void update(const void *call, int64_t from, int64_t end) {
+    const Update u = *(const Update *)call;
+    const int64_t width = u.low ? 2 : 4, gradient_width = u.gradient_is_fp32 ? 4 : 2;
+    for (int64_t start = from; start < end; start += TILE) {
+        const int64_t length = least(end - start, TILE);
+        char *const w = (char *)u.weights + width * start;
+        const void *const g = (const char *)u.gradient + gradient_width * start;
+        float *const m = u.first + start, *const v = u.second + start;
+        if (u.low && u.gradient_is_fp32)
+            planes_fp32(length, (uint16_t *)w, u.low + start, m, v, g, u.clip, u.scale, u.scalars);
+        else if (u.low)
+            planes_bf16(length, (uint16_t *)w, u.low + start, m, v, g, u.clip, u.scale, u.scalars);
+        else if (u.gradient_is_fp32)
+            single_fp32(length, (float *)w, m, v, g, u.clip, u.scale, u.scalars);
+        else
+            single_bf16(length, (float *)w, m, v, g, u.clip, u.scale, u.scalars);
+        if (u.copy)
+            memcpy((char *)u.copy + width * start, w, width * length);
+    }
+}
+
 /* `low`, `clip`, `scale` and `copy` may be null: fp32 weights, factors of 1, no copy. Multiplying by 1 changes no bit; a NaN factor leaves everything. */
-void megatrain_adamw(int64_t count, void *weights, uint16_t *low, float *first, float *second, const void *gradient, int gradient_is_fp32,
+void megatrain_adamw(Team *team, int64_t count, void *weights, uint16_t *low, float *first, float *second, const void *gradient, int gradient_is_fp32,
                      const float *clip, const float *scale, void *copy, const Scalars *scalars) {
-    Scalars s = *scalars;
-    const float factor = clip ? *clip : 1.0f, part = scale ? *scale : 1.0f;
-    if (factor != factor || part != part)
+    Update u = {weights, low, first, second, gradient, gradient_is_fp32, clip ? *clip : 1.0f, scale ? *scale : 1.0f, copy, *scalars};
+    if (u.clip != u.clip || u.scale != u.scale)
         return;
     if (scale)
-        s.decay = 1.0f - part * s.shrink;
-    const int64_t width = low ? 2 : 4, gradient_width = gradient_is_fp32 ? 4 : 2;
-    for (int64_t start = 0; start < count; start += TILE) {
-        const int64_t length = count - start < TILE ? count - start : TILE;
-        char *const w = (char *)weights + width * start;
-        const void *const g = (const char *)gradient + gradient_width * start;
-        float *const m = first + start, *const v = second + start;
-        if (low && gradient_is_fp32)
-            planes_fp32(length, (uint16_t *)w, low + start, m, v, g, factor, part, s);
-        else if (low)
-            planes_bf16(length, (uint16_t *)w, low + start, m, v, g, factor, part, s);
-        else if (gradient_is_fp32)
-            single_fp32(length, (float *)w, m, v, g, factor, part, s);
-        else
-            single_bf16(length, (float *)w, m, v, g, factor, part, s);
-        if (copy)
-            memcpy((char *)copy + width * start, w, width * length);
-    }
+        u.scalars.decay = 1.0f - u.scale * u.scalars.shrink;
+    in_shares(team, count, update, &u);
 }
 
 #define SQUARES(NAME, GRADIENT, WIDEN)                                                                                                         \
@@ -111,33 +128,46 @@ static void halves_bf16(const uint16_t *restrict g, float *restrict sums) {
         sums[i] = from_bf16(g[i]) + from_bf16(g[i + ROW / 2]);
 }
 
-/* The sum of each row of 4096, or of its squares, by halving; the last row is filled up with zeros. */
-void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp32, int square, float *row_sums) {
-    const int64_t width = gradient_is_fp32 ? 4 : 2;
+typedef struct {
+    int64_t count;
+    const void *gradient;
+    int gradient_is_fp32, square;
+    float *row_sums;
+} RowSums;
+
+static void row_sums(const void *call, int64_t from, int64_t end) {
+    const RowSums r = *(const RowSums *)call;
+    const int64_t width = r.gradient_is_fp32 ? 4 : 2;
     float sums[ROW / 2]; /* 8 KB of stack, and 16 */
     union {
         uint16_t bf16[ROW];
         float fp32[ROW];
     } last;
-    for (int64_t start = 0; start < count; start += ROW) {
-        const void *row = (const char *)gradient + width * start;
-        if (count - start < ROW) {
+    for (int64_t start = from; start < end; start += ROW) {
+        const void *row = (const char *)r.gradient + width * start;
+        if (r.count - start < ROW) {
             memset(&last, 0, sizeof last);
-            memcpy(&last, row, width * (count - start));
+            memcpy(&last, row, width * (r.count - start));
             row = &last;
         }
-        if (gradient_is_fp32)
-            (square ? squares_fp32 : halves_fp32)(row, sums);
+        if (r.gradient_is_fp32)
+            (r.square ? squares_fp32 : halves_fp32)(row, sums);
         else
-            (square ? squares_bf16 : halves_bf16)(row, sums);
+            (r.square ? squares_bf16 : halves_bf16)(row, sums);
         for (int half = ROW / 4; half >= 16; half /= 2) /* apart from what follows, where vectors are longer than a half */
             for (int i = 0; i < half; i++)
                 sums[i] += sums[i + half];
         for (int half = 8; half >= 1; half /= 2)
             for (int i = 0; i < half; i++)
                 sums[i] += sums[i + half];
-        row_sums[start / ROW] = sums[0];
+        r.row_sums[start / ROW] = sums[0];
     }
+}
+
+/* The sum of each row of 4096, or of its squares, by halving; the last row is filled up with zeros. */
+void megatrain_row_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32, int square, float *sums) {
+    const RowSums r = {count, gradient, gradient_is_fp32, square, sums};
+    in_shares(team, count, row_sums, &r);
 }
 
 #define RATIOS(NAME, GRADIENT, WIDEN)                                                                                                          \
@@ -152,20 +182,34 @@ void megatrain_row_sums(int64_t count, const void *gradient, int gradient_is_fp3
 RATIOS(ratios_bf16, uint16_t, from_bf16)
 RATIOS(ratios_fp32, float, )
 
-/* Of each 64 elements, the sum of g^2 / max(v, floor) by halving, v the debiased second moment after this step. `count` is a multiple of 64. */
-void megatrain_ratio_sums(int64_t count, const void *gradient, int gradient_is_fp32, const float *second, float *sums, const Scalars *scalars) {
-    const Scalars s = *scalars;
+typedef struct {
+    const void *gradient;
+    int gradient_is_fp32;
+    const float *second;
+    float *sums;
+    Scalars scalars;
+} RatioSums;
+
+static void ratio_sums(const void *call, int64_t from, int64_t end) {
+    const RatioSums r = *(const RatioSums *)call;
     float ratios[RATIO_ROW];
-    for (int64_t start = 0; start < count; start += RATIO_ROW) {
-        if (gradient_is_fp32)
-            ratios_fp32((const float *)gradient + start, second + start, ratios, s);
+    for (int64_t start = from; start < end; start += RATIO_ROW) {
+        if (r.gradient_is_fp32)
+            ratios_fp32((const float *)r.gradient + start, r.second + start, ratios, r.scalars);
         else
-            ratios_bf16((const uint16_t *)gradient + start, second + start, ratios, s);
+            ratios_bf16((const uint16_t *)r.gradient + start, r.second + start, ratios, r.scalars);
         for (int half = RATIO_ROW / 2; half >= 1; half /= 2)
             for (int i = 0; i < half; i++)
                 ratios[i] += ratios[i + half];
-        sums[start / RATIO_ROW] = ratios[0];
+        r.sums[start / RATIO_ROW] = ratios[0];
     }
+}
+
+/* Of each 64 elements, the sum of g^2 / max(v, floor) by halving, v the debiased second moment after this step. `count` is a multiple of 64. */
+void megatrain_ratio_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32, const float *second, float *sums,
+                          const Scalars *scalars) {
+    const RatioSums r = {gradient, gradient_is_fp32, second, sums, *scalars};
+    in_shares(team, count, ratio_sums, &r);
 }
 
 /* The sum of `count` values, a power of two, by halving, into the first; the others are lost. */
@@ -175,18 +219,41 @@ void megatrain_fold(int64_t count, float *sums) {
             sums[i] += sums[i + half];
 }
 
-/* fp32 `total` = or += a bf16 or fp32 `gradient`. */
-void megatrain_widen(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
+typedef struct {
+    float *total;
+    const void *gradient;
+    int gradient_is_fp32, first;
+} Addition;
+
+static void widen(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
     for (int64_t i = 0; i < count; i++)
         total[i] = from_bf16(gradient[i]);
 }
 
-void megatrain_add_bf16(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
+static void add_bf16(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
     for (int64_t i = 0; i < count; i++)
         total[i] += from_bf16(gradient[i]);
 }
 
-void megatrain_add_fp32(int64_t count, float *restrict total, const float *restrict gradient) {
+static void add_fp32(int64_t count, float *restrict total, const float *restrict gradient) {
     for (int64_t i = 0; i < count; i++)
         total[i] += gradient[i];
+}
+
+static void add(const void *call, int64_t start, int64_t end) {
+    const Addition a = *(const Addition *)call;
+    float *const total = a.total + start;
+    const int64_t count = end - start;
+    if (a.gradient_is_fp32 && a.first)
+        memcpy(total, (const float *)a.gradient + start, sizeof *total * count);
+    else if (a.gradient_is_fp32)
+        add_fp32(count, total, (const float *)a.gradient + start);
+    else
+        (a.first ? widen : add_bf16)(count, total, (const uint16_t *)a.gradient + start);
+}
+
+/* fp32 `total` = (first) or += a bf16 or fp32 `gradient`. */
+void megatrain_accumulate(Team *team, int64_t count, float *total, const void *gradient, int gradient_is_fp32, int first) {
+    const Addition a = {total, gradient, gradient_is_fp32, first};
+    in_shares(team, count, add, &a);
 }

@@ -16,12 +16,24 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _SOURCE = Path(__file__).with_name("host.c")
+_INCLUDED = _SOURCE.with_name("shares.h")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # never fast-math: the bits are promised
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)  # never fast-math: the bits are promised
+BLOCK = 2**14  # elements: shares of an op on several threads want to be even
 _DIGEST = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
 
@@ -29,20 +41,35 @@ _log = logging.getLogger(__name__)
 class HostKernels:
     """The functions of one compiled library. Tensors are contiguous, in host memory, of the dtypes that each says; any run of elements will do."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, threads: int = 1, block: int = BLOCK) -> None:
+        """`threads`: of the library's own, with the caller's; each takes a share of an op, in multiples of `block` elements, which is one of 4,096. More
+        than one until `close`.
+        """
         pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
-        def function(name: str, *arguments: type) -> Callable[..., None]:
+        def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
             found = getattr(library, f"megatrain_{name}")
-            found.argtypes, found.restype = arguments, None
+            found.argtypes, found.restype = arguments, result
             return found
 
-        self._adamw = function("adamw", count, pointer, pointer, pointer, pointer, pointer, flag, pointer, pointer, pointer, pointer)
-        self._row_sums = function("row_sums", count, pointer, flag, flag, pointer)
-        self._ratio_sums = function("ratio_sums", count, pointer, flag, pointer, pointer, pointer)
+        self._library = library
+        self._disband = function("disband", pointer)
+        self._adamw = function("adamw", pointer, count, pointer, pointer, pointer, pointer, pointer, flag, pointer, pointer, pointer, pointer)
+        self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
+        self._ratio_sums = function("ratio_sums", pointer, count, pointer, flag, pointer, pointer, pointer)
         self._fold = function("fold", count, pointer)
-        self._add = {torch.bfloat16: function("add_bf16", count, pointer, pointer), torch.float32: function("add_fp32", count, pointer, pointer)}
-        self._widen = function("widen", count, pointer, pointer)
+        self._accumulate = function("accumulate", pointer, count, pointer, pointer, flag, flag)
+        self._team: int | None = function("team", flag, count, result=pointer)(threads, block) if threads > 1 else None
+
+    def on(self, threads: int, block: int = BLOCK) -> HostKernels:
+        """The same on so many threads."""
+        return HostKernels(self._library, threads, block)
+
+    def close(self) -> None:
+        """Ends the threads. No call may be under way; later ones run on the caller's."""
+        if self._team is not None:
+            self._disband(self._team)
+            self._team = None
 
     def adamw(
         self, weights: torch.Tensor, low: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
@@ -51,16 +78,16 @@ class HostKernels:
         """All [n], `clip` and `scale` one factor each: as in `optimizer.update`. `scalars` in the order of `Scalars`; ctypes rounds them to nearest."""
         addresses = (weights.data_ptr(), _address(low), first.data_ptr(), second.data_ptr(), gradient.data_ptr())
         rounded = (ctypes.c_float * len(scalars))(*scalars)
-        self._adamw(weights.numel(), *addresses, _is_fp32(gradient), _address(clip), _address(scale), _address(copy_to), rounded)
+        self._adamw(self._team, weights.numel(), *addresses, _is_fp32(gradient), _address(clip), _address(scale), _address(copy_to), rounded)
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
         """`sums` [rows] fp32 of `gradient` [n] bf16 or fp32: each 4096 of them, or of their squares, folded."""
-        self._row_sums(gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), int(square), sums.data_ptr())
+        self._row_sums(self._team, gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), int(square), sums.data_ptr())
 
     def ratio_sums(self, gradient: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, scalars: Sequence[float]) -> None:
         """`gradient` bf16 or fp32, `second` fp32 [n], n a multiple of 64; the first n / 64 of `sums`: as in `optimizer.ratio_sums`."""
         rounded = (ctypes.c_float * len(scalars))(*scalars)
-        self._ratio_sums(gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), second.data_ptr(), sums.data_ptr(), rounded)
+        self._ratio_sums(self._team, gradient.numel(), gradient.data_ptr(), _is_fp32(gradient), second.data_ptr(), sums.data_ptr(), rounded)
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum of `sums` [2^k] fp32 by halving, 0-dimensional; `sums` are lost."""
@@ -69,11 +96,7 @@ class HostKernels:
 
     def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
         """`total` [n] fp32 = (first) or += `gradient` [n] bf16 or fp32."""
-        if first and gradient.dtype == torch.float32:
-            total.copy_(gradient)
-        else:
-            function = self._widen if first else self._add[gradient.dtype]
-            function(total.numel(), total.data_ptr(), gradient.data_ptr())
+        self._accumulate(self._team, total.numel(), total.data_ptr(), gradient.data_ptr(), _is_fp32(gradient), int(first))
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -87,7 +110,7 @@ def _is_fp32(tensor: torch.Tensor) -> int:
 @functools.cache
 def host_kernels() -> HostKernels | None:
     """None, and one warning, where nothing compiles."""
-    source = _SOURCE.read_bytes()
+    source = _SOURCE.read_bytes() + _INCLUDED.read_bytes()
     compilers = [path for path in map(shutil.which, _COMPILERS) if path]
     name = f"host-{hashlib.sha256(b'|'.join([source, *map(str.encode, _FLAGS), _processor()])).hexdigest()[:24]}.so"
     try:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from megatrain.runtime import optimizer
 from megatrain.runtime.kernels import host
 from megatrain.runtime.kernels.choice import Kernels, kernels
-from megatrain.runtime.kernels.host import host_kernels
+from megatrain.runtime.kernels.host import HostKernels, host_kernels
 from megatrain.runtime.optimizer import ALONE, AdamW, WorkerThreads, accumulate, join, ratio_sums, sum_of_squares, update, update_scales
 
 SPECIAL = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x3F80_0000, 0x3F80_8000, 0xBF80_8000, 0x7F7F_7FFF, 0x7F7F_FFFF,
@@ -44,7 +45,7 @@ def fused(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.fixture(scope="module")
 def three_threads() -> Iterator[WorkerThreads]:
-    workers = WorkerThreads(3)
+    workers = WorkerThreads(3, block=4096)
     yield workers
     workers.close()
 
@@ -53,7 +54,6 @@ def three_threads() -> Iterator[WorkerThreads]:
 def using(chosen: Kernels | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "kernels", lambda _: chosen)
-        patch.setattr(optimizer, "_FUSED_BLOCK", 4096)  # more shares
         yield
 
 
@@ -192,8 +192,8 @@ def test_sums_of_gradients_have_pytorch_s_bits(
 def test_tensors_that_a_kernel_does_not_take_go_through_pytorch() -> None:
     gradient = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
     strided, narrow = gradient.T.flatten()[::2], gradient[0].half()
-    assert optimizer._fused((strided, None)) is None
-    assert optimizer._fused((narrow, None)) is None
+    assert optimizer._fused(ALONE, (strided, None)) is None
+    assert optimizer._fused(ALONE, (narrow, None)) is None
     assert torch.equal(sum_of_squares(strided), sum_of_squares(strided.contiguous()))
     assert torch.equal(sum_of_squares(narrow), sum_of_squares(narrow.float()))
 
@@ -301,3 +301,26 @@ def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(monkeypatch: pyte
     assert kernels(torch.device("cuda")) is None
     monkeypatch.delenv("MEGATRAIN_KERNELS")
     assert kernels(torch.device("meta")) is None
+
+
+def test_callers_take_turns_and_shares_add_up() -> None:
+    """Two of Python's threads, one team: every update is whole before its call returns, also after the team is gone."""
+    alone = host_kernels()
+    assert alone is not None
+    team, count = alone.on(5, block=4096), 4096 * 9 + 17
+    drawn = [torch.randn(count, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+    def updated(kernels: HostKernels, gradient: torch.Tensor, times: int) -> torch.Tensor:
+        weights, moments = torch.zeros(count), torch.zeros(2, count)
+        for number in range(1, times + 1):
+            scalars = optimizer.Scalars.of(AdamW(), 1e-2, number)
+            kernels.adamw(weights, None, moments[0], moments[1], gradient, None, None, None, scalars)
+        return weights
+
+    expected = [updated(alone, gradient, 30) for gradient in drawn]
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(lambda gradient: updated(team, gradient, 30), drawn))
+    team.close()
+    team.close()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert torch.equal(updated(team, drawn[0], 30), expected[0])

@@ -20,7 +20,7 @@ BITS = st.integers(0, LARGEST_SPLIT) | st.integers(0, LARGEST_SPLIT).map(lambda 
 
 @pytest.fixture
 def three_threads() -> Iterator[WorkerThreads]:
-    workers = WorkerThreads(3)
+    workers = WorkerThreads(3, block=4096)
     yield workers
     workers.close()
 
@@ -127,7 +127,6 @@ def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three
     for block in (128, 96):
         monkeypatch.setattr(Workers, "cpu_block", block)
         monkeypatch.setattr(WorkerThreads, "cpu_block", block)
-        monkeypatch.setattr(optimizer, "_FUSED_BLOCK", block)
         assert torch.equal(three_updates(ALONE), whole)
         assert torch.equal(three_updates(three_threads), whole)
 
@@ -193,7 +192,6 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
     for block in (1024, 2048):  # rows are folded whole: four times as much is a multiple of 4096
         monkeypatch.setattr(Workers, "cpu_block", block)
         monkeypatch.setattr(WorkerThreads, "cpu_block", block)
-        monkeypatch.setattr(optimizer, "_FUSED_BLOCK", 4 * block)
         assert torch.equal(sum_of_squares(gradient), whole)
         assert torch.equal(sum_of_squares(gradient, three_threads), whole)
 
@@ -286,7 +284,6 @@ def test_sums_of_ratios_hang_on_no_block(monkeypatch: pytest.MonkeyPatch, three_
     for block in (64, 1024):
         monkeypatch.setattr(Workers, "cpu_block", block)
         monkeypatch.setattr(WorkerThreads, "cpu_block", block)
-        monkeypatch.setattr(optimizer, "_FUSED_BLOCK", block)
         for pieces in (1, 2, 7):
             assert torch.equal(found(ALONE, pieces), whole)
             assert torch.equal(found(three_threads, pieces), whole)
