@@ -24,8 +24,10 @@ from megatrain.simulator.units import format_bytes
 from megatrain.simulator.workload import Workload
 
 WORKSPACE = "device.workspace"
+ACTIVATIONS = "device.activations"
+"""of layers that are recomputed"""
 PLACES = ("device", "host")
-_KNOBS = {"device.weights": "weight_slots", "device.gradients": "gradient_slots", "host.slabs": "gradient_slabs", "device.activations": "checkpoint_interval"}
+_KNOBS = {"device.weights": "weight_slots", "device.gradients": "gradient_slots", "host.slabs": "gradient_slabs", ACTIVATIONS: "checkpoint_interval"}
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +155,7 @@ def workspace_beside(workspace: Workspace, schedule: Schedule, activations_bytes
     A layer's ops run beside the saved activations of a recomputed block, the head's and the updates beside none: max(layer, head - saved,
     update - saved). Those of stored layers are there all the while.
     """
-    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.pool == "device.activations")
+    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.pool == ACTIVATIONS)
     update = workspace.update if any(buffer.pool in ("device.moments", "device.moments_chunks") for buffer in schedule.buffers) else 0
     return max(workspace.layer, workspace.head - saved, update - saved)
 

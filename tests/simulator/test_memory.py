@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from megatrain.simulator import policies
-from megatrain.simulator.costs import Replayed
+from megatrain.simulator.assessment import plan_account
+from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.evaluator import evaluate
-from megatrain.simulator.hardware import Workspace
+from megatrain.simulator.hardware import HardwareSpec, Workspace
 from megatrain.simulator.memory import account, usage, workspace_beside, workspace_estimate
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
@@ -127,6 +128,23 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
     assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
     updating = msgspec.structs.replace(SCHEDULE, buffers=(*SCHEDULE.buffers, Buffer(id="device.moments:0", bytes=8, persistent=True)))
     assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
+
+
+@pytest.mark.parametrize("stored", ["", "3", "2-3", "all", "0", "0,2", "1-2"])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(make_plan: Callable[..., Plan], stored: str, interval: int) -> None:
+    """The account has as many bytes for saved activations as ever are held at one time, in the order of the compute lane."""
+    plan = make_plan("overlapped", checkpoint_interval=interval, placement=Placement(stored=stored), accumulation=2)
+    schedule, held, most = policies.lower(plan), 0, 0
+    for op in schedule.lanes["compute"]:
+        held += sum(schedule.buffer[name].allocated for name in op.acquires if schedule.buffer[name].dynamic)
+        most = max(most, held)
+        held -= sum(schedule.buffer[name].allocated for name in op.releases if schedule.buffer[name].dynamic)
+    assert held == 0
+    pools = plan_account(plan, schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)).pools
+    assert pools.get("device.stored", 0) + pools.get("device.activations", 0) == most
+    if stored in ("3", "2-3", "all") and interval == 1:
+        assert not pools.get("device.activations")
 
 
 def test_masks_are_counted_where_causality_alone_does_not_do(make_model: Callable[..., ModelSpec]) -> None:
