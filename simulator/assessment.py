@@ -10,7 +10,7 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
-from megatrain.simulator.memory import ACTIVATIONS, Account, account, workspace_beside, workspace_estimate
+from megatrain.simulator.memory import ACTIVATIONS, Account, account, activations_estimate, workspace_beside, workspace_estimate
 from megatrain.simulator.plan import Knobs, Plan, Prediction
 from megatrain.simulator.policies._layerwise import blocks_of
 from megatrain.simulator.schedule import Schedule
@@ -70,7 +70,7 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """
     if policy_library.is_prediction_only(plan.policy):
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = costs.activations_bytes(plan.model, plan.workload)
+    activations = costs.activations_bytes(plan.model, plan.workload) or activations_estimate(plan.model, plan.workload)
     schedule = _without_reused(plan, schedule)
     workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
     return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
