@@ -74,9 +74,11 @@ def plan(run: ComparedRun) -> str:
     where = {"stored": "activations kept", "attention": "attention kept", "parked": "activations parked on the host", "host_updated": "updated on the host"}
     rows += [[where.get(field, f"{field.replace('low', 'low plane')} on the device"), layers] for field, layers in placed if layers]
     others = rivals(run)
+    named = "<p class=note>Layers: <em>e</em> is the embedding, <em>h</em> the head with weights of its own, numbers are decoder layers.</p>"
+    letters = named if any(layers for _, layers in placed) else ""
     return (
         f"<ul class=why>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons(run))}</ul>"
-        f"<div class=pair><div><h3>The plan</h3>{table(['knob', 'value'], rows, left=(0, 1))}</div>"
+        f"<div class=pair><div><h3>The plan</h3>{table(['knob', 'value'], rows, left=(0, 1))}{letters}</div>"
         f"<div><h3>What else today's planner finds here</h3>{table(['policy', 'step', 'against this plan', 'device', 'host'], others)}</div></div>"
     )
 

@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from megatrain.experiments import cli
+from megatrain.experiments.compared_run import compare_run
+from megatrain.simulator.assessment import assess
 from megatrain.simulator.error_report import ErrorReport
+from megatrain.simulator.margins import one_more_gib
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
 
 class Reported(NamedTuple):
@@ -31,8 +37,6 @@ class Reported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def reported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Reported:
-    from megatrain.experiments.compared_run import compare_run
-
     page = tmp_path_factory.mktemp("report") / "new" / "page.html"
     assert cli.main(["report", str(finished), "--out", str(page)]) == 0
     run = compare_run(finished)
@@ -55,6 +59,20 @@ def test_numbers_are_there_without_a_script(reported: Reported) -> None:
         assert f"<td class=text>{kind.kind}</td><td>{kind.count}</td><td>{format_seconds(kind.predicted_seconds)}</td>" in text
     for peak in reported.errors.memory:
         assert format_bytes(peak.measured_bytes) in text
+
+
+def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(tmp_path: Path) -> None:
+    """In the words of `megatrain plan`, of a run for which device memory is tight."""
+    run = compare_run(RESULTS / "h200-qwen2.5-7b-24GiB")
+    device, host = one_more_gib(assess(run.plan, run.costs), run.hardware, run.costs)
+    assert device.gain > 0.005
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(run.folder), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert f"<li>one more GiB of device memory: {device.gain:+.1%}, {device.tokens_per_second:,.0f} tokens/s: weights of e,0 on the device," in text
+    assert host.knobs is None
+    assert "<li>one more GiB of host memory: buys nothing.</li>" in text
+    assert "<em>e</em> is the embedding" in text
 
 
 def test_a_name_cannot_end_the_script_or_become_a_tag(finished: Path, tmp_path: Path) -> None:
@@ -125,6 +143,8 @@ def test_the_page_shows_this_run_s_step_and_peaks(page: Page, reported: Reported
         "(id) => { const c = document.getElementById(id); return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }", "timeline"
     )
     assert drawn > 20, "an empty canvas has one colour"
+    reasons = page.locator(".why li").all_text_contents()
+    assert [line for line in reasons if line.startswith("one more GiB")] == [f"one more GiB of {place} memory: buys nothing." for place in ("device", "host")]
 
 
 def test_a_click_on_an_op_shows_its_numbers(page: Page, reported: Reported) -> None:
