@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -201,3 +202,26 @@ def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Re
     assert page.locator("#readout b").first.inner_text() == worst
     page.locator("#kinds button", has_text="forward").first.click()
     assert page.locator("#kinds button[aria-pressed=true]").inner_text() == "forward"
+
+
+_RECORD = """() => { window.written = []; const fill = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const wide = this.measureText(text).width, from = { left: x, center: x - wide / 2, right: x - wide }[this.textAlign];
+    window.written.push({ text, row: [this.canvas.id, y], edge: this.canvas.clientWidth, from, to: from + wide }); fill.call(this, text, x, y);
+  }; }"""
+
+
+@pytest.mark.parametrize("width", [1000, 420, 340])
+def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page(page: Page, width: int) -> None:
+    page.evaluate(_RECORD)
+    page.set_viewport_size({"width": width, "height": 1000})
+    page.wait_for_function("new Set(window.written.map((each) => each.row[0])).size === 4")
+    written = [word for word in page.evaluate("window.written") if word["text"]]
+    page.set_viewport_size({"width": 1280, "height": 1000})
+    assert [word for word in written if word["from"] < 0 or word["to"] > word["edge"] + 0.5] == []
+    rows: dict[tuple[str, float], set[tuple[float, float, str]]] = {}
+    for word in written:
+        rows.setdefault(tuple(word["row"]), set()).add((word["from"], word["to"], word["text"]))
+    beside = [pair for words in rows.values() for pair in pairwise(sorted(words))]
+    assert len(beside) > 10
+    assert [(first[2], second[2]) for first, second in beside if first[1] > second[0]] == []
