@@ -70,13 +70,14 @@ def _mark(axes: Axes, x: float, y: float, row: Row) -> None:
 
 def _seconds(axis: Axes, low: float, high: float, name: str) -> None:
     """A logarithmic axis with round seconds."""
-    ticks = [value for power in range(-6, 5) for value in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if low <= value <= high]
+    digits = (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 6, 8)
+    ticks = [value for power in range(-6, 5) for value in (digit * 10.0**power for digit in digits) if low <= value <= high]
     getattr(axis, f"set_{name}scale")("log")
     getattr(axis, f"set_{name}lim")(low, high)
     ruler = getattr(axis, f"{name}axis")
     ruler.set_minor_locator(NullLocator())
     ruler.set_ticks(ticks)
-    ruler.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value).replace(".000", "")))
+    ruler.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"))
 
 
 def _span(rows: Sequence[Row]) -> tuple[float, float]:
