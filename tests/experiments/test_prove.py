@@ -246,6 +246,7 @@ def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
     schedule, costs = lower(one.plan), cost_model(hardware, one.plan.model, one.plan.workload)
     timeline = StoredTimeline.of(one.name, simulate(schedule, costs), schedule)
     exact = msgspec.structs.replace(one, replay_error=replay_error(schedule, timeline.timeline(schedule), costs))
+    assert exact.replay_error == 0, "with the machine's dispatch, which a prediction has too"
     assert moved([exact], hardware, {one.name: timeline}) == []
     late = msgspec.structs.replace(timeline, starts_ns=tuple(start + 10_000_000 for start in timeline.starts_ns))
     told = moved([exact], hardware, {one.name: late})

@@ -10,6 +10,7 @@ import pytest
 
 from megatrain.experiments.prove import show
 from megatrain.experiments.prove.measure import planned
+from megatrain.experiments.prove.picture import draw
 from megatrain.experiments.prove.rows import Row
 from megatrain.experiments.prove.suites import BEST, suite
 from megatrain.experiments.prove.table import markdown
@@ -59,6 +60,11 @@ def folder(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def height(path: Path) -> int:
+    """Of a PNG, from its first chunk."""
+    return int.from_bytes(path.read_bytes()[20:24])
+
+
 def test_every_case_and_every_target_is_in_the_table(rows: list[Row]) -> None:
     lines = markdown(rows).splitlines()
     assert lines[0].startswith(f"a machine, 2026-11-22: {len(rows)} cases, ")
@@ -91,6 +97,9 @@ def test_tables_and_picture_need_the_rows_alone(rows: list[Row], tmp_path: Path,
     assert picture.endswith(b"IEND\xaeB`\x82")
     assert show.main([str(tmp_path)]) == 0
     assert (tmp_path / "errors.png").read_bytes() == picture, "the same bytes for the same rows"
+    for name, more, taller in (("twin", {"same_as": rows[0].name}, False), ("failed", {"failure": "no room"}, False), ("ran", {"same_as": ""}, True)):
+        draw([*rows, msgspec.structs.replace(rows[1], name=name, **more)], tmp_path / "more.png")
+        assert (height(tmp_path / "more.png") > height(tmp_path / "errors.png")) == taller, "a row for each plan that ran"
 
 
 def test_a_case_is_compared_op_by_op(rows: list[Row], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,9 @@ def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(make_plan: Call
         errors_png(tmp_path / "errors.png", report, policy)
         assert size(tmp_path / "errors.png")[0] == WIDTH_PIXELS
         heights.append((size(tmp_path / "errors.png")[1], len(report.kinds) + 2 * len(report.lanes) + 2 * len(report.parts)))
+    lane = msgspec.structs.replace(report.lanes[0], predicted_busy_seconds=3 * report.lanes[0].predicted_busy_seconds)
+    errors_png(tmp_path / "other.png", msgspec.structs.replace(report, lanes=(lane, *report.lanes[1:])), policy)
+    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "errors.png").read_bytes(), "busy time of the lanes is drawn"
     (low, few), (high, many) = heights
     assert high - low == pytest.approx((many - few) * 0.27 * 150, abs=2)
 
