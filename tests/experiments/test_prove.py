@@ -11,7 +11,7 @@ import pytest
 from megatrain.experiments.prove import __main__ as prove
 from megatrain.experiments.prove import rows as records
 from megatrain.experiments.prove.again import moved
-from megatrain.experiments.prove.compared import replay_error
+from megatrain.experiments.prove.compared import compared, replay_error
 from megatrain.experiments.prove.measure import planned
 from megatrain.experiments.prove.rows import Row, read_rows
 from megatrain.experiments.prove.suites import BEST, Case, Suite, refuse_grid, suite
@@ -246,7 +246,6 @@ def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
     schedule, costs = lower(one.plan), cost_model(hardware, one.plan.model, one.plan.workload)
     timeline = StoredTimeline.of(one.name, simulate(schedule, costs), schedule)
     exact = msgspec.structs.replace(one, replay_error=replay_error(schedule, timeline.timeline(schedule), costs))
-    assert exact.replay_error == 0, "with the machine's dispatch, which a prediction has too"
     assert moved([exact], hardware, {one.name: timeline}) == []
     late = msgspec.structs.replace(timeline, starts_ns=tuple(start + 10_000_000 for start in timeline.starts_ns))
     told = moved([exact], hardware, {one.name: late})
@@ -254,3 +253,14 @@ def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
     assert told[0].startswith(f"{one.name}: replay -")
     (text,) = moved([exact], hardware, {one.name: msgspec.structs.replace(timeline, digest="0" * 16)})
     assert "ops of schedule 0000000000000000" in text
+
+
+def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
+    """With the machine's dispatch, which is in every prediction and in no duration."""
+    folder = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    plan, hardware = Plan.load(folder / "plan.toml"), HardwareSpec.load(str(folder / "hardware.toml"))
+    schedule, costs = lower(plan), cost_model(hardware, plan.model, plan.workload)
+    assert costs.dispatch_ns["cpu"] > 0
+    predicted = simulate(schedule, costs)
+    assert replay_error(schedule, predicted, costs) == 0
+    assert compared(schedule, predicted, costs).errors.engine_error == 0
