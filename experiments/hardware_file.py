@@ -30,7 +30,8 @@ _COMMENTS = {
     "costs.curves": "[size, ns] by kind of op. The size is bytes for load_weights and save_gradients, which stand for every copy to the device and to the host,\n"
     "and parameters for all others; 0 for what has none. KIND@LANE: on that lane instead of its usual one. KIND:add: onto a sum. KIND:wide: of an fp32 gradient.",
     "costs.compute": "[amount, ns] by kind of op and shape. Another shape's time is in proportion to the amount: FLOPs, or elements of an embedding.\n"
-    "A shape is FAMILY-HIDDENxMLP-HEADS:KEY_VALUE_HEADSxHEAD_SIZE-vVOCABULARY/BATCHxSEQUENCE-DTYPE; `-kept`: without the attention, which was kept.",
+    "A shape is FAMILY-HIDDENxMLP-HEADS:KEY_VALUE_HEADSxHEAD_SIZE-vVOCABULARY/BATCHxSEQUENCE-DTYPE. -kept: without the attention, which\n"
+    "was kept; -compiled: by torch.compile; -documents: several in a row, kept apart.",
     "costs.activations": "[tokens, bytes that one decoder layer saves for its backward] by shape.",
     "costs.workspace": "Peak device bytes that ops take besides the plan's pools and what is saved: in a decoder layer, in head or embedding, in the optimizer.",
     "costs.spread": "Interquartile range over median, by the name of the number: `KIND SIZE` and `KIND SHAPE` stand for those of costs.curves and costs.compute.",

@@ -30,12 +30,11 @@ LARGE = DefaultSet(("qwen2.5-3b", "llama-3.1-8b", "qwen2.5-14b"), 32, 1024, ((4,
 """2048, 4096 and 5120 wide"""
 SMALL = DefaultSet(("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-3b"), 8, 1024, ((1, 1024), (4, 1024), (2, 4096)))
 """1024, 1536 and 2048 wide"""
-CPU = DefaultSet(
-    ("llama-256", "llama-512", "llama-1024"), 2, 256, ((4, 256), (1, 512)), "fp32"
-)  # bf16 takes 20 times as long where the CPU has no such products
+CPU = DefaultSet(("llama-256", "llama-512", "llama-768"), 2, 128, ((4, 128), (1, 256)), "fp32")
+"""in fp32: where a CPU has no products in bf16, one takes many times as long"""
 LARGE_DEVICE_BYTES, LARGE_HOST_BYTES = 64 * 2**30, 32 * 2**30
 """from which on LARGE is measured: its last model with all state on the device, its first with all state on the host"""
-_HEAD_SIZE, _VOCABULARY = 128, 8192
+_HEAD_SIZE, _VOCABULARY = 128, 4096
 
 
 def default_set(device_type: str, device_bytes: int, host_bytes: int) -> DefaultSet:

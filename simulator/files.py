@@ -17,7 +17,7 @@ import tomli_w
 from megatrain.simulator.errors import UserError
 
 T = TypeVar("T")
-_PAIR = re.compile(r"\[\n\s+([-+.\w]+),\n\s+([-+.\w]+),\n\s+\]")  # of numbers: a point of a curve stands in one line
+_PAIR = re.compile(r"\[\n\s+([-+.\w]+),\n\s+([-+.\w]+),\n\s*\]")  # of numbers: a point of a curve, or of compute, stands in one line
 _LARGEST_BYTES = 256 * 2**20  # a timeline of 10,000 ops and 100 steps takes 60 MiB as JSON
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime import calibrate, optimizer, rates
+from megatrain.runtime import calibrate, contention, optimizer
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import ModelState, random_weights
@@ -212,7 +212,7 @@ def machine() -> HardwareSpec:
     """Calibrated in a hurry: only its bytes are asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "_SECONDS", 0.2)
-        patch.setattr(rates, "_PAIR_SECONDS", 0.05)
+        patch.setattr(contention, "_WINDOW_SECONDS", 0.05)
         return calibrate.calibrate("gpu", MODEL, WORK, config_of(MODEL), torch.device("cuda", 0))
 
 
