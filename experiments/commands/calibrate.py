@@ -91,8 +91,9 @@ def _wanted(args: argparse.Namespace, device: torch.device) -> tuple[list[Subjec
     from megatrain.runtime.layers.templates import config_of
     from megatrain.simulator.specs import ModelSpec
 
-    limits = (args.device_memory or machine.usable_device_bytes(device), args.host_memory or machine.host_bytes())
-    usual = default_set(device.type, *limits) if not args.model else DefaultSet((), 32, 1024, ())
+    usual = DefaultSet((), 32, 1024, ())
+    if not args.model:
+        usual = default_set(device.type, args.device_memory or machine.usable_device_bytes(device), args.host_memory or machine.host_bytes())
     models = [(ModelSpec.load(source), source if Path(source).is_dir() else None) for source in args.model] or [(model_of(name), None) for name in usual.models]
     around = () if args.batch or args.seq else usual.grid
     args.batch, args.seq, args.dtype = args.batch or usual.batch, args.seq or usual.sequence, args.dtype or usual.dtype
