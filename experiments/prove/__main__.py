@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from megatrain.experiments import options
+from megatrain.experiments.hardware_file import write_hardware
 from megatrain.experiments.prove.measure import case_seconds, executed, planned
 from megatrain.experiments.prove.rows import Row, read_rows
 from megatrain.experiments.prove.suites import Case, Suite, refuse_grid, suite
@@ -28,7 +29,7 @@ from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.kept_memory import KeptMemory
 from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert, read_json, write_json, write_toml
+from megatrain.simulator.files import convert, read_json, write_json
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.units import format_bytes, format_seconds
 
@@ -64,7 +65,7 @@ def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> Hardw
         "proved", first.model, chosen.base, first.config, device, grid=chosen.points(), others=others, host_bytes=chosen.host_bytes,
         device_bytes=chosen.device_bytes, progress=lambda what: print(f"{time.monotonic() - began:6.1f} s  calibrating: {what}", flush=True),
     )  # fmt: skip
-    write_toml(path, hardware, "A machine, measured by `python -m megatrain.experiments.prove`. Times in ns, sizes in bytes or parameters.")
+    write_hardware(path, hardware, "python -m megatrain.experiments.prove")
     print(f"{time.monotonic() - began:6.1f} s  wrote {path}", flush=True)
     return hardware
 
