@@ -10,7 +10,8 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
-from megatrain.simulator.memory import ACTIVATIONS, Account, account, activations_estimate, workspace_beside, workspace_estimate
+from megatrain.simulator.memory import ACTIVATIONS, Account, account, workspace_beside
+from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.plan import Knobs, Plan, Prediction
 from megatrain.simulator.policies._layerwise import blocks_of
 from megatrain.simulator.schedule import Schedule

@@ -24,7 +24,7 @@ from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, WIDE_KINDS, CostTable, Workspace
-from megatrain.simulator.memory import workspace_estimate
+from megatrain.simulator.memory_formulas import workspace_estimate
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec

@@ -13,7 +13,8 @@ from megatrain.simulator.assessment import plan_account
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import HardwareSpec, Workspace
-from megatrain.simulator.memory import account, activations_estimate, usage, workspace_beside, workspace_estimate
+from megatrain.simulator.memory import account, usage, workspace_beside
+from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 from megatrain.simulator.specs import ModelSpec
