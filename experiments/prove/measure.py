@@ -31,7 +31,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.planner import search
 
-STEPS, SECONDS = 4, 1.2
+STEPS, SECONDS = 3, 1.2
 """steady steps of a case, at least, and for so long at least"""
 _START_SECONDS, _BYTES_PER_S = 1.5, 4e9  # to build an executor; to fill its memory with weights
 
