@@ -234,9 +234,9 @@ class PlacementSearch:
 
     def _updated_like(self, plan: Plan, other: Plan) -> Plan:
         """`plan`, the host's cores updating of its streamed layers as many as of the other's: all, every other one, or none."""
-        updated, layers = other.placed("host_updated"), list(plan.model.stack)
+        updated, resident, layers = other.placed("host_updated"), plan.placed("weights"), list(plan.model.stack)
         every = 1 if updated >= set(layers) - other.placed("weights") else 2
-        streamed = [layer for layer in layers if layer not in plan.placed("weights")]
+        streamed = [layer for layer in layers if layer not in resident]
         chosen = ranges(layers, set(streamed[::every])) if updated and streamed else ""
         return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=chosen))
 

@@ -144,7 +144,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def allocated(self) -> int:
         """Bytes it takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device."""
-        unit = 4096 if self.place == "host" else 256
+        unit = 4096 if self.id.startswith("host.") else 256
         return -(-self.bytes // unit) * unit
 
     @property
@@ -250,11 +250,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         lane_of = {lane: index for index, lane in enumerate(LANES)}
         lanes = [lane_of[op.lane] for op in self.ops]
         after = [tuple([place.get(other, -1) for other in op.after]) if op.after else () for op in self.ops]
+        late = [(index, which) for index, places in enumerate(after) for which, other in enumerate(places) if not 0 <= other < index]
         fault = ""
-        for index, places in enumerate(after):
-            for other, name in zip(places, self.ops[index].after, strict=True):
-                if not 0 <= other < index and not fault:
-                    fault = f"{self.ops[index].id}: depends on {name}, which does not stand before it"
+        if late:
+            op, which = self.ops[late[0][0]], late[0][1]
+            fault = f"{op.id}: depends on {op.after[which]}, which does not stand before it"
         return Compiled(lanes, after, fault)
 
     @functools.cached_property
