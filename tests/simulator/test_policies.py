@@ -133,9 +133,10 @@ def test_resident_copies_nothing(make_plan: Make) -> None:
 def test_sequential_is_totally_ordered(make_plan: Make) -> None:
     for changes in ({}, {"accumulation": 3, "tied": True}, {"checkpoint_interval": 2, "clipping": "none"}):
         schedule, order = policies.lower(make_plan("sequential", **changes)), Order()
+        place = {op.id: index for index, op in enumerate(schedule.ops)}
         for op in schedule.ops:
-            order.add(op.id, op.lane, op.after)
-        assert all(order.precedes(first.id, second.id) for first, second in itertools.pairwise(schedule.ops))
+            order.add(op.lane, [place[name] for name in op.after])
+        assert all(order.precedes(*pair) for pair in itertools.pairwise(range(len(schedule.ops))))
 
 
 @pytest.mark.parametrize("interval", [1, 2, 4])
