@@ -252,11 +252,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         lane_of = {lane: index for index, lane in enumerate(LANES)}
         lanes = [lane_of[op.lane] for op in self.ops]
         after = [tuple([place.get(other, -1) for other in op.after]) if op.after else () for op in self.ops]
-        late = [(index, which) for index, places in enumerate(after) for which, other in enumerate(places) if not 0 <= other < index]
-        fault = ""
-        if late:
-            op, which = self.ops[late[0][0]], late[0][1]
-            fault = f"{op.id}: depends on {op.after[which]}, which does not stand before it"
+        late = [(self.ops[index], which) for index, places in enumerate(after) for which, other in enumerate(places) if not 0 <= other < index]
+        fault = "".join(f"{op.id}: depends on {op.after[which]}, which does not stand before it" for op, which in late[:1])
         return Compiled(lanes, after, fault)
 
     @functools.cached_property
