@@ -161,11 +161,11 @@ class PlacementSearch:
         """Plans worth a try, all of which fit."""
         decoders = plan.model.layers
         for base in (Placement(), Placement(parked="all")):
-            most = self._most_stored(plan, base)
+            most = self.most_stored(plan, base)
             if most < 0:
                 continue
             everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
-            spare = self._most_stored(plan, everything)
+            spare = self.most_stored(plan, everything)
             if spare >= 0:
                 for placement in self._with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, spare))):
                     yield from self._fitting(plan, placement)
@@ -178,7 +178,7 @@ class PlacementSearch:
             if self.room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
                 return
 
-    def _most_stored(self, plan: Plan, placement: Placement) -> int:
+    def most_stored(self, plan: Plan, placement: Placement) -> int:
         """How many of the last decoder layers can be stored besides `placement`; -1 where not even that fits. Each one more takes at least as much."""
 
         def lacking(count: int) -> int:
