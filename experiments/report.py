@@ -83,6 +83,12 @@ def _rivals(verdict: Verdict) -> list[str]:
         slower = second.step_seconds / verdict.step_seconds - 1
         least, other = ("at least ", "") if second.at_least else ("", f": {_changes(second.knobs, verdict)}")
         lines.append(f"runner-up: policy {second.policy}, {least}{format_seconds(second.step_seconds)}, {slower:.1%} slower{other}")
+    return lines + margins(verdict)
+
+
+def margins(verdict: Verdict) -> list[str]:
+    """What one more GiB would buy, a place a line."""
+    lines = []
     for margin in verdict.one_more_gib:
         bought = f"{margin.gain:+.1%}, {margin.tokens_per_second:,.0f} tokens/s: {_changes(margin.knobs, verdict)}" if margin.knobs else "buys nothing"
         lines.append(f"one more GiB of {margin.place} memory: {bought}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
@@ -31,3 +33,15 @@ def write_rows(file: BinaryIO, rows: Iterable[msgspec.Struct]) -> None:
     """Whole lines at a time."""
     file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     file.flush()
+
+
+def append_row(path: Path, row: msgspec.Struct) -> None:
+    """After the whole lines of a file, which may be a new one; what is left of a line that was cut off goes. Written through to the disk: a machine that is
+    taken away leaves the rows before it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        write_rows(file, [row])
+        os.fsync(file.fileno())

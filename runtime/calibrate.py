@@ -12,6 +12,8 @@ ops, copies and contention, is measured for the first model alone, over sizes.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +27,7 @@ from megatrain.runtime import machine
 from megatrain.runtime.executor import lane_threads
 from megatrain.runtime.memory.kept_memory import KeptMemory
 from megatrain.runtime.rates import Rates, measure_rates
+from megatrain.runtime.repeats import rounded, spread
 from megatrain.runtime.trial import Trial, run_trial
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import (
@@ -176,30 +179,17 @@ def calibrate(
     table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
     described = machine.describe(device)
     h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
-    kept_h2d, kept_d2h = (rates.contention.get(lane, {}) for lane in ("h2d", "d2h"))
+    kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
     return HardwareSpec(
         name=name, source=f"measured on {described['device']}, {described['cores']} cores, by `megatrain calibrate` on {table.date}",
         device_bytes=limits[0], host_bytes=limits[1], cores=machine.cores(),
-        peak_tflops={workload.dtype: rates.matmul_flops / 1e12}, linear_efficiency=_linear_efficiency(table, rates, small, workload),
-        device_gb_per_s=rates.device_bytes_per_s / 1e9,
-        h2d_gb_per_s=_largest(rates.copies["load_weights"]), d2h_gb_per_s=_largest(rates.copies["save_gradients"]), h2d_curve=h2d, d2h_curve=d2h,
+        peak_tflops={workload.dtype: rounded(rates.matmul_flops / 1e12)}, linear_efficiency=rounded(_linear_efficiency(table, rates, small, workload)),
+        device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9), h2d_gb_per_s=h2d[-1][1], d2h_gb_per_s=d2h[-1][1], h2d_curve=h2d, d2h_curve=d2h,
         duplex_curve=_duplex(rates.duplex, h2d, d2h), duplex_fraction=min(kept_h2d.get("d2h", 1.0), kept_d2h.get("h2d", 1.0)),
-        link_latency_ns=rates.copies["load_weights"][0][1], uncertainty=_UNCERTAINTY, host_gb_per_s=rates.host_bytes_per_s / 1e9,
-        cpu_update_per_s=_rate(table.curves["cpu_update"]), cpu_adam_per_s=rates.cpu_adam_per_s, thread_gb_per_s=rates.thread_bytes_per_s / 1e9,
-        contention=table.contention, dispatch_ns=table.dispatch_ns, costs=table,
+        link_latency_ns=rates.copies["load_weights"][0][1], uncertainty=_UNCERTAINTY, host_gb_per_s=rounded(rates.host_bytes_per_s / 1e9),
+        cpu_update_per_s=rounded(_rate(table.curves["cpu_update"])), cpu_adam_per_s=rounded(rates.cpu_adam_per_s),
+        thread_gb_per_s=rounded(rates.thread_bytes_per_s / 1e9), costs=table,
     )  # fmt: skip
-
-
-def usual_grid(workload: Workload) -> list[Workload]:
-    """Around `workload`: an eighth, half and twice its batch, and as many tokens in sequences half and twice as long. Compiled, where every point is
-    compiled anew, a quarter and twice alone, and the longer sequences.
-    """
-    batch, sequence = workload.batch, workload.sequence
-    points = [(batch // 8, sequence), (batch // 2, sequence), (2 * batch, sequence), (2 * batch, sequence // 2), (batch // 2, 2 * sequence)]
-    if workload.compiled:
-        points = [(batch // 4, sequence), (2 * batch, sequence), (batch // 2, 2 * sequence)]
-    made = [msgspec.structs.replace(workload, batch=max(rows, 1), sequence=max(length, 1)) for rows, length in points]
-    return [point for point in dict.fromkeys(made) if point != workload]
 
 
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
@@ -245,28 +235,29 @@ def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
 def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], loss_chunk: int, device: torch.device) -> CostTable:
     curves: dict[str, list[tuple[int, int]]] = {kind: list(points) for kind, points in rates.copies.items()}
     compute: dict[str, dict[str, tuple[int, int]]] = {}
-    spread: dict[str, float] = dict(rates.spread)
-    for (kind, size), durations in sorted(bench.samples.items(), key=str):
+    overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
+    waits, lanes = _waits(together), rates.contention
+    spreads = rates.spread | {f"dispatch_ns.{lane}": spread([statistics.median(step) for step in steps]) for lane, steps in waits.items()}
+    spreads["step_overhead_ns"] = spread(overhead)
+    for (kind, size), durations in sorted(bench.samples.items(), key=_by_number):
         typical = round(statistics.median(durations))
         if isinstance(size, str):
             compute.setdefault(kind, {})[size] = (bench.amounts[kind, size], typical)
         else:
             curves.setdefault(kind, []).append((size, typical))
-        spread[f"{kind} {size}"] = _spread(durations)
-    overhead = [round(seconds * 1e9) - timeline.makespan_ns for seconds, timeline in zip(together.seconds, together.timelines, strict=True)]
+        spreads[f"{kind} {size}"] = spread(durations)
     return CostTable(
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"),
         curves={kind: _ascending(points) for kind, points in curves.items()}, compute=compute, loss_chunk=loss_chunk,
         activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
-        workspace={point.shape: point.workspace for point in points if point.workspace}, contention=rates.contention, host_memory=rates.host_memory,
-        turns=rates.turns, fixed=rates.fixed, dispatch_ns=_dispatch(together), spread=spread, step_overhead_ns=max(round(statistics.median(overhead)), 0),
+        workspace={point.shape: point.workspace for point in points if point.workspace}, contention=lanes.pairs, host_memory=lanes.host_memory,
+        turns=lanes.turns, fixed=rates.fixed, dispatch_ns=_dispatch(waits), spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
 
 
-def _spread(durations: list[int]) -> float:
-    """Interquartile range over median."""
-    low, middle, high = statistics.quantiles(durations, n=4) if len(durations) > 1 else durations * 3
-    return round((high - low) / max(middle, 1), 4)
+def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:
+    """Sorts 3x512 before 12x512."""
+    return [digits.zfill(20) if digits.isdigit() else digits for digits in re.split(r"(\d+)", " ".join(map(str, sample[0])))]
 
 
 def _workspace(trial: Trial) -> Workspace:
@@ -288,17 +279,24 @@ def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(ordered)
 
 
-def _dispatch(measured: Trial) -> dict[str, int]:
-    """Per lane, the median time from an op being ready (its lane free, its dependencies ended) to its start."""
-    waits: dict[str, list[int]] = {}
+def _waits(measured: Trial) -> dict[str, list[list[int]]]:
+    """Lane -> of each step, the times from an op being ready (its lane free, its dependencies ended) to its start."""
+    waits: dict[str, list[list[int]]] = {lane: [] for lane in measured.schedule.lanes}
     for timeline in measured.timelines:
         free = dict.fromkeys(measured.schedule.lanes, 0)
+        for steps in waits.values():
+            steps.append([])
         for op in measured.schedule.ops:
             span = timeline.by_op[op.id]
             ready = max([free[op.lane], *(timeline.by_op[other].end_ns for other in op.after)])
-            waits.setdefault(op.lane, []).append(max(span.start_ns - ready, 0))
+            waits[op.lane][-1].append(max(span.start_ns - ready, 0))
             free[op.lane] = span.end_ns
-    return {lane: round(statistics.median(values)) for lane, values in waits.items()}
+    return waits
+
+
+def _dispatch(waits: dict[str, list[list[int]]]) -> dict[str, int]:
+    """Per lane, the median over all steps."""
+    return {lane: round(statistics.median(itertools.chain(*steps))) for lane, steps in waits.items()}
 
 
 def _linear_efficiency(table: CostTable, rates: Rates, model: ModelSpec, workload: Workload) -> float:
@@ -313,18 +311,13 @@ def _linear_efficiency(table: CostTable, rates: Rates, model: ModelSpec, workloa
     return min(1.0, work.linear_flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
 
 
-def _largest(points: list[tuple[int, int]]) -> float:
-    """GB/s of the largest copy."""
-    size, duration = points[-1]
-    return size / duration
-
-
 def _curve(points: list[tuple[int, int]]) -> Curve:
     """(bytes, GB/s). A copy never takes less time than a smaller one: where noise says so, it takes as long."""
-    longest, curve = 0, []
+    longest, curve = 0.0, []
     for size, duration in points:
-        longest = max(longest, duration, 1)
-        curve.append((size, size / longest))
+        rate = rounded(size / max(duration, 1))
+        curve.append((size, min(rate, size / longest) if longest else rate))
+        longest = size / curve[-1][1]
     return tuple(curve)
 
 

@@ -1,14 +1,15 @@
 """Agreement: whether a second calibration of a machine says what the first one said, within the spreads that both state.
 
-A number is a median, and its spread the interquartile range over it. Two medians agree where they differ by no more than both spreads and a fiftieth; the
-machine is noisy where more than a tenth of the numbers do not: then its speed changed between the two, by more than within either.
+A number is a median or a mean, and its spread the interquartile range of its repeats over their median. Two agree where they differ by no more than both
+spreads and a fiftieth; the machine is noisy where more than a tenth of the numbers do not: then its speed changed between the two, by more than within
+either. Bytes are counted, not timed: they have no spread, and may differ by the fiftieth alone. Numbers that are derived from others are not compared.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatrain.simulator.hardware import CostTable
+from megatrain.simulator.hardware import CostTable, HardwareSpec
 
 _RESOLUTION = 0.02  # twice by what the medians of one plan's step differed in two runs (experiments/results/h200-x2-qwen2.5-7b-peers: 2.776 and 2.750 s)
 _NOISY = 0.10
@@ -18,16 +19,16 @@ class Difference(NamedTuple):
     """A number that the two calibrations do not agree on."""
 
     name: str
-    """`KIND SIZE` or `KIND SHAPE`"""
-    first_ns: int
-    second_ns: int
+    """as in `CostTable.spread`"""
+    first: float
+    second: float
     allowed: float
     """relative"""
 
     @property
     def change(self) -> float:
         """Relative to the first, signed."""
-        return self.second_ns / self.first_ns - 1
+        return self.second / self.first - 1
 
 
 class Agreement(NamedTuple):
@@ -42,21 +43,50 @@ class Agreement(NamedTuple):
         return len(self.differences) > _NOISY * self.compared
 
 
-def agreement(first: CostTable, second: CostTable) -> Agreement:
-    """Over the numbers that both have, with their spreads."""
-    numbers = [_numbers(table) for table in (first, second)]
-    shared = sorted(numbers[0].keys() & numbers[1].keys())
+_RATES = ("device_gb_per_s", "host_gb_per_s", "thread_gb_per_s", "cpu_adam_per_s")
+_OF_LANES = ("contention", "turns", "dispatch_ns", "step_overhead_ns")
+"""measured with the layers of the first model: comparable where the same layers were measured"""
+
+
+def agreement(first: HardwareSpec, second: HardwareSpec) -> Agreement:
+    """Over the numbers that both have, with their spreads. Neither may be a datasheet's."""
+    known, other = _numbers(first), _numbers(second)
+    shared = sorted(known.keys() & other.keys())
+    if _layers(first) != _layers(second):
+        shared = [name for name in shared if name.partition(".")[0] not in _OF_LANES]
     found = []
     for name in shared:
-        (one, spread), (other, again) = (known[name] for known in numbers)
+        (one, spread), (two, again) = known[name], other[name]
         allowed = spread + again + _RESOLUTION
-        if abs(one - other) > allowed * min(one, other):
-            found.append(Difference(name, one, other, allowed))
+        if abs(one - two) > allowed * min(one, two):
+            found.append(Difference(name, one, two, allowed))
     return Agreement(len(shared), tuple(sorted(found, key=lambda difference: -abs(difference.change))))
 
 
-def _numbers(table: CostTable) -> dict[str, tuple[int, float]]:
-    """(duration in ns, spread) by name."""
-    durations = {f"{kind} {size}": duration for kind, points in table.curves.items() for size, duration in points}
-    durations |= {f"{kind} {shape}": duration for kind, shapes in table.compute.items() for shape, (_, duration) in shapes.items()}
-    return {name: (durations[name], spread) for name, spread in table.spread.items() if durations.get(name)}
+def _layers(hardware: HardwareSpec) -> set[str]:
+    """Shapes of the layers that were measured."""
+    return set(_costs(hardware).compute.get("forward", {}))
+
+
+def _numbers(hardware: HardwareSpec) -> dict[str, tuple[float, float]]:
+    """(number, spread) by the name that it has in `CostTable.spread`; zeros left out: what does not exist on this machine."""
+    table = _costs(hardware)
+    values: dict[str, float] = {f"{kind} {size}": duration for kind, points in table.curves.items() for size, duration in points}
+    values |= {f"{kind} {shape}": duration for kind, shapes in table.compute.items() for shape, (_, duration) in shapes.items()}
+    values |= {f"duplex_curve {size}": rate for size, rate in hardware.duplex_curve}
+    values |= {f"peak_tflops.{dtype}": rate for dtype, rate in hardware.peak_tflops.items()} | {name: getattr(hardware, name) for name in _RATES}
+    values |= {f"contention.{lane}.{other}": share for lane, others in table.contention.items() for other, share in others.items()}
+    values |= {f"dispatch_ns.{lane}": wait for lane, wait in table.dispatch_ns.items()} | {"step_overhead_ns": table.step_overhead_ns}
+    for name, part in (("turns", table.turns), ("fixed", table.fixed)):
+        values |= {f"{name}.{field}": getattr(part, field) for field in part.__struct_fields__} if part else {}
+    counted: dict[str, float] = {f"activations {shape}": size for shape, (_, size) in table.activations.items()}
+    for shape, workspace in table.workspace.items():
+        counted |= {f"workspace.{field} {shape}": getattr(workspace, field) for field in workspace.__struct_fields__}
+    numbers = {name: (values[name], spread) for name, spread in table.spread.items() if values.get(name)}
+    return numbers | {name: (size, 0.0) for name, size in counted.items() if size}
+
+
+def _costs(hardware: HardwareSpec) -> CostTable:
+    if hardware.costs is None:
+        raise ValueError(f"{hardware.name} was not measured")
+    return hardware.costs

@@ -10,8 +10,10 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
-from megatrain.simulator.memory import Account, account, workspace_beside, workspace_estimate
+from megatrain.simulator.memory import ACTIVATIONS, Account, account, workspace_beside
+from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.plan import Knobs, Plan, Prediction
+from megatrain.simulator.policies._layerwise import blocks_of
 from megatrain.simulator.schedule import Schedule
 
 
@@ -69,9 +71,25 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """
     if policy_library.is_prediction_only(plan.policy):
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = costs.activations_bytes(plan.model, plan.workload)
+    activations = costs.activations_bytes(plan.model, plan.workload) or activations_estimate(plan.model, plan.workload)
+    schedule = _without_reused(plan, schedule)
     workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
     return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
+
+
+def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
+    """`schedule` without the slots of `device.activations` whose bytes a stored layer's had before: the framework allocates both, layers store in the
+    forward pass alone, and a layer is recomputed when those above it are done. So the last layers stored and the others recomputed never add up: 32 x 4,096
+    tokens of a 3B on an H200 took 13.6 % less than their sum.
+    """
+    stored = {int(layer) for layer in plan.placed("stored")}
+    if not stored:
+        return schedule
+    below = [sum(layer < block[0] for layer in stored) + len(block) for block in blocks_of(plan) if block[0] not in stored]
+    beside = max([0, *(count - len(stored) for count in below)])
+    slots = [buffer for buffer in schedule.buffers if buffer.pool == ACTIVATIONS]
+    reused = set(slots[beside:])
+    return msgspec.structs.replace(schedule, buffers=tuple(buffer for buffer in schedule.buffers if buffer not in reused))
 
 
 def varied(plan: Plan, *, layers: int | None = None, accumulation: int | None = None, **knobs: Any) -> Plan:

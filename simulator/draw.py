@@ -45,6 +45,7 @@ _SPARE_COLOURS = ("#f2c94c", "#7fc8c2", "#d9b3dd", "#2b7a78", "#c9b27c", "#a84f1
 UNKNOWN = "#c9b27c"
 DOTS = (0, (1, 1.5))
 _ROW_INCHES, _RIGHT_INCHES = 0.34, 0.75
+_LEGEND_INCHES = 0.193  # a line of a legend in type of 9 points
 _GLYPH_PIXELS = 12.0  # of an id's letter or digit at 8 points, the space beside the id included
 
 
@@ -165,16 +166,19 @@ def memory_png(
     if not places or not end_ns:
         raise ValueError(f"{path.name}: no pool that holds anything over time, nothing to draw")
     scale, unit = _time_unit(end_ns)
-    top, bottom, panel, gap = 0.98 if subtitle else 0.72, 0.62, 2.75, 0.62
+    top, bottom, gap = 0.98 if subtitle else 0.72, 0.62, 0.62
+    stacks = {place: {pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")} for place in places}
+    heights = {place: max(2.75, _LEGEND_INCHES * (len(pools) + 1)) for place, pools in stacks.items()}  # room for a legend that names every pool
     with matplotlib.rc_context(canvas.STYLE):
-        figure = canvas.new_figure(top + bottom + len(places) * (panel + gap) - gap, title, subtitle)
-        for index, place in enumerate(reversed(places)):
-            axes = canvas.add_axes(figure, bottom + index * (panel + gap), panel, 3.15)
+        figure = canvas.new_figure(top + bottom + sum(heights.values()) + gap * (len(places) - 1), title, subtitle)
+        base = bottom
+        for place in reversed(places):
+            axes = canvas.add_axes(figure, base, heights[place], 3.45)
             axes.set_xlim(0, end_ns * scale)
-            if index == 0:
+            if base == bottom:
                 axes.set_xlabel(f"time from the start of the step ({unit})")
-            pools = {pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")}
-            _stack(axes, place, pools, limits[place], end_ns, scale)
+            _stack(axes, place, stacks[place], limits[place], end_ns, scale)
+            base += heights[place] + gap
         canvas.save(figure, path)
 
 
@@ -206,7 +210,7 @@ def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]
         axes.annotate(
             "limit", (0, limit / factor), (5, 5), textcoords="offset points", fontsize=8.5, color=canvas.ALARM if over else canvas.INK, bbox=box, zorder=5
         )
-    text = f"peak {format_bytes(peak)} of {format_bytes(limit)}" + (": does not fit" if over else "" if near else " (limit above the axis)")
+    text = f"most held {format_bytes(peak)} of {format_bytes(limit)}" + (": does not fit" if over else "" if near else " (limit above the axis)")
     canvas.add_heading(axes, place, text, canvas.ALARM if over else canvas.INK)
     axes.set_ylabel(unit)
     canvas.make_plain(axes)

@@ -1,7 +1,8 @@
-"""Picture of an error report: what each op kind weighs in the step's error beside how far its durations are off, and what the step is made of."""
+"""Picture of an error report: what each op kind weighs in the step's error beside how far its durations are off, the lanes, and what the step is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,24 +12,27 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatrain.simulator import canvas
 from megatrain.simulator.draw import KIND_COLOURS, UNKNOWN
-from megatrain.simulator.error_report import ErrorReport
+from megatrain.simulator.error_report import ErrorReport, KindError, LaneError
 from megatrain.simulator.error_table import signed_percent
 from megatrain.simulator.units import format_seconds
 
 _PREDICTED, _MEASURED = "#9cc4e6", "#1f5f9e"
-_ROW_INCHES, _NAMES_INCHES, _NUMBERS_INCHES = 0.27, 1.6, 4.3
+_ROW_INCHES, _NAMES_INCHES, _NUMBERS_INCHES = 0.27, 1.6, 4.6
 
 
 def errors_png(path: Path, report: ErrorReport, title: str) -> None:
-    """Above, a row a kind: a bar for what it weighs in the step, and its error in numbers. Below, the parts of the step, predicted and measured."""
-    kinds, parts = _ROW_INCHES * len(report.kinds), 2.0 * _ROW_INCHES * len(report.parts)
+    """Above, a row a kind: a bar for what it weighs in the step, and its error in numbers. Below, busy time of the lanes and the parts of the step,
+    predicted and measured.
+    """
+    kinds, lanes, parts = _ROW_INCHES * len(report.kinds), 2.0 * _ROW_INCHES * len(report.lanes), 2.0 * _ROW_INCHES * len(report.parts)
     told = [f"end to end {100 * report.error:+.2f} %"]
     if report.engine_error is not None and report.cost_model_error is not None:
         told += [f"engine {100 * report.engine_error:+.2f} %", f"cost model {100 * report.cost_model_error:+.2f} %"]
     top, gap, bottom = 1.05, 0.85, 0.5
     with matplotlib.rc_context(canvas.STYLE):
-        figure = canvas.new_figure(top + kinds + gap + parts + bottom, title, ", ".join(told))
-        _kinds(canvas.add_axes(figure, bottom + parts + gap, kinds, _NUMBERS_INCHES, _NAMES_INCHES), report)
+        figure = canvas.new_figure(top + kinds + gap + lanes + gap + parts + bottom, title, ", ".join(told))
+        _kinds(canvas.add_axes(figure, bottom + parts + gap + lanes + gap, kinds, _NUMBERS_INCHES, _NAMES_INCHES), report)
+        _lanes(canvas.add_axes(figure, bottom + parts + gap, lanes, _NUMBERS_INCHES, _NAMES_INCHES), report)
         _parts(canvas.add_axes(figure, bottom, parts, _NUMBERS_INCHES, _NAMES_INCHES), report)
         canvas.save(figure, path)
 
@@ -43,27 +47,52 @@ def _kinds(axes: Axes, report: ErrorReport) -> None:
     axes.set_xlim(-reach, reach)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_percent(value / 100)))
     canvas.add_heading(axes, "what a kind weighs in the step", "")
-    found = [
-        [*(signed_percent(error) for error in (kind.error, kind.median_error)), signed_percent(kind.p95_abs_error).removeprefix("+"), signed_percent(kind.worst_error)]
-        for kind in report.kinds
-    ]  # fmt: skip
-    _numbers(axes, {"total": 0.18, "median": 0.33, "P95 |error|": 0.49, "worst": 0.63}, found)
-    for row, kind in enumerate(report.kinds):
-        axes.text(1.66, row, kind.worst_op, transform=axes.get_yaxis_transform(), va="center", color=canvas.MUTED, fontsize=8.5)
+    _spread(axes, report.kinds, [kind.error for kind in report.kinds])
+
+
+def _lanes(axes: Axes, report: ErrorReport) -> None:
+    _pairs(axes, [(lane.predicted_busy_seconds, lane.measured_busy_seconds) for lane in report.lanes])
+    _rows(axes, [f"{lane.lane}, busy" for lane in report.lanes])
+    _seconds(axes)
+    canvas.add_heading(axes, "lanes", "")
+    _spread(axes, report.lanes, [lane.busy_error for lane in report.lanes])
+    _legend(axes)
 
 
 def _parts(axes: Axes, report: ErrorReport) -> None:
-    for shift, colour, times in (
-        (-0.2, _PREDICTED, [part.predicted_seconds for part in report.parts]), (0.2, _MEASURED, [part.measured_seconds for part in report.parts]),
-    ):  # fmt: skip
-        axes.barh([row + shift for row in range(len(times))], times, height=0.36, color=colour, zorder=2)
+    _pairs(axes, [(part.predicted_seconds, part.measured_seconds) for part in report.parts])
     _rows(axes, ["compute busy" if part.name == "compute" else "no lane busy" if part.name == "waiting" else f"{part.name}, exposed" for part in report.parts])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+    _seconds(axes)
     canvas.add_heading(axes, "what the step is made of", "")
     found = [[format_seconds(part.predicted_seconds), format_seconds(part.measured_seconds), signed_percent(part.of_step)] for part in report.parts]
     _numbers(axes, {"predicted": 0.22, "measured": 0.42, "difference, of the step": 0.75}, found)
+    _legend(axes)
+
+
+def _pairs(axes: Axes, times: Sequence[tuple[float, float]]) -> None:
+    """A row of two bars, predicted and measured, for each."""
+    for side, shift, colour in ((0, -0.2, _PREDICTED), (1, 0.2, _MEASURED)):
+        axes.barh([row + shift for row in range(len(times))], [pair[side] for pair in times], height=0.36, color=colour, zorder=2)
+
+
+def _legend(axes: Axes) -> None:
     handles = [Patch(facecolor=_PREDICTED, label="predicted"), Patch(facecolor=_MEASURED, label="measured")]
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=2, **canvas.SWATCHES)
+
+
+def _seconds(axes: Axes) -> None:
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+
+
+def _spread(axes: Axes, errors: Sequence[KindError | LaneError], totals: Sequence[float | None]) -> None:
+    """The error of the sum, and of single ops the median, the P95 and the worst with its name."""
+    found = [
+        [signed_percent(total), signed_percent(each.median_error), signed_percent(each.p95_abs_error).removeprefix("+"), signed_percent(each.worst_error)]
+        for each, total in zip(errors, totals, strict=True)
+    ]
+    _numbers(axes, {"total": 0.18, "median": 0.36, "P95 |error|": 0.54, "worst": 0.72}, found)
+    for row, each in enumerate(errors):
+        axes.text(1.75, row, each.worst_op, transform=axes.get_yaxis_transform(), va="center", color=canvas.MUTED, fontsize=8.5)
 
 
 def _numbers(axes: Axes, columns: dict[str, float], rows: list[list[str]]) -> None:

@@ -4,11 +4,14 @@ An op's duration is work at full speed. While the ops B are busy each of them do
 op lasts until its work is done, however often the rate changes on the way: a fluid model. Work is counted in millionths of nanoseconds, so every
 sum is exact; an op ends at the first whole nanosecond by which its work is done. A lane is busy from an op's start to its end, not while it
 waits or dispatches. The engine knows no physics: what slows what is the cost model's. Not modelled: bursts, queues inside the DMA engines.
+
+There are two players of these rules: `simulate`, in simpy, tells when every op starts and ends; `makespan_ns`, one loop without simpy, tells only the last end,
+to the same nanosecond in less than half of the time, for those who compare many plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 import simpy
 from simpy.core import Infinity
@@ -19,6 +22,7 @@ from megatrain.simulator.sharing import PARTS, Demand
 from megatrain.simulator.timeline import Span, Timeline
 
 _NOT_YET = -1
+_NEVER = 2**63
 
 
 class DeadlockError(RuntimeError):
@@ -30,11 +34,6 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     starts, ends = _play(schedule, costs)
     spans = [Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end) for op, start, end in zip(schedule.ops, starts, ends, strict=True)]
     return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
-
-
-def makespan_ns(schedule: Schedule, costs: CostModel) -> int:
-    """End of the last op of `simulate`, without building a timeline."""
-    return max(_play(schedule, costs)[1], default=0)
 
 
 def _play(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
@@ -57,15 +56,28 @@ def _play(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
     return game.starts, ends
 
 
+def _queues(schedule: Schedule) -> list[list[int]]:
+    """By lane, its ops by place in program order."""
+    queues: list[list[int]] = [[] for _ in LANES]
+    for index, lane in enumerate(schedule.compiled.lanes):
+        queues[lane].append(index)
+    return queues
+
+
+def _numbered(demands: Iterable[Demand | None]) -> tuple[list[Demand | None], list[int]]:
+    """The different ones, None first, and the place among them of each."""
+    codes: dict[Demand | None, int] = {None: 0}
+    places = [codes.setdefault(demand, len(codes)) for demand in demands]
+    return list(codes), places
+
+
 class _Game:
     """The schedule as lists by place in program order, and how far it has been played."""
 
     def __init__(self, schedule: Schedule, durations: list[int], codes: list[int]) -> None:
         self.durations, self.codes = durations, codes
         self.after = schedule.compiled.after
-        self.queues: list[list[int]] = [[] for _ in LANES]
-        for index, lane in enumerate(schedule.compiled.lanes):
-            self.queues[lane].append(index)
+        self.queues = _queues(schedule)
         self.starts = [_NOT_YET] * len(durations)
         self.ends = [_NOT_YET] * (len(durations) + 1)  # the last stands for ops that are not there
         self.awaited: dict[int, simpy.Event] = {}
@@ -119,13 +131,7 @@ class _Flow:
 
     def __init__(self, environment: simpy.Environment, costs: CostModel, demands: list[Demand | None]) -> None:
         self._environment, self._costs = environment, costs
-        self.known: list[Demand | None] = [None]
-        codes: dict[Demand | None, int] = {None: 0}
-        for demand in demands:
-            if demand not in codes:
-                codes[demand] = len(self.known)
-                self.known.append(demand)
-        self.codes = [codes[demand] for demand in demands]
+        self.known, self.codes = _numbered(demands)
         """by size, the number of its demand; 0 for none"""
         lanes = len(LANES)
         self.carriers: list[simpy.Event] = [environment.event() for _ in range(lanes)]
@@ -169,6 +175,75 @@ class _Flow:
         lanes = [lane for lane, code in enumerate(self._busy) if code]
         demands = [demand for lane in lanes if (demand := self.known[self._busy[lane]]) is not None]
         return list(zip(lanes, self._costs.rates(tuple(demands)), strict=True))
+
+
+def makespan_ns(schedule: Schedule, costs: CostModel) -> int:
+    """End of the last op of `simulate`. Raises DeadlockError like it."""
+    sizes, after = costs.sizes(schedule), schedule.compiled.after
+    which, times = sizes.which, [costs.duration_ns(op) for op in sizes.ops]
+    known, codes = _numbered(costs.demand(op) if time else None for op, time in zip(sizes.ops, times, strict=True))
+    queues, latency = [iter(queue) for queue in _queues(schedule)], [costs.dispatch_ns.get(lane, 0) for lane in LANES]
+    ends = [_NOT_YET] * (len(which) + 1)  # the last stands for ops that are not there
+    awaited: dict[int, list[int]] = {}  # op -> lanes that wait for it
+    mixes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # codes of the running ops -> (lane, rate)
+    turn = [next(queue, _NOT_YET) for queue in queues]  # by lane, the op that runs or is next; so too all that follow
+    due, dispatching = [_NEVER] * len(LANES), [False] * len(LANES)  # when the op or its dispatch is done
+    busy, work, rates, since = ([0] * len(LANES) for _ in range(4))  # code of the running op; its work left at the moment since when the rate holds
+    ready, now, changed = [lane for lane, op in enumerate(turn) if op != _NOT_YET], 0, False
+    while True:
+        for lane in ready:
+            index = turn[lane]
+            for other in after[index]:
+                if ends[other] == _NOT_YET:
+                    awaited.setdefault(other, []).append(lane)
+                    break
+            else:
+                if latency[lane] and not dispatching[lane]:
+                    dispatching[lane], due[lane] = True, now + latency[lane]
+                    continue
+                dispatching[lane], size = False, which[index]
+                if codes[size]:
+                    busy[lane], work[lane], rates[lane], changed = codes[size], times[size] * PARTS, 0, True
+                else:
+                    due[lane] = now + times[size]
+        coming = min(due)
+        if coming > now:
+            if changed:  # whatever ended and started at this instant counts as one change
+                changed, mix = False, tuple(busy)
+                if mix not in mixes:
+                    running = [lane for lane, code in enumerate(mix) if code]
+                    mixes[mix] = list(zip(running, costs.rates(tuple([demand for lane in running if (demand := known[mix[lane]])])), strict=True))
+                for lane, rate in mixes[mix]:
+                    if rate != rates[lane]:
+                        work[lane] -= rates[lane] * (now - since[lane])
+                        rates[lane], since[lane], due[lane] = rate, now, now - (-work[lane] // rate)
+                coming = min(due)
+            if coming == _NEVER:
+                break
+            now = coming
+        lane = due.index(now)
+        due[lane] = _NEVER
+        if dispatching[lane]:
+            ready = [lane]
+            continue
+        index = turn[lane]
+        ends[index] = now
+        ready = awaited.pop(index, [])
+        turn[lane] = following = next(queues[lane], _NOT_YET)
+        code = busy[lane]
+        if following != _NOT_YET:
+            size = which[following]
+            if code and codes[size] == code and not after[following] and not latency[lane]:
+                work[lane], since[lane] = times[size] * PARTS, now  # the next copy of a run: no rate changes
+                due[lane] = now - (-work[lane] // rates[lane])
+                continue
+            ready.append(lane)
+        if code:
+            busy[lane], changed = 0, True
+    ends.pop()
+    if _NOT_YET in ends:
+        simulate(schedule, costs)  # raises, and says who waits for what
+    return max(ends, default=0)
 
 
 def _blocked(schedule: Schedule, game: _Game) -> str:

@@ -8,13 +8,19 @@ from megatrain.simulator.error_report import ErrorReport
 from megatrain.simulator.units import format_bytes, format_seconds
 
 _SHOWN_VIOLATIONS = 10
+_LEGEND = [
+    "error: (predicted - measured) / measured; below zero the prediction was too fast or too small",
+    "of the step, of a kind: how much of the step's error would go if these ops alone were foretold exactly",
+    "of the step, of a part: its difference over the measured step; the parts add up. Exposed: it ran and compute did not",
+    "stalled: the lane stood still although its next op had all it waits for",
+]
 
 
 def format_report(report: ErrorReport) -> str:
     """All of the report: the three errors of the step, parts of the step, op kinds, lanes, order, memory."""
     about = f"policy {report.policy}, {report.ops} ops, schedule {report.digest}"
     tables = [_align(_step(report), left=(0, 5)), _steps(report), [about, ""], _align(_kinds(report), left=(0, 9)), [""], _align(_lanes(report), left=(0, 9))]
-    tables += [[""], _align(_parts(report)), [""], _order(report)]
+    tables += [[""], _align(_parts(report)), [""], _LEGEND, [""], _order(report)]
     if report.memory:
         tables += [[""], _align(_memory(report))]
     return "".join(f"{line.rstrip()}\n" for table in tables for line in table)
@@ -87,7 +93,7 @@ def _lanes(report: ErrorReport) -> list[list[str]]:
 def _parts(report: ErrorReport) -> list[list[str]]:
     rows = [["the step is", "predicted", "measured", "of the step"]]
     for part in report.parts:
-        name = {"compute": "compute busy", "waiting": "waiting"}.get(part.name, f"exposed {part.name}")
+        name = {"compute": "compute busy", "waiting": "no lane busy"}.get(part.name, f"exposed {part.name}")
         rows.append([name, *_times(part.predicted_seconds, part.measured_seconds), signed_percent(part.of_step)])
     return rows
 

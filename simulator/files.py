@@ -7,6 +7,7 @@ import re
 import stat
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import tomli_w
 from megatrain.simulator.errors import UserError
 
 T = TypeVar("T")
-_PAIR = re.compile(r"\[\n\s+([-+.\w]+),\n\s+([-+.\w]+),\n\s+\]")  # of numbers: a point of a curve stands in one line
+_PAIR = re.compile(r"\[\n\s+([-+.\w]+),\n\s+([-+.\w]+),\n\s*\]")  # of numbers: a point of a curve, or of compute, stands in one line
 _LARGEST_BYTES = 256 * 2**20  # a timeline of 10,000 ops and 100 steps takes 60 MiB as JSON
 
 
@@ -120,11 +121,18 @@ def _structs(annotation: Any) -> list[Any]:
     return [found for arm in getattr(annotation, "__args__", ()) for found in _structs(arm)]
 
 
-def write_toml(path: Path, value: msgspec.Struct | dict[str, Any], heading: str = "") -> None:
-    """`value` as TOML at `path`, atomically; None-valued keys are left out."""
+def write_toml(path: Path, value: msgspec.Struct | dict[str, Any], heading: str = "", comments: Mapping[str, str] | None = None) -> None:
+    """`value` as TOML at `path`, atomically; None-valued keys are left out. `comments`: key or section -> what stands above its first line."""
     text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
     text = _PAIR.sub(r"[\1, \2]", text)
-    write_text(path, "".join(f"# {line}\n" for line in heading.splitlines()) + text)
+    for name, comment in (comments or {}).items():
+        if line := re.search(rf"^\[?{re.escape(name)}[\] .]", text, re.MULTILINE):
+            text = text[: line.start()] + _commented(comment) + text[line.start() :]
+    write_text(path, _commented(heading) + text)
+
+
+def _commented(text: str) -> str:
+    return "".join(f"# {line}\n" for line in text.splitlines())
 
 
 def _without_none(value: Any) -> Any:

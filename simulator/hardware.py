@@ -107,6 +107,18 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     measured_on: str
     """the machine"""
     date: str
+    loss_chunk: int = 0
+    """tokens of a chunk of the loss with which heads were measured; 0 where that was not noted"""
+    step_overhead_ns: int = 0
+    """host time per step outside the schedule"""
+    fixed: FixedCosts | None = None
+    dispatch_ns: dict[str, int] = {}
+    """lane -> time from an op being ready to its start"""
+    contention: dict[str, dict[str, float]] = {}
+    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
+    host_memory: HostMemory | None = None
+    turns: Turns | None = None
+    """instead of the contention between compute and update"""
     curves: dict[str, tuple[tuple[int, int], ...]]
     """(size, duration_ns) points, sizes ascending, by op kind; by `KIND@LANE` where a kind costs other times on another lane (`norm@compute`),
     by `KIND:add` where it also reads what it writes (`accumulate_gradients:add`), and by `KIND:wide` for a gradient in fp32 where layers compute in bf16. A
@@ -117,20 +129,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """model's shape/workload's shape -> (tokens, bytes of one decoder layer's saved activations)"""
     workspace: dict[str, Workspace] = {}
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
-    loss_chunk: int = 0
-    """tokens of a chunk of the loss with which heads were measured; 0 where that was not noted"""
-    contention: dict[str, dict[str, float]] = {}
-    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
-    host_memory: HostMemory | None = None
-    turns: Turns | None = None
-    """instead of the contention between compute and update"""
-    dispatch_ns: dict[str, int] = {}
-    """lane -> time from an op being ready to its start"""
     spread: dict[str, float] = {}
-    """`KIND SIZE` or `KIND SHAPE` -> interquartile range over median; for the reader, and for `megatrain calibrate --again`"""
-    fixed: FixedCosts | None = None
-    step_overhead_ns: int = 0
-    """host time per step outside the schedule"""
+    """`KIND SIZE` of a curve, `KIND SHAPE` of compute, a key of this table or of HardwareSpec (`contention.h2d.cpu`, `duplex_curve 1048576`) ->
+    interquartile range over median; for the reader, and for `megatrain calibrate --again`"""
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():

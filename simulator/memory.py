@@ -5,8 +5,7 @@ Every pool is allocated once, whole, so a place needs
     peak = sum over its pools of (sum over the pool's buffers of their allocated bytes), and on the device the workspace
 
 Saved activations are allocated by the framework while a layer runs; they are counted like slots, with the bytes measured on the machine
-where somebody measured. The workspace is what ops allocate and free within themselves: measured, or estimated by the formula of
-`workspace_estimate`. Not modelled: fragmentation, the CUDA context, the interpreter and its libraries; `extra` takes those.
+where somebody measured. The workspace is what ops allocate and free within themselves: measured, or estimated (`memory_formulas.py`). Not modelled: fragmentation, the CUDA context, the interpreter and its libraries; `extra` takes those.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import msgspec
 
 from megatrain.simulator.hardware import Workspace
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes
-from megatrain.simulator.workload import Workload
 
 WORKSPACE = "device.workspace"
+ACTIVATIONS = "device.activations"
+"""of layers that are recomputed"""
 PLACES = ("device", "host")
-_KNOBS = {"device.weights": "weight_slots", "device.gradients": "gradient_slots", "host.slabs": "gradient_slabs", "device.activations": "checkpoint_interval"}
+_KNOBS = {"device.weights": "weight_slots", "device.gradients": "gradient_slots", "host.slabs": "gradient_slabs", ACTIVATIONS: "checkpoint_interval"}
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,21 +152,6 @@ def workspace_beside(workspace: Workspace, schedule: Schedule, activations_bytes
     A layer's ops run beside the saved activations of a recomputed block, the head's and the updates beside none: max(layer, head - saved,
     update - saved). Those of stored layers are there all the while.
     """
-    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.pool == "device.activations")
+    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.pool == ACTIVATIONS)
     update = workspace.update if any(buffer.pool in ("device.moments", "device.moments_chunks") for buffer in schedule.buffers) else 0
     return max(workspace.layer, workspace.head - saved, update - saved)
-
-
-def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
-    """What ops allocate within themselves, where nobody measured.
-
-    With b bytes an element, C tokens of a loss chunk, V words: the head holds a chunk's logits and their gradient, each in fp32 and in the
-    compute dtype, C V (4 + 4 + 2 b); the weights' gradient of a chunk, V d b; and their fp32 sum, 4 V d, where there are several chunks. A
-    layer: `ModelSpec.transient_bytes` and, where it has one, `ModelSpec.mask_bytes`. An update works in place; a sum of squares has 4 bytes a row of 4,096.
-    """
-    width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
-    chunk = min(workload.loss_chunk, tokens)
-    matrix = model.vocabulary * model.hidden
-    head = chunk * model.vocabulary * (4 + 4 + 2 * width) + matrix * width + (4 * matrix if tokens > chunk else 0)
-    layer = model.transient_bytes(tokens, workload.dtype) + model.mask_bytes(workload)
-    return Workspace(layer=layer, head=head, update=4 * -(-max(spec.elements for spec in model.stack.values()) // 4096))

@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+class _Use:
+    """Who touched a buffer last. Of a lane's readers only the last counts: its earlier ones end before that."""
+
+    __slots__ = ("count", "lane", "readers", "writer")
+
+    def __init__(self) -> None:
+        self.writer, self.lane, self.count = -1, 0, 0  # the op, its lane, and how many ops of that have ended once it has
+        self.readers: dict[int, int] = {}  # lane -> op, since the last write
+
+
 class Order:
-    """The ops so far. Lanes are what `add` is told; an op is named by its id.
+    """The ops so far, by their place in program order. Lanes are what `add` is told.
 
     A clock is a list of counts, one per lane in the order in which lanes appeared: so many of the lane's ops have ended. That of a lane
     only ever grows, so adding an op costs one comparison a dependency where the lane already waited for that much.
@@ -19,11 +29,10 @@ class Order:
     def __init__(self) -> None:
         self._lanes: dict[str, int] = {}
         self._next: list[list[int]] = []  # lane -> clock of the op that will be added to it next
-        self._clock: dict[str, tuple[int, ...]] = {}
-        self._place: dict[str, tuple[int, int]] = {}  # op -> (lane, how many ops of it have ended once this one has)
-        self._last_write: dict[str, str] = {}
-        self._parts: dict[str, dict[str, None]] = {}  # whole -> parts of it that were touched, in order
-        self._reads_since: dict[str, dict[int, str]] = {}  # buffer -> lane -> its last reader: the lane's earlier ones end before that
+        self._clocks: list[tuple[int, ...]] = []  # op -> its clock
+        self._lane_of: list[int] = []
+        self._ended: list[int] = []  # op -> how many ops of its lane have ended once this one has
+        self._uses: dict[str, list[_Use]] = {}  # buffer -> its use, then those of the parts or of the whole that overlap it
 
     def _lane(self, lane: str) -> int:
         index = self._lanes.get(lane)
@@ -34,71 +43,64 @@ class Order:
             self._next.append([0] * (index + 1))
         return index
 
-    def add(self, op: str, lane: str, after: Iterable[str]) -> None:
-        """Puts `op` at the end of `lane`, behind the ops `after`."""
+    def add(self, lane: str, after: Iterable[int]) -> None:
+        """Puts an op at the end of `lane`, behind the ops `after`."""
         index = self._lane(lane)
         clock = self._next[index]
         for other in after:
-            other_lane, ended = self._place[other]
+            other_lane, ended = self._lane_of[other], self._ended[other]
             if clock[other_lane] < ended:  # else an op behind `other` is waited for already, and with it all that `other` waited for
-                for key, count in enumerate(self._clock[other]):
+                for key, count in enumerate(self._clocks[other]):
                     if clock[key] < count:
                         clock[key] = count
                 clock[other_lane] = ended
-        self._clock[op] = tuple(clock)
+        self._clocks.append(tuple(clock))
         clock[index] += 1
-        self._place[op] = (index, clock[index])
+        self._lane_of.append(index)
+        self._ended.append(clock[index])
 
-    def precedes(self, first: str, second: str) -> bool:
+    def precedes(self, first: int, second: int) -> bool:
         """`first` has ended whenever `second` starts."""
-        lane, ended = self._place[first]
-        clock = self._clock[second]
-        return lane < len(clock) and clock[lane] >= ended
+        lane, clock = self._lane_of[first], self._clocks[second]
+        return lane < len(clock) and clock[lane] >= self._ended[first]
 
-    def not_awaited(self, lane: str, ops: Iterable[str]) -> list[str]:
-        """Of `ops`, those that may still run when the op starts that will be added to `lane` next, unless that waits for them."""
-        clock, place = self._next[self._lane(lane)], self._place
-        return [op for op in ops if clock[place[op][0]] < place[op][1]]
-
-    def conflicts(self, reads: Iterable[str], writes: Iterable[str]) -> list[tuple[str, str]]:
-        """Earlier ops, each with the buffer, that an op with these accesses must wait for: write-read, read-write, write-write.
-
-        Of the readers of a lane, only the last.
+    def touch(self, lane: str, reads: Iterable[str], writes: Iterable[str]) -> list[int]:
+        """Records what the op accesses that will be added next, to `lane`. Returns the earlier ops that must have ended before it starts (write-read,
+        read-write, write-write), without those that its lane has waited for already; one may stand there twice.
         """
-        last_write, reads_since = self._last_write, self._reads_since
-        if self._parts:
-            reads, writes = self._overlapping(reads), self._overlapping(writes)
-        found = [(last_write[buffer], buffer) for buffer in reads if buffer in last_write]
+        uses, ended, index, op, found = self._uses, self._ended, self._lane(lane), len(self._clocks), list[int]()
+        clock = self._next[index]
+        for buffer in reads:
+            overlapping = uses.get(buffer) or self._first_use(buffer)
+            for use in overlapping:
+                if clock[use.lane] < use.count:
+                    found.append(use.writer)
+            overlapping[0].readers[index] = op
         for buffer in writes:
-            if buffer in reads_since:
-                found += [(reader, buffer) for reader in reads_since[buffer].values()]
-            if buffer in last_write:
-                found.append((last_write[buffer], buffer))
+            overlapping = uses.get(buffer) or self._first_use(buffer)
+            for use in overlapping:
+                if clock[use.lane] < use.count and use.writer != op:
+                    found.append(use.writer)
+                if use.readers:
+                    for reader_lane, reader in use.readers.items():
+                        if reader != op and clock[reader_lane] < ended[reader]:
+                            found.append(reader)
+            own = overlapping[0]
+            own.writer, own.lane, own.count = op, index, clock[index] + 1
+            own.readers.clear()
         return found
 
-    def _overlapping(self, buffers: Iterable[str]) -> list[str]:
-        """Names under which earlier ops may have touched the same memory: a part's own and its whole's, a whole's own and its parts'."""
-        names = []
-        for buffer in buffers:
-            names.append(buffer)
-            if buffer in self._parts:
-                names += self._parts[buffer]
-            elif "#" in buffer:
-                names.append(buffer.partition("#")[0])
-        return names
+    def last(self, buffer: str) -> int:
+        """The last op that touched `buffer`. Raises KeyError where none did."""
+        own = self._uses[buffer][0]
+        return max((own.writer, *own.readers.values()))
 
-    def touch(self, op: str, reads: Iterable[str], writes: Iterable[str]) -> None:
-        """Records the accesses of `op`."""
-        lane, _ = self._place[op]
-        for buffer in (*reads, *writes):
-            if "#" in buffer:
-                self._parts.setdefault(buffer.partition("#")[0], {})[buffer] = None
-        for buffer in reads:
-            readers = self._reads_since.get(buffer)
-            if readers is None:
-                self._reads_since[buffer] = {lane: op}
-            else:
-                readers[lane] = op
-        for buffer in writes:
-            self._last_write[buffer] = op
-            self._reads_since.pop(buffer, None)
+    def _first_use(self, buffer: str) -> list[_Use]:
+        own = _Use()
+        found = self._uses[buffer] = [own]
+        whole, mark, _ = buffer.partition("#")
+        if mark:
+            overlapping = self._uses.get(whole) or self._first_use(whole)
+            found.append(overlapping[0])
+            overlapping.append(own)
+        return found

@@ -11,6 +11,7 @@ recompute. What cannot hold its checkpoints, or not besides attention worth keep
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator
 
@@ -67,6 +68,13 @@ def last(decoders: int, count: int) -> str:
     """The last `count` decoder layers."""
     layers = [str(index) for index in range(decoders)]
     return ranges(layers, set(layers[decoders - count :]))
+
+
+def _host_updating(plan: Plan, every: int = 1) -> Plan:
+    """`plan`, the host's cores updating the first, and every so many further, of the layers whose weights stream."""
+    layers, resident = list(plan.model.stack), plan.placed("weights")
+    streamed = [layer for layer in layers if layer not in resident]
+    return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=ranges(layers, set(streamed[::every]))))
 
 
 class PlacementSearch:
@@ -153,16 +161,14 @@ class PlacementSearch:
         """Plans worth a try, all of which fit."""
         decoders = plan.model.layers
         for base in (Placement(), Placement(parked="all")):
-            room = self.room(varied(plan, placement=base))
-            if room < 0:
+            most = self.most_stored(plan, base)
+            if most < 0:
                 continue
-            one = room - self.room(varied(plan, placement=msgspec.structs.replace(base, stored=str(decoders - 1))))
             everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
-            spare = self.room(varied(plan, placement=everything)) // max(one, 1)
+            spare = self.most_stored(plan, everything)
             if spare >= 0:
-                for placement in self._with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, min(decoders, spare)))):
+                for placement in self._with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, spare))):
                     yield from self._fitting(plan, placement)
-            most = min(decoders, room // max(one, 1))
             for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
                 for kept in self._with_attention(plan, msgspec.structs.replace(base, stored=last(decoders, stored))):
                     fills = [self._filled(plan, kept, order) for order in self._orders()]
@@ -171,6 +177,14 @@ class PlacementSearch:
             every = ranges([layer.name for layer in plan.model.decoders], set(self.keeping))
             if self.room(varied(plan, placement=msgspec.structs.replace(base, attention=every))) >= 0:
                 return
+
+    def most_stored(self, plan: Plan, placement: Placement) -> int:
+        """How many of the last decoder layers can be stored besides `placement`; -1 where not even that fits. Each one more takes at least as much."""
+
+        def lacking(count: int) -> int:
+            return -self.room(varied(plan, placement=msgspec.structs.replace(placement, stored=last(plan.model.layers, count))))
+
+        return bisect.bisect_right(range(plan.model.layers + 1), 0, key=lacking) - 1
 
     def _with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
         """The placement, and where that pays, the same with the attention kept of as many of the layers that it recomputes as fit."""
@@ -234,11 +248,10 @@ class PlacementSearch:
 
     def _updated_like(self, plan: Plan, other: Plan) -> Plan:
         """`plan`, the host's cores updating of its streamed layers as many as of the other's: all, every other one, or none."""
-        updated, layers = other.placed("host_updated"), list(plan.model.stack)
-        every = 1 if updated >= set(layers) - other.placed("weights") else 2
-        streamed = [layer for layer in layers if layer not in plan.placed("weights")]
-        chosen = ranges(layers, set(streamed[::every])) if updated and streamed else ""
-        return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=chosen))
+        updated, streamed = other.placed("host_updated"), set(other.model.stack) - other.placed("weights")
+        if not updated:
+            return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=""))
+        return _host_updating(plan, every=1 if updated >= streamed else 2)
 
     def filled(self, base: Placement, like: Plan) -> Iterator[Plan]:
         """Plans of `base` with as much of the state on the device as fits, in each order, updated by the host as `like` is; all of which fit."""
@@ -264,13 +277,14 @@ class PlacementSearch:
         return time, plan
 
     def _split(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest."""
-        stack, resident = plan.model.stack, plan.placed("weights")
-        streamed = [layer for layer in stack if layer not in resident]
-        for chosen in (streamed, streamed[::2]):
-            placement = msgspec.structs.replace(plan.knobs.placement, host_updated=ranges(list(stack), set(chosen)))
-            changed = varied(plan, placement=placement)
-            if chosen and self.account(changed).fits:
+        """With the host's cores updating all layers whose weights stream, every other one, or none, whichever is fastest; all, also with the state placed
+        in the other orders, of which another one may be best then.
+        """
+        bases = [msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(CLASSES, ""), parked=parked) for parked in ("", "all")]
+        others = (_host_updating(varied(plan, placement=self._filled(plan, base, order))) for base in bases for order in self._orders())
+        fitting = [other for other in dict.fromkeys(others) if other.placed("host_updated") and self.account(other).fits]
+        for changed in [_host_updating(plan), _host_updating(plan, every=2), *self._ranked(fitting)[:1]]:
+            if changed.knobs != plan.knobs and self.account(changed).fits:
                 found = self._time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found

@@ -96,9 +96,11 @@ class OpId(NamedTuple):
     chunk: int | None = None
 
     def __str__(self) -> str:
-        micro = "" if self.micro is None else f".m{self.micro}"
-        chunk = "" if self.chunk is None else f".c{self.chunk}"
-        return f"{_CODE_OF[self.kind]}{self.layer}{self.phase}{micro}{chunk}"
+        kind, layer, phase, micro, chunk = self
+        text = f"{_CODE_OF[kind]}{layer}{phase}"
+        if micro is not None:
+            text += f".m{micro}"
+        return text if chunk is None else f"{text}.c{chunk}"
 
 
 def whole(name: str) -> str:
@@ -144,7 +146,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def allocated(self) -> int:
         """Bytes it takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device."""
-        unit = 4096 if self.place == "host" else 256
+        unit = 4096 if self.id.startswith("host.") else 256
         return -(-self.bytes // unit) * unit
 
     @property
@@ -250,11 +252,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         lane_of = {lane: index for index, lane in enumerate(LANES)}
         lanes = [lane_of[op.lane] for op in self.ops]
         after = [tuple([place.get(other, -1) for other in op.after]) if op.after else () for op in self.ops]
-        fault = ""
-        for index, places in enumerate(after):
-            for other, name in zip(places, self.ops[index].after, strict=True):
-                if not 0 <= other < index and not fault:
-                    fault = f"{self.ops[index].id}: depends on {name}, which does not stand before it"
+        late = [(self.ops[index], which) for index, places in enumerate(after) for which, other in enumerate(places) if not 0 <= other < index]
+        fault = "".join(f"{op.id}: depends on {op.after[which]}, which does not stand before it" for op, which in late[:1])
         return Compiled(lanes, after, fault)
 
     @functools.cached_property
@@ -331,22 +330,22 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             ids = [buffer.id for buffer in self.buffers]
             raise ScheduleError(f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id")
         order = Order()
-        seen: set[str] = set()
+        place: dict[str, int] = {}
         held: set[str] = set()
-        for op in self.ops:
-            if op.id in seen:
+        for index, op in enumerate(self.ops):
+            if op.id in place:
                 raise ScheduleError(f"{op.id}: the id stands twice")
             if str(parse_id(op.id)) != op.id or op.lane not in LANES:
                 raise ScheduleError(f"{op.id}: not in its canonical form, or on no lane: {op.lane!r}")
             for dependency in op.after:
-                if dependency not in seen:
+                if dependency not in place:
                     raise ScheduleError(f"{op.id}: depends on {dependency}, which does not stand before it")
-            seen.add(op.id)
-            order.add(op.id, op.lane, op.after)
-            for other, buffer in order.conflicts(op.reads, op.writes):
-                if not order.precedes(other, op.id):
-                    raise ScheduleError(f"race on {buffer}: nothing orders {other} before {op.id}")
-            order.touch(op.id, op.reads, op.writes)
+            place[op.id] = index
+            earlier = order.touch(op.lane, op.reads, op.writes)
+            order.add(op.lane, [place[other] for other in op.after])
+            for other in earlier:
+                if not order.precedes(other, index):
+                    raise ScheduleError(f"race on {_contested(self.ops[other], op)}: nothing orders {self.ops[other].id} before {op.id}")
             self._check_holds(op, held)
         if held:
             raise ScheduleError(f"never released: {', '.join(sorted(held))}")
@@ -366,6 +365,12 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if slot not in held:
                 raise ScheduleError(f"{op.id}: releases {slot}, which nothing holds")
             held.remove(slot)
+
+
+def _contested(one: Op, other: Op) -> str:
+    """The buffer, or the part of it, that `one` touches and `other` too, either of them writing."""
+    pairs = itertools.chain(itertools.product(one.writes, other.buffers), itertools.product(one.reads, other.writes))
+    return next(name for name, known in pairs if name in (known, whole(known)) or whole(name) == known)
 
 
 def serialized(schedule: Schedule) -> Schedule:

@@ -76,7 +76,7 @@ class SlotSearch:
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for slots, slabs in itertools.product(self.gradient_slots, self.slabs):
             plan = varied(self.tiny, **self.least, gradient_slots=slots, gradient_slabs=slabs)
-            verdict = plan_account(plan, policy_library.lower(plan), self.costs)
+            verdict = plan_account(plan, policy_library.outline(plan), self.costs)
             found[slots, slabs] = (verdict.device_peak_bytes, verdict.host_peak_bytes)
         device, host = next(iter(found.values()))
         return {path: (sizes[0] - device, sizes[1] - host) for path, sizes in found.items()}
@@ -105,12 +105,11 @@ class SlotSearch:
         deepest = dict(zip(("gradient_slots", "gradient_slabs"), list(self.paths)[-1], strict=True))
         for interval, slots in itertools.product(intervals(self.plan.model.layers), self.weight_slots):
             plan = varied(self.plan, accumulation=2, chunk_bytes=ONE_COPY, checkpoint_interval=interval, weight_slots=slots, **deepest)
-            schedule = policy_library.lower(plan)
-            verdict = plan_account(plan, schedule, self.costs)
+            verdict = plan_account(plan, policy_library.outline(plan), self.costs)
             more = self.paths[deepest["gradient_slots"], deepest["gradient_slabs"]]
             self.sizes[interval, slots] = (verdict.device_peak_bytes - more[0], verdict.host_peak_bytes - more[1])
             if any(self._excess((interval, slots), path) == 0 for path in self.paths):
-                times[interval, slots] = makespan_ns(schedule, self.costs)
+                times[interval, slots] = makespan_ns(policy_library.lower(plan), self.costs)
         return sorted(times, key=lambda pair: (times[pair], self.sizes[pair], pair))
 
     def _second_round(self, interval: int, slots: int) -> dict[str, int]:
@@ -147,7 +146,7 @@ class SlotSearch:
         while batch and choice.account.host_peak_bytes <= self.plan.host_limit_bytes:
             work = msgspec.structs.replace(self.plan.workload, batch=batch, accumulation=min(2, self.plan.workload.accumulation))
             plan = msgspec.structs.replace(choice.plan, workload=work, knobs=msgspec.structs.replace(choice.plan.knobs, chunk_bytes=ONE_COPY))
-            if plan_account(plan, policy_library.lower(plan), self.costs).fits:
+            if plan_account(plan, policy_library.outline(plan), self.costs).fits:
                 return f"batch = {batch} would fit (with accumulation for the same tokens a step)"
             batch //= 2
         return ""

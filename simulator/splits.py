@@ -2,7 +2,7 @@
 
 A larger micro-batch loads weights for more tokens; a smaller one leaves memory for weights and optimizer state. So every batch whose rows fill the step
 in whole micro-batches is tried, the largest first: those whose compute alone takes longer than the best so far, or that cannot fit, are left out; of the
-others two placements are timed by the evaluator, until three splits in a row are slower than the best; the best one is searched in full, and the second
+others two placements are timed by the evaluator, until five splits in a row are slower than the best; the best one is searched in full, and the second
 where it is close. The loss and the gradient are the same sums in every split, rounded otherwise.
 """
 
@@ -30,7 +30,7 @@ from megatrain.simulator.workload import Workload
 
 _FINALISTS = 2
 _CLOSE = 1.05  # a second split within this of the first, quickly timed, is searched too
-_PATIENCE = 3  # splits in a row that are slower than the best: smaller ones load weights more often still
+_PATIENCE = 5  # splits in a row that are slower than the best: smaller ones load weights more often, until they are so small that every layer is stored
 _MOST_MICRO_BATCHES = 64
 _PARTS = (0, 1)  # of the stored layers that fit
 
@@ -68,13 +68,16 @@ def best_split(
         if not times or _compute_ns(plan, costs) < _CLOSE * min(times)[0]:
             times += [(min(found), index)] if (found := [_time(each, costs) for each in _quick(plan, costs)]) else []
     chosen = [tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]] or [tried[-1]]
-    choices = [
-        candidates(
-            model, hardware, work, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=policies
-        )
-        for work in chosen
-    ]  # fmt: skip
-    return min(choices, key=lambda each: rank(each[0]))
+    limits = {"device_limit": device_limit, "host_limit": host_limit}
+
+    def searched(work: Workload, names: list[str] | None) -> list[Choice]:
+        return candidates(model, hardware, work, source=source, hardware_name=hardware_name, policies=names, **limits)
+
+    best, placing = searched(chosen[0], policies), [name for name in names if policy_library.places(name)]
+    for work in chosen[1:]:
+        if not placing or rank(searched(work, placing)[0]) < rank(best[0]):
+            best = min(best, searched(work, policies), key=lambda choices: rank(choices[0]))
+    return best
 
 
 def _compute_ns(plan: Plan, costs: CostModel) -> float:
@@ -93,11 +96,9 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
         search = PlacementSearch(plan, costs)
         layers = plan.model.layers
         for base in (Placement(), Placement(parked="all")):
-            room = search.room(varied(search.plan, placement=base))
-            if room < 0:
+            most = search.most_stored(search.plan, base)
+            if most < 0:
                 continue
-            one = room - search.room(varied(search.plan, placement=msgspec.structs.replace(base, stored=last(layers, 1))))
-            most = min(layers, room // max(one, 1))
             for part in _PARTS:
                 placed = search.filled(msgspec.structs.replace(base, stored=last(layers, part * most)), like=plan)
                 yield from [found for found, _ in zip(placed, range(1), strict=False)]

@@ -1,4 +1,4 @@
-"""Measures this machine for some models over a grid of workloads: link, layers, optimizer, and how they slow each other."""
+"""Measures this machine over a grid of workloads, for some models or a default set of widths: link, layers, optimizer, and how they slow each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from megatrain.experiments import options
 from megatrain.simulator.errors import UserError
 
 if TYPE_CHECKING:
-    from megatrain.simulator.hardware import HardwareSpec
+    import torch
 
-HEADING = """A machine, measured by `megatrain calibrate`. Times in ns, sizes in bytes or parameters; a curve's points are [size, ns], compute is [FLOPs, ns].
-Each number is a median; costs.spread has, under the number's name, the interquartile range over it. `megatrain calibrate --again` measures all of it anew and
-says whether the two agree within these spreads."""
+    from megatrain.runtime.calibrate import Subject
+    from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.workload import Workload
+
 _TOLD = 5  # differences
 
 
@@ -30,38 +31,36 @@ def grid(text: str) -> list[tuple[int, int]]:
 
 def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="+", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library: the layers to measure; the first "
-        "one's optimizer stands for all",
+        "model", nargs="*", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library: the layers to measure; the first "
+        "one's optimizer stands for all. None: a default set of widths, from which other models are predicted by FLOPs and flagged as extrapolated: "
+        "qwen2.5-3b, llama-3.1-8b, qwen2.5-14b at 32x1024, 4x1024, 16x1024, 8x4096; on a GPU below 64 GiB, or a host below 32, qwen3-0.6b, qwen2.5-1.5b, "
+        "qwen2.5-3b at a quarter of these batches; on a CPU, Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="HARDWARE", help="the file to write, e.g. hardware.toml")
     parser.add_argument("--name", default="this-machine", help="the machine's name in reports")
     parser.add_argument(
-        "--grid", type=grid, metavar="BxS,...", help="further batches and sequences at which layers are measured (default: around the workload)"
+        "--grid", type=grid, metavar="BxS,...", help="further batches and sequences at which layers are measured (default: around the workload, or the set's)"
     )
     parser.add_argument("--again", type=Path, metavar="FIRST", help="an earlier file: says whether this run agrees with it; exits 1 where the machine is noisy")
     options.add_workload(parser)
+    parser.set_defaults(batch=None, seq=None, dtype=None)  # a default set has its own
     options.add_limits(parser)
     options.add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    import msgspec
     from rich.console import Console
 
-    from megatrain.runtime.calibrate import Subject, calibrate, usual_grid
-    from megatrain.runtime.layers.templates import config_of
-    from megatrain.simulator.files import write_toml
+    from megatrain.experiments.hardware_file import write_hardware
+    from megatrain.runtime.calibrate import calibrate
     from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.specs import ModelSpec
 
     options.check_writable(args.out)
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
     if earlier and not earlier.costs:
         raise UserError(f"--again {args.again}", found="a datasheet's rates", allowed="a file that `megatrain calibrate` wrote", fix="leave it out")
-    models = [(ModelSpec.load(source), source if Path(source).is_dir() else None) for source in args.model]
-    subject, *others = (Subject(model, config_of(model, folder)) for model, folder in models)
-    workload = options.workload(args, subject.model)
-    points = [msgspec.structs.replace(workload, batch=batch, sequence=sequence) for batch, sequence in args.grid] if args.grid else usual_grid(workload)
+    device = options.device(args)
+    (subject, *others), workload, points = _wanted(args, device)
     console, began = Console(), time.monotonic()
 
     def progress(what: str) -> None:
@@ -69,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
     with console.status("measuring"):
         hardware = calibrate(
-            args.name, subject.model, workload, subject.config, options.device(args), grid=points, others=others,
+            args.name, subject.model, workload, subject.config, device, grid=points, others=others,
             host_bytes=args.host_memory, device_bytes=args.device_memory, progress=progress,
         )  # fmt: skip
-    write_toml(args.out, hardware, HEADING)
+    write_hardware(args.out, hardware, "megatrain calibrate")
     print(
         f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, "
         f"both at once {hardware.duplex_fraction:.0%} each; matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward "
@@ -82,13 +81,33 @@ def run(args: argparse.Namespace) -> int:
     return _compare(earlier, hardware, str(args.again)) if earlier else 0
 
 
+def _wanted(args: argparse.Namespace, device: torch.device) -> tuple[list[Subject], Workload, list[Workload]]:
+    """The models to measure, the workload, and further points of the grid."""
+    import msgspec
+
+    from megatrain.runtime import machine
+    from megatrain.runtime.calibrate import Subject
+    from megatrain.runtime.default_set import DefaultSet, default_set, model_of, usual_grid
+    from megatrain.runtime.layers.templates import config_of
+    from megatrain.simulator.specs import ModelSpec
+
+    usual = DefaultSet((), 32, 1024, ())
+    if not args.model:
+        usual = default_set(device.type, args.device_memory or machine.usable_device_bytes(device), args.host_memory or machine.host_bytes())
+    models = [(ModelSpec.load(source), source if Path(source).is_dir() else None) for source in args.model] or [(model_of(name), None) for name in usual.models]
+    around = () if args.batch or args.seq else usual.grid
+    args.batch, args.seq, args.dtype = args.batch or usual.batch, args.seq or usual.sequence, args.dtype or usual.dtype
+    subjects = [Subject(model, config_of(model, folder)) for model, folder in models]
+    workload = options.workload(args, subjects[0].model)
+    points = [msgspec.structs.replace(workload, batch=rows, sequence=length) for rows, length in args.grid or around] or usual_grid(workload)
+    return subjects, workload, points
+
+
 def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
     from megatrain.simulator.agreement import agreement
     from megatrain.simulator.error_table import signed_percent
 
-    assert earlier.costs is not None
-    assert hardware.costs is not None
-    found = agreement(earlier.costs, hardware.costs)
+    found = agreement(earlier, hardware)
     if not found.compared:
         raise UserError(f"--again {name}", found="no number that this run has too", allowed="a file of the same models and workloads", fix="repeat its options")
     print(f"{found.compared - len(found.differences)} of {found.compared} numbers agree with {name} within their spreads")

@@ -3,7 +3,7 @@
 `no overlapped update`: AdamW on the host after backward, the best plan of policy `k_buffer`. `no residency`: the full plan with its weights, gradients and
 optimizer state streamed, activations as they were. `no compile`: eager layers, whose times were measured alone (experiments/published/h200.csv); their head
 is modelled with the library's rates, their memory by formula. `no chunked loss`: all logits of a micro-batch at one time, memory by
-`memory.workspace_estimate`, 12 bytes a logit, their head as long as the calibrated one: modelled too.
+`memory_formulas.workspace_estimate`, 12 bytes a logit, their head as long as the calibrated one: modelled too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.experiments.validation.rows import load_rows
 from megatrain.simulator.assessment import Choice, assess
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import workspace_estimate
+from megatrain.simulator.memory_formulas import workspace_estimate
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import ModelSpec

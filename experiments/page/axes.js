@@ -70,6 +70,15 @@ function write(context, text, x, y, { size = 12, weight = 400, colour = INK, ali
   context.fillText(text, x, y);
 }
 
+/** A panel's name at its left and what came out at its right: the first of the pairs, which get shorter, that has room. */
+function head(context, pairs, left, right, y) {
+  const wide = (text, font) => { context.font = `${font} ${FONT}`; return context.measureText(text).width; };
+  const fits = ([name, text]) => wide(name, "650 13px") + wide(text, "400 12.5px") + 12 <= right - left;
+  const [name, text] = pairs.find(fits) || pairs[pairs.length - 1];
+  write(context, name, left, y, { weight: 650, size: 13 });
+  write(context, text, right, y, { align: "right", size: 12.5 });
+}
+
 function line(context, x0, y0, x1, y1, colour, width = 1, dash = []) {
   context.strokeStyle = colour;
   context.lineWidth = width;

@@ -29,8 +29,8 @@ class MemoryCanvas {
 
   drawPlace(context, place, top) {
     const { left, width } = this, bottom = top + PANEL, y = (size) => bottom - (size / place.top) * PANEL;
-    write(context, place.name, left, top - 13, { weight: 650, size: 13 });
-    write(context, `most held ${bytes(place.peak)}, limit ${bytes(place.limit)}`, left + width, top - 13, { align: "right", size: 12.5 });
+    const texts = [`most held ${bytes(place.peak)}, limit ${bytes(place.limit)}`, `${bytes(place.peak)} of ${bytes(place.limit)}`, bytes(place.peak)];
+    head(context, texts.map((text) => [place.name, text]), left, left + width, top - 13);
     const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10].find((size) => place.most >= 2 * size) || 1;
     for (const value of ticks(0, place.top / unit, 4).values) {
       line(context, left, y(value * unit), left + width, y(value * unit), RULE);

@@ -13,6 +13,7 @@ from megatrain.simulator.files import read_json, read_text
 from megatrain.simulator.memory import PLACES, WORKSPACE
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.planner import plan_account
+from megatrain.simulator.policies import names
 from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.units import format_bytes, format_count, format_seconds
 from megatrain.simulator.verdict import CLASSES, class_of
@@ -74,10 +75,14 @@ def plan(run: ComparedRun) -> str:
     where = {"stored": "activations kept", "attention": "attention kept", "parked": "activations parked on the host", "host_updated": "updated on the host"}
     rows += [[where.get(field, f"{field.replace('low', 'low plane')} on the device"), layers] for field, layers in placed if layers]
     others = rivals(run)
+    named = "<p class=note>Layers: <em>e</em> is the embedding, <em>h</em> the head with weights of its own, numbers are decoder layers.</p>"
+    left_out = [name for name in names() if others and name not in [cells[0] for cells in others]]
+    slower = f"<p class=note>Not searched, because none of their plans can be faster than the first: {', '.join(left_out)}.</p>" if left_out else ""
+    letters = named if any(layers for _, layers in placed) else ""
     return (
         f"<ul class=why>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons(run))}</ul>"
-        f"<div class=pair><div><h3>The plan</h3>{table(['knob', 'value'], rows, left=(0, 1))}</div>"
-        f"<div><h3>What else today's planner finds here</h3>{table(['policy', 'step', 'against this plan', 'device', 'host'], others)}</div></div>"
+        f"<div class=pair><div><h3>The plan</h3>{table(['knob', 'value'], rows, left=(0, 1))}{letters}</div>"
+        f"<div><h3>What else today's planner finds here</h3>{table(['policy', 'step', 'against this plan', 'device', 'host'], others)}{slower}</div></div>"
     )
 
 
@@ -92,9 +97,9 @@ def errors(run: ComparedRun) -> str:
     if found.steps:
         name = f"wall time of {found.steps.count:,} steady steps, the median"
         rows.append([name, format_seconds(found.steps.predicted_seconds), format_seconds(found.steps.median_seconds), _fine(found.steps.median_error)])
-    names = {"compute": "compute busy", "waiting": "no lane busy"}
+    called = {"compute": "compute busy", "waiting": "no lane busy"}
     parts = [
-        [names.get(part.name, f"{part.name}, exposed"), *_pair(part.predicted_seconds, part.measured_seconds), signed_percent(part.of_step)]
+        [called.get(part.name, f"{part.name}, exposed"), *_pair(part.predicted_seconds, part.measured_seconds), signed_percent(part.of_step)]
         for part in found.parts
     ]
     spread = ["median", "P95 |error|", "worst", "op"]

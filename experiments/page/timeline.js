@@ -80,9 +80,9 @@ class TimelineCanvas {
 
   drawPanel(context, panel) {
     const { left, width } = this, [, measured] = this.panels, bottom = panel.top + ROW * this.lanes.length;
-    const error = panel === measured ? "" : `   ${percent(panel.step / measured.step - 1)} against measured`;
-    write(context, panel.name, left, panel.top - 12, { weight: 650, size: 13 });
-    write(context, `step ${time(panel.step)}${error}`, left + width, panel.top - 12, { align: "right", size: 12.5 });
+    const error = panel === measured ? [""] : [" against measured", ""].map((words) => `   ${percent(panel.step / measured.step - 1)}${words}`);
+    const texts = [...error.map((words) => `step ${time(panel.step)}${words}`), time(panel.step)];
+    head(context, texts.map((text) => [panel.name, text]), left, left + width, panel.top - 12);
     write(context, "busy", left + width + this.right, panel.top - 12, { align: "right", colour: MUTED, size: 11.5 });
     this.lanes.forEach((lane, row) => {
       const y = panel.top + row * ROW;
@@ -163,8 +163,8 @@ class TimelineCanvas {
   drawDrift(context) {
     const { left, width } = this, middle = this.driftTop + DRIFT / 2, half = DRIFT / 2 - 3;
     const most = this.drift.reduce((found, { at, late }) => (at < this.view.from || at > this.view.to ? found : Math.max(found, Math.abs(late))), 1);
-    write(context, "starts of compute, measured minus predicted", left, this.driftTop - 12, { weight: 650, size: 13 });
-    write(context, `up to ${time(most)}`, left + width, this.driftTop - 12, { align: "right", size: 12.5 });
+    const pairs = ["starts of compute, measured minus predicted", "compute's starts, late or early", "late or early"].map((name) => [name, `up to ${time(most)}`]);
+    head(context, [...pairs, ["late or early", ""]], left, left + width, this.driftTop - 12);
     context.fillStyle = PALE;
     context.fillRect(left, this.driftTop, width, DRIFT);
     line(context, left, middle, left + width, middle, "#9aa5b1");

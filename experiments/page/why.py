@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from megatrain.experiments import report
 from megatrain.experiments.compared_run import ComparedRun
+from megatrain.simulator.assessment import assess
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import bounds
+from megatrain.simulator.margins import one_more_gib
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.units import format_bytes, format_seconds
-from megatrain.simulator.verdict import candidates, class_of
+from megatrain.simulator.verdict import brief, candidates, class_of
 
 
 def reasons(run: ComparedRun) -> list[str]:
@@ -36,7 +41,17 @@ def reasons(run: ComparedRun) -> list[str]:
     place = max(("device", "host"), key=lambda name: getattr(account, f"{name}_peak_bytes") / max(getattr(plan, f"{name}_limit_bytes"), 1))
     peak, limit = getattr(account, f"{place}_peak_bytes"), getattr(plan, f"{place}_limit_bytes")
     found.append(f"{place.capitalize()} memory is the tighter one: {format_bytes(peak)} of {format_bytes(limit)}, {peak / limit:.0%}.")
-    return found
+    return found + _margins(run)
+
+
+def _margins(run: ComparedRun) -> list[str]:
+    """What one more GiB of either memory would buy, as `megatrain plan` says it, by this run's machine."""
+    try:
+        choice = assess(run.plan, run.costs)
+        bought = one_more_gib(choice, run.hardware, run.costs)
+    except UserError:  # costs of ops that this machine was not measured for
+        return []
+    return [f"{line}." for line in report.margins(msgspec.structs.replace(brief(choice, run.hardware), one_more_gib=bought))]
 
 
 def rivals(run: ComparedRun) -> list[list[str]]:

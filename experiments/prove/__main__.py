@@ -1,7 +1,8 @@
 """Calibrates once, then executes plans that were not calibrated on: `python -m megatrain.experiments.prove --out DIR`.
 
-DIR gets `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with a line for each case that ran, and `summary.json`. Run again it goes on where it
-was: a calibration that is there is taken as it is, and so are plans and rows.
+DIR gets `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with a line for each case that ran, `timelines.jsonl` with its middle step, and
+`summary.json`. Run again it goes on where it was: a calibration that is there is taken as it is, and so are plans and rows. `python -m
+megatrain.experiments.prove.show DIR` makes tables and a picture of it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ import msgspec
 import torch
 
 from megatrain.experiments import options
+from megatrain.experiments.hardware_file import write_hardware
 from megatrain.experiments.prove.measure import case_seconds, executed, planned
-from megatrain.experiments.prove.rows import Row, append_row, read_rows
+from megatrain.experiments.prove.rows import Row, read_rows
 from megatrain.experiments.prove.suites import Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, summarize
+from megatrain.experiments.row_file import append_row
 from megatrain.experiments.script import ended
 from megatrain.runtime.calibrate import Subject, calibrate
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.kept_memory import KeptMemory
 from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert, read_json, write_json, write_toml
+from megatrain.simulator.files import convert, read_json, write_json
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.units import format_bytes, format_seconds
 
-HARDWARE, PLANS, ROWS, SUMMARY = "hardware.toml", "plans.json", "rows.jsonl", "summary.json"
+HARDWARE, PLANS, ROWS, TIMELINES, SUMMARY = "hardware.toml", "plans.json", "rows.jsonl", "timelines.jsonl", "summary.json"
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +65,7 @@ def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> Hardw
         "proved", first.model, chosen.base, first.config, device, grid=chosen.points(), others=others, host_bytes=chosen.host_bytes,
         device_bytes=chosen.device_bytes, progress=lambda what: print(f"{time.monotonic() - began:6.1f} s  calibrating: {what}", flush=True),
     )  # fmt: skip
-    write_toml(path, hardware, "A machine, measured by `python -m megatrain.experiments.prove`. Times in ns, sizes in bytes or parameters.")
+    write_hardware(path, hardware, "python -m megatrain.experiments.prove")
     print(f"{time.monotonic() - began:6.1f} s  wrote {path}", flush=True)
     return hardware
 
@@ -129,7 +132,9 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{case.name}: left for the next run, {seconds:.0f} s would be too long", flush=True)
                 continue
             began = time.monotonic()
-            row = executed(case, choices[case.name], hardware, device, memory)
+            row, timeline = executed(case, choices[case.name], hardware, device, memory)
+            if timeline:  # before its row: a case that is done has one
+                append_row(folder / TIMELINES, timeline)
             append_row(folder / ROWS, row)
             done[case.name] = row
             told = row.failure or f"predicted {format_seconds(choices[case.name].step_seconds)}, measured {format_seconds(row.step_seconds or 0)}"

@@ -14,8 +14,10 @@ import psutil
 import torch
 
 from megatrain.experiments.benchmarks.steps import host_peak_bytes
+from megatrain.experiments.prove.compared import compared
 from megatrain.experiments.prove.rows import Row
 from megatrain.experiments.prove.suites import BEST, Case, Suite
+from megatrain.experiments.prove.timelines import StoredTimeline
 from megatrain.experiments.prove.variants import VARIANTS
 from megatrain.runtime import machine
 from megatrain.runtime.layers.templates import config_of
@@ -24,15 +26,12 @@ from megatrain.runtime.trial import run_trial
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
 from megatrain.simulator.assessment import Choice, assess
-from megatrain.simulator.compare import compare
-from megatrain.simulator.costs import Replayed, cost_model
-from megatrain.simulator.engine import simulate
+from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import evaluate
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.planner import search
 
-STEPS, SECONDS = 4, 1.2
+STEPS, SECONDS = 3, 1.2
 """steady steps of a case, at least, and for so long at least"""
 _START_SECONDS, _BYTES_PER_S = 1.5, 4e9  # to build an executor; to fill its memory with weights
 
@@ -61,8 +60,8 @@ def case_seconds(choice: Choice) -> float:
     return _START_SECONDS + weights / _BYTES_PER_S + seconds * WARM_UP_STEPS + max(STEPS * seconds, SECONDS + seconds)
 
 
-def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.device, memory: KeptMemory) -> Row:
-    """Its steps; where it fails, why."""
+def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.device, memory: KeptMemory) -> tuple[Row, StoredTimeline | None]:
+    """Its steps, and the middle one op by op; where it fails, why, and None."""
     plan = choice.plan
     row = Row(
         name=case.name, model=case.model, policy=case.policy, variant=case.variant, plan=plan, extrapolated=choice.extrapolated,
@@ -74,16 +73,17 @@ def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.d
                 plan, config_of(plan.model), device, steps=STEPS, seconds=SECONDS, schedule=policies.executable(plan), host_memory=memory, watches=False
             )  # fmt: skip
     except Exception as error:  # whatever one case dies of, the others are still worth measuring; the row says it
-        return msgspec.structs.replace(row, failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        return msgspec.structs.replace(row, failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"), None
     middle = sorted(range(len(trial.seconds)), key=trial.seconds.__getitem__)[len(trial.seconds) // 2]
     costs = cost_model(hardware, plan.model, plan.workload)
     measured = trial.timelines[middle]
-    report = compare(simulate(trial.schedule, costs), measured, trial.schedule, replayed=evaluate(trial.schedule, Replayed(measured)))
-    return msgspec.structs.replace(
+    report = compared(trial.schedule, measured, costs).errors
+    row = msgspec.structs.replace(
         row, steps=tuple(round(seconds, 6) for seconds in trial.seconds), step_seconds=statistics.median(trial.seconds),
         device_peak_bytes=trial.device_peak_bytes, host_bytes=trial.host_bytes + (growth[0] if growth else 0), host_pool_bytes=trial.host_bytes,
         replay_error=report.engine_error, kinds={kind.kind: (kind.predicted_seconds, kind.measured_seconds) for kind in report.kinds},
     )  # fmt: skip
+    return row, StoredTimeline.of(case.name, measured, trial.schedule)
 
 
 @contextlib.contextmanager

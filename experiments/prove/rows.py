@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
-from megatrain.experiments.row_file import parse_rows, write_rows
+from megatrain.experiments.row_file import parse_rows
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.units import format_bytes
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,23 +45,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def group(self) -> str:
         """Rows of one group do the same work under the same cap: they can be put in order."""
         work = self.plan.workload
-        return f"{self.model}/{work.accumulation}x{work.batch}x{work.sequence}/{self.plan.device_limit_bytes}"
+        return f"{self.model}/{work.accumulation}x{work.batch}x{work.sequence}/{format_bytes(self.plan.device_limit_bytes)}"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Those of a file; a last line that was half written is left out, and the file is mended. Raises UserError for other content."""
-    if not path.exists():
-        return []
-    text = path.read_bytes()
-    rows, whole = parse_rows(text, Row, str(path))
-    if whole < len(text):
-        os.truncate(path, whole)
-    return rows
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Written through to the disk: a machine that is taken away leaves the rows before it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        write_rows(file, [row])
-        os.fsync(file.fileno())
+    """Those of a file; none where there is no file. A last line that was half written is left out. Raises UserError for other content."""
+    return parse_rows(path.read_bytes(), Row, str(path))[0] if path.exists() else []

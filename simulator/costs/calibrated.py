@@ -24,6 +24,7 @@ from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, Shared
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import COPY_KINDS, LAYER_KINDS, PASS_KINDS, UNMEASURED_KINDS, WIDE_KINDS, CostTable, Workspace
+from megatrain.simulator.memory_formulas import workspace_estimate
 from megatrain.simulator.schedule import KEPT, Op, is_kept
 from megatrain.simulator.sharing import Sharing
 from megatrain.simulator.specs import ModelSpec
@@ -162,19 +163,19 @@ class Calibrated(Shared):
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale. With rows packed the
-        other way the same, but for the mask. None with other chunks of the loss, whose logits are the most of a head's.
+        """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale. A head whose loss comes in
+        one chunk sums up no gradients, so it is on a line with its like alone. With rows packed the other way the same, but for the mask. None with other chunks of the loss, whose logits are the most of a head's.
         """
         if self.table.loss_chunk not in (0, workload.loss_chunk):
             return None
         shape = f"{model.shape}/{workload.shape}"
-        found, beside = self._workspace(shape, workload), self._workspace(_other_packing(shape), workload)
+        found, beside = (self._workspace(wanted, model, workload) for wanted in (shape, _other_packing(shape)))
         if found or beside is None:
             return found
         more = model.mask_bytes(workload) - model.mask_bytes(msgspec.structs.replace(workload, documents=not workload.documents))
         return msgspec.structs.replace(beside, layer=max(beside.layer + more, 0))
 
-    def _workspace(self, shape: str, workload: Workload) -> Workspace | None:
+    def _workspace(self, shape: str, model: ModelSpec, workload: Workload) -> Workspace | None:
         known = self.table.workspace
         if shape in known:
             return known[shape]
@@ -186,7 +187,20 @@ class Calibrated(Shared):
         if len(points) < 2:
             return None
         line = {field: tuple((tokens, getattr(found, field)) for tokens, found in sorted(points.items())) for field in Workspace.__struct_fields__}
-        return Workspace(**{field: interpolate(values, workload.tokens)[0] for field, values in line.items()})
+        found = Workspace(**{field: interpolate(values, workload.tokens)[0] for field, values in line.items()})
+        return msgspec.structs.replace(found, head=_head_bytes(line["head"], model, workload))
+
+
+def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload: Workload) -> int:
+    """A head's workspace from what was measured at other (tokens, bytes): on a line where two of them have one chunk of the loss, or several, as
+    `workload` has; otherwise that of the nearest, and by what the formula differs between the two.
+    """
+    alike = tuple((tokens, size) for tokens, size in points if (tokens > workload.loss_chunk) == (workload.tokens > workload.loss_chunk))
+    if len(alike) > 1:
+        return interpolate(alike, workload.tokens)[0]
+    nearest, size = min(alike or points, key=lambda point: abs(math.log(point[0] / workload.tokens)))
+    then = msgspec.structs.replace(workload, batch=1, sequence=nearest)
+    return max(size + workspace_estimate(model, workload).head - workspace_estimate(model, then).head, 0)
 
 
 def _larger(one: Workspace, other: Workspace) -> Workspace:

@@ -76,7 +76,7 @@ def lower_anew(plan: Plan) -> Schedule:
 def outline(plan: Plan) -> Schedule:
     """`lower` for whom only the buffers matter: without ops where the policy can tell them alone, in a tenth of the time."""
     module = importlib.import_module(f"{__name__}.{plan.policy}")
-    schedule: Schedule = module.outline(plan) if hasattr(module, "outline") else module.lower(plan)
+    schedule: Schedule = module.outline(plan) if hasattr(module, "outline") else lower(plan)
     return schedule
 
 

@@ -23,10 +23,9 @@ class Builder:
         self._buffers: list[Buffer] = []
         self._free: dict[str, deque[str]] = {}
         self._fresh: set[str] = set()
-        self._last_use: dict[str, int] = {}
         self._ops: list[dict[str, Any]] = []
+        self._names: list[str] = []
         self._releases: dict[int, list[str]] = {}
-        self._index: dict[str, int] = {}
         self._order = Order()
 
     def persistent(self, pool: str, key: str, size: int) -> str:
@@ -51,43 +50,36 @@ class Builder:
 
     def release(self, slot: str) -> None:
         """Ends the hold of `slot` with the last op that touched it."""
-        self._releases.setdefault(self._last_use[slot], []).append(slot)
+        self._releases.setdefault(self._order.last(slot), []).append(slot)
         self._free[slot.partition(":")[0]].append(slot)
 
     def op(self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any) -> str:
         """Appends an op; returns its id. `sizes`: Op's offset, bytes, parameters, flops, shape."""
         reads, writes, name, index, order = tuple(reads), tuple(writes), str(id), len(self._ops), self._order
-        before = [op for op, _ in order.conflicts(reads, writes)]
-        if self._serial and self._ops:
-            before.append(self._ops[-1]["id"])
-        after = self._fewest(lane, before)
-        order.add(name, lane, after)
-        order.touch(name, reads, writes)
-        op = {"id": name, "lane": lane, "after": after, "reads": reads, "writes": writes, **sizes}
+        before = order.touch(lane, reads, writes)
+        if self._serial and index and self._ops[-1]["lane"] != lane:
+            before.append(index - 1)
+        if len(before) > 1:
+            before = self._fewest(before)
+        order.add(lane, before)
+        op = {"id": name, "lane": lane, "after": tuple([self._names[other] for other in before]), "reads": reads, "writes": writes, **sizes}
         if self._fresh:
             acquired = self._fresh.intersection(writes)
             if acquired:
                 self._fresh -= acquired
                 op["acquires"] = tuple([slot for slot in writes if slot in acquired])
-        for buffer in reads:
-            self._last_use[buffer] = index
-        for buffer in writes:
-            self._last_use[buffer] = index
-        self._index[name] = index
+        self._names.append(name)
         self._ops.append(op)
         return name
 
-    def _fewest(self, lane: str, before: Iterable[str]) -> tuple[str, ...]:
-        """Of the ops to wait for, those that neither the lane's order nor another of them implies. Latest first, so none is kept in vain."""
-        order = self._order
-        open_ops = order.not_awaited(lane, before)
-        if len(open_ops) < 2:
-            return tuple(open_ops)
-        kept: list[str] = []
-        for candidate in sorted(set(open_ops), key=self._index.__getitem__, reverse=True):
-            if not any(order.precedes(candidate, other) for other in kept):
+    def _fewest(self, before: list[int]) -> list[int]:
+        """Of the ops to wait for, those that none of the others implies. Latest first, so none is kept in vain."""
+        latest, *others = sorted(set(before), reverse=True)
+        kept = [latest]
+        for candidate in others:
+            if not any(self._order.precedes(candidate, other) for other in kept):
                 kept.append(candidate)
-        return tuple(reversed(kept))
+        return kept[::-1]
 
     def build(self) -> Schedule:
         """The schedule so far."""

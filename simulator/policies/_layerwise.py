@@ -95,8 +95,8 @@ class _Compute:
         model, work = plan.model, plan.workload
         self.hidden_bytes = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
         self.blocks = blocks_of(plan)
-        self.stored = {int(layer) for layer in plan.placed("stored")}
-        self.parked = {block[0] for block in self.blocks if str(block[0]) in plan.placed("parked")} - self.stored
+        self.stored, parked = {int(layer) for layer in plan.placed("stored")}, plan.placed("parked")
+        self.parked = {block[0] for block in self.blocks if str(block[0]) in parked} - self.stored
         self.first = {block[0] for block in self.blocks}
         self.attended = {int(layer) for layer in plan.placed("attention")} - self.stored
         longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)

@@ -48,7 +48,7 @@ def rounding(builder: Builder, name: str, sizes: Iterable[int]) -> None:
 
 
 def workspace(builder: Builder, plan: Plan) -> int:
-    """A layer's temporaries in `memory.workspace_estimate`, as a pool of the schedule: its bytes."""
+    """A layer's temporaries in `memory_formulas.workspace_estimate`, as a pool of the schedule: its bytes."""
     size = plan.model.transient_bytes(plan.workload.tokens, plan.workload.dtype)
     builder.persistent("device.workspace", "layer", size)
     return size

@@ -6,7 +6,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
-from megatrain.simulator.policies._layerwise import compute, contributions, state, update_operands
+from megatrain.simulator.policies._layerwise import compute, contributions, declare, state, update_operands
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
@@ -90,4 +90,11 @@ def lower_streamed(plan: Plan, *, serial: bool = False) -> Schedule:
     """The streamed step of `plan`; with `serial`, one op at a time."""
     builder = Builder(plan.policy, serial=serial)
     compute(builder, plan, Streamed(builder, plan))
+    return builder.build()
+
+
+def outline_streamed(plan: Plan) -> Schedule:
+    """The buffers of `lower_streamed`, without its ops."""
+    builder = Builder(plan.policy)
+    declare(builder, plan, Streamed(builder, plan))
     return builder.build()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._streamed import lower_streamed
+from megatrain.simulator.policies._streamed import lower_streamed, outline_streamed
 from megatrain.simulator.schedule import Schedule
 
 
 def lower(plan: Plan) -> Schedule:
     return lower_streamed(plan)
+
+
+def outline(plan: Plan) -> Schedule:
+    """The buffers of `lower`, without its ops."""
+    return outline_streamed(plan)

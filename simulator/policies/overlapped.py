@@ -36,6 +36,7 @@ class Overlapped:
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
+        self.state_bytes = {"weights": self.width, "low": 4 - self.width, "moments": 8}
         self.owes = owes(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
@@ -43,9 +44,10 @@ class Overlapped:
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in ("weights", "low", "moments", "gradients"):
             resident = plan.placed(name) - self.on_host
+            placed = resident | self.on_host
             for layer, spec in self.stack.items():
                 size = self._bytes(name, layer)
-                if size and (layer in resident | self.on_host or name != "gradients" or self.owes or contributions(plan, layer) > 1):
+                if size and (layer in placed or name != "gradients" or self.owes or contributions(plan, layer) > 1):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements)
         self._make_slots()
@@ -56,7 +58,7 @@ class Overlapped:
 
     def _bytes(self, name: str, layer: str) -> int:
         """Bytes a parameter of a class of data."""
-        return {"weights": self.width, "low": 4 - self.width, "moments": 8, "gradients": gradient_bytes(self.plan, layer)}[name]
+        return gradient_bytes(self.plan, layer) if name == "gradients" else self.state_bytes[name]
 
     def _streams(self, name: str, layer: str) -> bool:
         return self.home.get((name, layer), "").startswith("host.")

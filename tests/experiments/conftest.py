@@ -112,10 +112,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 @pytest.fixture
 def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration that measures little, for tests that do not look at its numbers."""
-    from megatrain.runtime import calibrate, rates
+    from megatrain.runtime import calibrate, contention, rates
 
     monkeypatch.setattr(calibrate, "_SECONDS", 0.2)
-    monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -11,12 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatrain.experiments.hardware_file import write_hardware
+from megatrain.runtime.default_set import LARGE, model_of
+from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import names, peers
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.policies import evaluation, lower, names, peers
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes, format_count, format_seconds
 from megatrain.simulator.verdict import Verdict
+from megatrain.simulator.workload import Workload
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 KEYS = {
@@ -55,25 +60,85 @@ def lanes_by_process(trace: Path) -> dict[str, set[str]]:
 def test_a_second_calibration_says_whether_it_agrees(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = HardwareSpec.load(str(Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-7b-whole" / "hardware.toml"))
     assert hardware.costs is not None
-    spread = {f"norm {size}": 0.01 for size, _ in hardware.costs.curves["norm"]}
-    first = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(hardware.costs, spread=spread))
+    spread = {f"norm {size}": 0.01 for size, _ in hardware.costs.curves["norm"]} | {"contention.h2d.d2h": 0.01}
+    timed = msgspec.structs.replace(hardware.costs, spread=spread, activations={}, workspace={})
+    first = msgspec.structs.replace(hardware, costs=timed)
     slower = {**hardware.costs.curves, "norm": tuple((size, 2 * duration) for size, duration in hardware.costs.curves["norm"])}
-    second = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(hardware.costs, spread=spread, curves=slower))
+    second = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(timed, curves=slower))
+    nothing = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(timed, spread={}))
     words = ("calibrate", "tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "--out", "new/hardware.toml")
-    measured = [first, first, second, hardware]
+    measured = [first, first, second, nothing]
     monkeypatch.setattr("megatrain.runtime.calibrate.calibrate", lambda *_, **__: measured.pop(0))
     assert command(*words).status == 0
     again = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
     assert again.status == 0
-    assert "3 of 3 numbers agree with new/hardware.toml within their spreads" in again.out
+    assert "4 of 4 numbers agree with new/hardware.toml within their spreads" in again.out
     noisy = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
     assert noisy.status == 1
-    assert "0 of 3 numbers agree" in noisy.out
+    assert "1 of 4 numbers agree" in noisy.out
     assert "norm 233057792: +100.0 %, where 4.0% is allowed" in noisy.out
     assert "the machine is noisy" in noisy.out
     other = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
     assert other.status == 2
     assert "no number that this run has too" in other.err
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("options", "points"),
+    [
+        ((), [(2, 128, "fp32"), (4, 128, "fp32"), (1, 256, "fp32")]),
+        (("--batch", 4, "--dtype", "bf16"), [(4, 128, "bf16"), (1, 128, "bf16"), (2, 128, "bf16"), (8, 128, "bf16"), (8, 64, "bf16"), (2, 256, "bf16")]),
+        (("--grid", "3x64"), [(2, 128, "fp32"), (3, 64, "fp32")]),
+    ],
+)
+def test_without_a_model_a_default_set_is_measured(command: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], points: list[Any]) -> None:
+    heard: list[Any] = []
+
+    def calibrate(*told: Any, grid: list[Workload], others: list[Any], **_: Any) -> HardwareSpec:
+        heard.append(([told[1].name, *(other.model.name for other in others)], [told[2], *grid]))
+        return HardwareSpec.load("h200")
+
+    monkeypatch.setattr("megatrain.runtime.calibrate.calibrate", calibrate)
+    assert command("calibrate", "--device", "cpu", *options, "--out", "new.toml").status == 0
+    (names, workloads), *more = heard
+    assert (names, more) == (["llama-256", "llama-512", "llama-768"], [])
+    assert [(work.batch, work.sequence, work.dtype) for work in workloads] == points
+
+
+@pytest.mark.usefixtures("workplace")
+def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) -> None:
+    """Durations of the set as the datasheet has them: another width's, scaled by FLOPs, are within 15 % of its own by the datasheet."""
+    machine = HardwareSpec.load(str(Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-7b-batches" / "hardware.toml"))
+    assert machine.costs is not None
+    compute: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, (batch, sequence) in itertools.product(LARGE.models, ((LARGE.batch, LARGE.sequence), *LARGE.grid)):
+        work = Workload(batch=batch, sequence=sequence, documents=True)
+        plan = Plan(
+            policy="resident", hardware="", source="", device_limit_bytes=2**40, host_limit_bytes=2**40, model=model_of(name).shortest(3), workload=work,
+            knobs=Knobs(),
+        )  # fmt: skip
+        costs = Datasheet(machine, plan.model, work)
+        for op in (*lower(plan).ops, *evaluation(plan).ops):
+            if op.shape:
+                compute.setdefault(op.kind, {})[op.shape] = (op.amount, costs.duration_ns(op))
+    table = msgspec.structs.replace(machine.costs, compute=compute, activations={}, workspace={}, loss_chunk=1024)
+    write_hardware(Path("set.toml"), msgspec.structs.replace(machine, costs=table), "megatrain calibrate")
+
+    outcome = command("plan", "qwen3-8b", "--hardware", "set.toml", "--batch", 12, "--policy", "sequential", "--out", "plan.toml")
+    assert outcome.status == 0, outcome.err
+    flagged = next(line for line in outcome.out.splitlines() if line.startswith("costs: measured "))
+    assert "outside what was measured: " in flagged
+    assert all(f"{kind} ({count} ops)" in flagged for kind, count in (("forward", 36), ("backward", 36), ("head", 1)))
+    plan = Plan.load(Path("plan.toml"))
+    priced, sheet = cost_model(HardwareSpec.load("set.toml"), plan.model, plan.workload), Datasheet(machine, plan.model, plan.workload)
+    for op in lower(plan).ops:
+        if op.kind in ("forward", "recompute", "backward", "head"):
+            assert priced.extrapolated(op)
+            assert priced.duration_ns(op) == pytest.approx(sheet.duration_ns(op), rel=0.15), op.kind
+    measured = msgspec.structs.replace(plan, model=model_of("qwen2.5-14b"), workload=Workload(batch=32, sequence=1024, documents=True))
+    exact = cost_model(HardwareSpec.load("set.toml"), measured.model, measured.workload)
+    assert not [op.id for op in lower(measured).ops if op.shape and exact.extrapolated(op)]
 
 
 @pytest.mark.usefixtures("workplace", "fast_calibration")

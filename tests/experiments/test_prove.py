@@ -11,14 +11,19 @@ import pytest
 from megatrain.experiments.prove import __main__ as prove
 from megatrain.experiments.prove import rows as records
 from megatrain.experiments.prove.again import moved
+from megatrain.experiments.prove.compared import compared, replay_error
 from megatrain.experiments.prove.measure import planned
-from megatrain.experiments.prove.rows import Row, append_row, read_rows
+from megatrain.experiments.prove.rows import Row, read_rows
 from megatrain.experiments.prove.suites import BEST, Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, kendall_tau, summarize
+from megatrain.experiments.prove.timelines import StoredTimeline, read_timelines
+from megatrain.experiments.row_file import append_row
 from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Plan, Prediction
+from megatrain.simulator.policies import lower
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.workload import Workload
@@ -128,14 +133,28 @@ def test_a_cut_off_proof_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for row in rows:
         assert row.plan.prediction is not None
         assert row.step_seconds
-        assert len(row.steps) >= 4
+        assert len(row.steps) >= 3
         assert row.replay_error is not None
         assert row.kinds["backward"][1] > 0
-    # half of the last line is lost
+    stored = read_timelines(folder / "timelines.jsonl")
+    assert list(stored) == [rows[0].name, rows[2].name], "a plan has one timeline"
+    for row in (rows[0], rows[2]):
+        schedule = lower(row.plan)
+        measured = stored[row.name].timeline(schedule)
+        assert {kind: seconds for kind, (_, seconds) in row.kinds.items()} == {
+            kind: sum(span.duration_ns for span in measured.spans if span.kind == kind) / 1e9 for kind in row.kinds
+        }
+        costs = cost_model(HardwareSpec.load("h200"), row.plan.model, row.plan.workload)
+        assert replay_error(schedule, measured, costs) == row.replay_error
+    # half of the last line is lost, of both files
     path = folder / "rows.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-40])
+    timelines = folder / "timelines.jsonl"
+    timelines.write_bytes(timelines.read_bytes()[:-40])
+    assert list(read_timelines(timelines)) == [rows[0].name]
     assert prove.main(words) == 0
+    assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
     again = read_rows(path)
     assert [row.name for row in again] == [row.name for row in rows]
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), "what was there is as it was"
@@ -208,13 +227,40 @@ def stored(case: Case, chosen: Suite, hardware: HardwareSpec, measured: float) -
 def test_a_stored_row_that_is_predicted_worse_today_is_named() -> None:
     chosen, hardware = suite("tiny"), HardwareSpec.load("h200")
     rows = [stored(chosen.cases[0], chosen, hardware, 1.02), stored(chosen.cases[2], chosen, hardware, 1.02)]
-    assert moved(rows, hardware) == []
+    assert moved(rows, hardware, {}) == []
     slower = msgspec.structs.replace(hardware, h2d_curve=tuple((size, rate / 20) for size, rate in hardware.h2d_curve))
-    told = moved(rows, slower)
+    told = moved(rows, slower, {})
     assert len(told) == 1
     assert told[0].startswith("tiny/1x4x16/whole/k_buffer: step +")
     other = msgspec.structs.replace(rows[1], plan=msgspec.structs.replace(rows[1].plan, digest="0" * 16))
-    assert "ran as 0000000000000000" in moved([other], hardware)[0]
+    assert "ran as 0000000000000000" in moved([other], hardware, {})[0]
     small = msgspec.structs.replace(rows[1], device_peak_bytes=rows[1].plan.prediction.device_peak_bytes * 2)  # type: ignore[union-attr]
-    assert moved([small], hardware) == [], "as wrong as it was"
-    assert moved([msgspec.structs.replace(rows[1], failure="no room")], slower) == []
+    assert moved([small], hardware, {}) == [], "as wrong as it was"
+    assert moved([msgspec.structs.replace(rows[1], failure="no room")], slower, {}) == []
+
+
+def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
+    """Or whose timeline is no longer that of its schedule."""
+    chosen, hardware = suite("tiny"), HardwareSpec.load("h200")
+    one = stored(chosen.cases[2], chosen, hardware, 1.02)
+    schedule, costs = lower(one.plan), cost_model(hardware, one.plan.model, one.plan.workload)
+    timeline = StoredTimeline.of(one.name, simulate(schedule, costs), schedule)
+    exact = msgspec.structs.replace(one, replay_error=replay_error(schedule, timeline.timeline(schedule), costs))
+    assert moved([exact], hardware, {one.name: timeline}) == []
+    late = msgspec.structs.replace(timeline, starts_ns=tuple(start + 10_000_000 for start in timeline.starts_ns))
+    told = moved([exact], hardware, {one.name: late})
+    assert len(told) == 1
+    assert told[0].startswith(f"{one.name}: replay -")
+    (text,) = moved([exact], hardware, {one.name: msgspec.structs.replace(timeline, digest="0" * 16)})
+    assert "ops of schedule 0000000000000000" in text
+
+
+def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
+    """With the machine's dispatch, which is in every prediction and in no duration."""
+    folder = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    plan, hardware = Plan.load(folder / "plan.toml"), HardwareSpec.load(str(folder / "hardware.toml"))
+    schedule, costs = lower(plan), cost_model(hardware, plan.model, plan.workload)
+    assert costs.dispatch_ns["cpu"] > 0
+    predicted = simulate(schedule, costs)
+    assert replay_error(schedule, predicted, costs) == 0
+    assert compared(schedule, predicted, costs).errors.engine_error == 0

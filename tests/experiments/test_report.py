@@ -6,18 +6,25 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from megatrain.experiments import cli
+from megatrain.experiments.compared_run import compare_run
+from megatrain.simulator.assessment import assess
 from megatrain.simulator.error_report import ErrorReport
+from megatrain.simulator.margins import one_more_gib
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
 
 class Reported(NamedTuple):
@@ -31,8 +38,6 @@ class Reported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def reported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Reported:
-    from megatrain.experiments.compared_run import compare_run
-
     page = tmp_path_factory.mktemp("report") / "new" / "page.html"
     assert cli.main(["report", str(finished), "--out", str(page)]) == 0
     run = compare_run(finished)
@@ -55,6 +60,20 @@ def test_numbers_are_there_without_a_script(reported: Reported) -> None:
         assert f"<td class=text>{kind.kind}</td><td>{kind.count}</td><td>{format_seconds(kind.predicted_seconds)}</td>" in text
     for peak in reported.errors.memory:
         assert format_bytes(peak.measured_bytes) in text
+
+
+def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(tmp_path: Path) -> None:
+    """In the words of `megatrain plan`, of a run for which device memory is tight."""
+    run = compare_run(RESULTS / "h200-qwen2.5-7b-24GiB")
+    device, host = one_more_gib(assess(run.plan, run.costs), run.hardware, run.costs)
+    assert device.gain > 0.005
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(run.folder), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert f"<li>one more GiB of device memory: {device.gain:+.1%}, {device.tokens_per_second:,.0f} tokens/s: weights of e,0 on the device," in text
+    assert host.knobs is None
+    assert "<li>one more GiB of host memory: buys nothing.</li>" in text
+    assert "<em>e</em> is the embedding" in text
 
 
 def test_a_name_cannot_end_the_script_or_become_a_tag(finished: Path, tmp_path: Path) -> None:
@@ -125,6 +144,8 @@ def test_the_page_shows_this_run_s_step_and_peaks(page: Page, reported: Reported
         "(id) => { const c = document.getElementById(id); return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }", "timeline"
     )
     assert drawn > 20, "an empty canvas has one colour"
+    reasons = page.locator(".why li").all_text_contents()
+    assert [line for line in reasons if line.startswith("one more GiB")] == [f"one more GiB of {place} memory: buys nothing." for place in ("device", "host")]
 
 
 def test_a_click_on_an_op_shows_its_numbers(page: Page, reported: Reported) -> None:
@@ -181,3 +202,26 @@ def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Re
     assert page.locator("#readout b").first.inner_text() == worst
     page.locator("#kinds button", has_text="forward").first.click()
     assert page.locator("#kinds button[aria-pressed=true]").inner_text() == "forward"
+
+
+_RECORD = """() => { window.written = []; const fill = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const wide = this.measureText(text).width, from = { left: x, center: x - wide / 2, right: x - wide }[this.textAlign];
+    window.written.push({ text, row: [this.canvas.id, y], edge: this.canvas.clientWidth, from, to: from + wide }); fill.call(this, text, x, y);
+  }; }"""
+
+
+@pytest.mark.parametrize("width", [1000, 420, 340])
+def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page(page: Page, width: int) -> None:
+    page.evaluate(_RECORD)
+    page.set_viewport_size({"width": width, "height": 1000})
+    page.wait_for_function("new Set(window.written.map((each) => each.row[0])).size === 4")
+    written = [word for word in page.evaluate("window.written") if word["text"]]
+    page.set_viewport_size({"width": 1280, "height": 1000})
+    assert [word for word in written if word["from"] < 0 or word["to"] > word["edge"] + 0.5] == []
+    rows: dict[tuple[str, float], set[tuple[float, float, str]]] = {}
+    for word in written:
+        rows.setdefault(tuple(word["row"]), set()).add((word["from"], word["to"], word["text"]))
+    beside = [pair for words in rows.values() for pair in pairwise(sorted(words))]
+    assert len(beside) > 10
+    assert [(first[2], second[2]) for first, second in beside if first[1] > second[0]] == []

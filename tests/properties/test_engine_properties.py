@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.simulator import policies
+from megatrain.simulator import engine, policies
 from megatrain.simulator.costs.protocol import Unmeasured
 from megatrain.simulator.engine import DeadlockError, simulate
 from megatrain.simulator.evaluator import bounds, evaluate, makespan_ns
@@ -110,6 +111,14 @@ def test_the_engine_shares_host_memory_by_the_rules(case: tuple[Schedule, Given]
     assert_played(schedule, shared, simulate(schedule, shared))
 
 
+@given(cases(contention=True, dispatch=True), st.none() | st.builds(HostMemory, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])))
+def test_the_makespan_is_the_end_of_what_simpy_plays(case: tuple[Schedule, Given], memory: HostMemory | None) -> None:
+    schedule, costs = case
+    for dispatch in ({}, costs.dispatch_ns):
+        shared = Given(costs.durations, costs.contention, dispatch, memory)
+        assert engine.makespan_ns(schedule, shared) == simulate(schedule, shared).makespan_ns
+
+
 @given(cases(contention=False, dispatch=True))
 def test_without_contention_engine_and_evaluator_agree(case: tuple[Schedule, Given]) -> None:
     schedule, costs = case
@@ -169,9 +178,12 @@ def test_a_dependency_on_what_comes_later_is_played_or_named(schedule: Schedule,
         runnable |= more
     if len(runnable) == len(turned):
         assert_played(cyclic, costs, simulate(cyclic, costs))
+        assert engine.makespan_ns(cyclic, costs) == simulate(cyclic, costs).makespan_ns
     else:
         with pytest.raises(DeadlockError) as deadlock:
             simulate(cyclic, costs)
+        with pytest.raises(DeadlockError, match=re.escape(str(deadlock.value))):
+            engine.makespan_ns(cyclic, costs)
         for lane, queue in cyclic.lanes.items():
             stuck = next((op for op in queue if op.id not in runnable), None)
             assert (f"{lane} is blocked at {stuck.id}," in str(deadlock.value)) if stuck else (f"{lane} is blocked" not in str(deadlock.value))
@@ -188,5 +200,6 @@ def test_lowered_plans_are_played_by_the_rules(make_plan: Callable[..., Plan], p
     shared = Given(durations, {"h2d": {"d2h": 0.9, "cpu": 0.5}, "d2h": {"h2d": 0.9, "cpu": 0.4}, "cpu": {"h2d": 0.8}, "compute": {"h2d": 0.99}})
     timeline = simulate(schedule, shared)
     assert_played(schedule, shared, timeline)
+    assert engine.makespan_ns(schedule, shared) == timeline.makespan_ns
     limits = bounds(schedule, shared)
     assert limits.critical_path_ns <= limits.lower_bound_ns <= timeline.makespan_ns

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatrain.runtime import calibrate as module
-from megatrain.runtime import rates
+from megatrain.runtime import contention, rates
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.trial import Trial
+from megatrain.simulator.agreement import agreement
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
@@ -22,7 +22,6 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
 from megatrain.simulator.timeline import Span, Timeline
-from megatrain.simulator.workload import Workload
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 
@@ -31,7 +30,7 @@ POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test for everything that needs a calibration, since one takes seconds."""
     monkeypatch.setattr(module, "_SECONDS", 0.2)
-    monkeypatch.setattr(rates, "_PAIR_SECONDS", 0.05)
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
@@ -78,7 +77,20 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     assert 0 < table.fixed.launch_ns < 10**6
     assert 0.01 < table.fixed.first_touch_gb_per_s < 1000
     assert table.fixed.event_ns == table.fixed.registration_gb_per_s == 0, "what only a GPU has"
-    assert {name.partition(" ")[0] for name in table.spread} >= {*COMPUTE_KINDS, "update", "norm", "load_weights", "cpu_update"}
+
+    # every measured number has its spread, and a second calibration can be compared with it
+    numbers = {f"{kind} {size}" for kind, points in table.curves.items() for size, _ in points}
+    numbers |= {f"{kind} {shape}" for kind, shapes in table.compute.items() for shape in shapes}
+    numbers |= {f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other} | {f"dispatch_ns.{lane}" for lane in table.dispatch_ns}
+    numbers |= {"peak_tflops.bf16", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s", "cpu_adam_per_s"}
+    numbers |= {"step_overhead_ns", "fixed.launch_ns", "fixed.first_touch_gb_per_s"}
+    single = {f"{kind} {points[1][0]}" for kind, points in table.curves.items() if len(points) == 2 and points[1][1] == 2 * points[0][1]}
+    assert table.spread.keys() == numbers - single, "but the second point of a rate"
+    assert all(share >= 0 for share in table.spread.values())
+    assert {"h2d", "d2h", "compute", "cpu"} <= table.dispatch_ns.keys()
+    same = agreement(hardware, hardware)
+    assert (same.differences, same.noisy) == ((), False)
+    assert same.compared >= len(table.spread) - len(table.dispatch_ns) - 1, "but zeros"
 
     # the file
     write_toml(tmp_path / "here.toml", hardware)
@@ -98,15 +110,6 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
         assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
 
 
-def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:
-    def points(**changes: Any) -> list[tuple[int, int]]:
-        return [(point.batch, point.sequence) for point in module.usual_grid(Workload(**{"batch": 32, "sequence": 1024, **changes}))]
-
-    assert points() == [(4, 1024), (16, 1024), (64, 1024), (64, 512), (16, 2048)]
-    assert points(compiled=True) == [(8, 1024), (64, 1024), (16, 2048)]
-    assert points(batch=1, sequence=1) == [(2, 1), (1, 2)]
-
-
 def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
     plan = executable()
     with pytest.raises(UserError, match=r"^host memory: found pools of "):  # before a page of it is touched
@@ -122,7 +125,8 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     schedule = Schedule.from_text(text)
     spans = tuple(Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1]) for op in schedule.ops)
     trial = Trial(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], None, {}, 0, 0, 0)
-    assert module._dispatch(trial) == {"compute": 3, "h2d": 7}
+    assert module._waits(trial) == {"compute": [[1, 3, 5]], "h2d": [[7]]}
+    assert module._dispatch(module._waits(trial)) == {"compute": 3, "h2d": 7}
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
@@ -132,7 +136,7 @@ def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
 def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
     h2d, d2h = module._curve([(100, 10), (200, 9), (400, 30)]), module._curve([(100, 11), (200, 12), (400, 33)])
     curve = module._duplex([(100, 5), (200, 15), (400, 14)], h2d, d2h)
-    assert curve == ((100, 10.0), (200, pytest.approx(200 / 15)), (400, pytest.approx(400 / 30)))
+    assert curve == ((100, 10.0), (200, pytest.approx(200 / 15, rel=1e-4)), (400, pytest.approx(400 / 30, rel=1e-4)))
     spec = {"name": "x", "source": "", "device_bytes": 2**30, "host_bytes": 2**30, "cores": 1, "peak_tflops": {"bf16": 1.0}, "linear_efficiency": 1.0}
     rates_ = dict.fromkeys(("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s"), 1.0)
     others = {"duplex_fraction": 1.0, "cpu_update_per_s": 1e9, "cpu_adam_per_s": 1e9, "h2d_curve": h2d, "d2h_curve": d2h}
@@ -143,17 +147,3 @@ def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
     assert module._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
     assert module._ascending([(100, 7)]) == ((100, 7), (200, 14))
     assert module._ascending([(0, 7)]) == ((0, 7),)
-
-
-def test_host_memory_comes_from_units_of_work_a_second() -> None:
-    """A copy's unit is 1 GB, the cores' 2.2 GB: machine B of h200.md, where DeepSpeed's CPUAdam updates 0.1e9 parameters a unit."""
-    alone = {("h2d",): {"h2d": 55.4}, ("d2h",): {"d2h": 55.3}, ("cpu",): {"cpu": 100.0}}
-    pairs = {("h2d", "d2h"): {"h2d": 50.3, "d2h": 50.3}, ("h2d", "cpu"): {"h2d": 25.0, "cpu": 77.0}, ("d2h", "cpu"): {"d2h": 23.0, "cpu": 75.0}}
-    speeds = {**alone, **pairs, ("h2d", "d2h", "cpu"): {"h2d": 20.0, "d2h": 20.0, "cpu": 64.0}}
-    traffic = {"h2d": 10**9, "d2h": 10**9, "cpu": 2_200_000_000}
-    memory = rates._host_memory(speeds, traffic)
-    assert memory is not None
-    assert memory.gb_per_s == pytest.approx(220, rel=0.03)
-    unhurt = {**speeds, **{lanes: {lane: alone[lane,][lane] for lane in lanes} for lanes in speeds}}
-    assert rates._host_memory(unhurt, traffic) is None
-    assert rates._contention({**alone, **pairs})["h2d"] == {"d2h": 0.908, "cpu": 0.451}

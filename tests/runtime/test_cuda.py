@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime import calibrate, optimizer, rates
+from megatrain.runtime import calibrate, contention, optimizer
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import ModelState, random_weights
@@ -19,8 +19,9 @@ from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.reference import Reference
 from megatrain.runtime.training.run_folder import measured_memory
 from megatrain.simulator import policies
+from megatrain.simulator.agreement import agreement
 from megatrain.simulator.costs import Calibrated, cost_model
-from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.hardware import FixedCosts, HardwareSpec, Turns
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.planner import assess
 from megatrain.simulator.specs import ModelSpec
@@ -212,8 +213,22 @@ def machine() -> HardwareSpec:
     """Calibrated in a hurry: only its bytes are asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "_SECONDS", 0.2)
-        patch.setattr(rates, "_PAIR_SECONDS", 0.05)
+        patch.setattr(contention, "_WINDOW_SECONDS", 0.05)
         return calibrate.calibrate("gpu", MODEL, WORK, config_of(MODEL), torch.device("cuda", 0))
+
+
+def test_every_number_of_a_gpu_has_its_spread(machine: HardwareSpec) -> None:
+    """What the CPU's calibration has not: turns, both directions of the link at once, events, registration."""
+    table = machine.costs
+    assert table is not None
+    names = {f"turns.{field}" for field in Turns.__struct_fields__} | {f"fixed.{field}" for field in FixedCosts.__struct_fields__}
+    names |= {f"duplex_curve {size}" for size, _ in machine.duplex_curve} | {"peak_tflops.bf16", "device_gb_per_s", "step_overhead_ns"}
+    names |= {f"contention.{lane}.{other}" for lane, others in table.contention.items() for other in others}
+    assert len(machine.duplex_curve) == 5
+    assert names <= table.spread.keys()
+    assert all(share >= 0 for share in table.spread.values())
+    same = agreement(machine, machine)
+    assert (same.differences, same.noisy) == ((), False)
 
 
 MODEL = ModelSpec(

@@ -2,28 +2,102 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import pytest
+
 from megatrain.simulator.agreement import agreement
-from megatrain.simulator.hardware import CostTable
+from megatrain.simulator.hardware import CostTable, FixedCosts, HardwareSpec, Turns, Workspace
+
+LIBRARY = HardwareSpec.load("h200")
 
 
-def table(factor: float, spread: float, slow: int = 0) -> CostTable:
+def machine(factor: float, stated: float, slow: int = 0, **changes: Any) -> HardwareSpec:
     """Twenty points of a curve and a layer; `slow` of the points take half as long again."""
     points = tuple((size, round(1000 * size * factor * (1.5 if size <= slow else 1))) for size in range(1, 21))
-    spreads = {f"norm {size}": spread for size in range(1, 21)} | {"forward a/1x1-bf16": spread, "gone 7": 0.1}
-    return CostTable(measured_on="", date="", curves={"norm": points}, compute={"forward": {"a/1x1-bf16": (1, round(10**6 * factor))}}, spread=spreads)
+    spreads = {f"norm {size}": stated for size in range(1, 21)} | {"forward a/1x1-bf16": stated, "gone 7": 0.1}
+    measured: dict[str, Any] = {
+        "curves": {"norm": points}, "compute": {"forward": {"a/1x1-bf16": (1, round(10**6 * factor))}}, "spread": spreads,
+    }  # fmt: skip
+    return msgspec.structs.replace(LIBRARY, costs=CostTable(measured_on="", date="", **{**measured, **changes}))
 
 
 def test_numbers_agree_within_both_spreads() -> None:
-    found = agreement(table(1, 0.03), table(1.07, 0.03))
+    found = agreement(machine(1, 0.03), machine(1.07, 0.03))
     assert (found.compared, found.differences, found.noisy) == (21, (), False)
-    beyond = agreement(table(1, 0.03), table(1.09, 0.03))
+    beyond = agreement(machine(1, 0.03), machine(1.09, 0.03))
     assert len(beyond.differences) == 21
     assert beyond.noisy
 
 
 def test_one_number_that_moved_is_told_and_is_no_noise() -> None:
-    found = agreement(table(1, 0.03), table(1, 0.03, slow=2))
+    found = agreement(machine(1, 0.03), machine(1, 0.03, slow=2))
     assert [difference.name for difference in found.differences] == ["norm 1", "norm 2"]
     assert found.differences[0].change == 0.5
     assert not found.noisy
-    assert agreement(table(1, 0.03), table(1, 0.03, slow=3)).noisy
+    assert agreement(machine(1, 0.03), machine(1, 0.03, slow=3)).noisy
+
+
+LANES: dict[str, Any] = {
+    "contention": {"h2d": {"cpu": 0.5}}, "turns": Turns(wait_ns=1000, forward_loss=0.9, backward_loss=0.5), "dispatch_ns": {"cpu": 2000},
+    "step_overhead_ns": 10**6,
+}  # fmt: skip
+FIXED = FixedCosts(launch_ns=5000, event_ns=4000, first_touch_gb_per_s=5.0, registration_gb_per_s=25.0)
+OF_LANES = ["contention.h2d.cpu", "dispatch_ns.cpu", "step_overhead_ns", "turns.backward_loss", "turns.forward_loss", "turns.wait_ns"]
+OF_THE_MACHINE = [
+    "cpu_adam_per_s", "device_gb_per_s", "duplex_curve 1048576", "fixed.event_ns", "fixed.first_touch_gb_per_s", "fixed.launch_ns",
+    "fixed.registration_gb_per_s", "host_gb_per_s", "peak_tflops.bf16", "thread_gb_per_s",
+]  # fmt: skip
+
+
+def everything(times: float = 1.0, **changes: Any) -> HardwareSpec:
+    """Every number that has no op's size or shape, `times` as large."""
+    told: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(machine(1, 0.0), duplex_curve=((2**20, 20.0),)))
+    more: dict[str, Any] = msgspec.to_builtins({**LANES, "fixed": FIXED})
+    for part, fields in (
+        (told, ("cpu_adam_per_s", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s")), (told["peak_tflops"], ("bf16",)), (more["turns"], more["turns"]),
+        (more["fixed"], more["fixed"]), (more["contention"]["h2d"], ("cpu",)), (more["dispatch_ns"], ("cpu",)), (more, ("step_overhead_ns",)),
+    ):  # fmt: skip
+        for field in fields:
+            part[field] = type(part[field])(part[field] * times)
+    told["duplex_curve"] = [[2**20, 20.0 * times]]
+    told["costs"] |= {**more, "spread": dict.fromkeys([*OF_LANES, *OF_THE_MACHINE], 0.01), **changes}
+    return msgspec.convert(told, HardwareSpec)
+
+
+def test_every_kind_of_number_is_compared() -> None:
+    assert agreement(everything(), everything(0.97)).differences == ()
+    found = agreement(everything(), everything(0.9))
+    assert sorted(difference.name for difference in found.differences) == sorted(OF_LANES + OF_THE_MACHINE)
+    assert found.compared == len(OF_LANES + OF_THE_MACHINE)
+    assert found.differences[0].allowed == pytest.approx(0.04)
+
+
+def test_what_was_measured_with_other_layers_is_not_compared() -> None:
+    found = agreement(everything(), everything(0.9, compute={"forward": {"b/1x1-bf16": (1, 5)}}))
+    assert sorted(difference.name for difference in found.differences) == OF_THE_MACHINE
+    assert found.compared == len(OF_THE_MACHINE)
+
+
+def test_zeros_stand_for_what_this_machine_has_not() -> None:
+    """As without a GPU."""
+    nothing = FixedCosts(launch_ns=5000, event_ns=0, first_touch_gb_per_s=5.0, registration_gb_per_s=0.0)
+    names = {name for name in OF_THE_MACHINE if name.startswith("fixed.")}
+    only = dict.fromkeys(names, 0.01)
+    assert agreement(everything(fixed=nothing, spread=only), everything(fixed=nothing, spread=only)).compared == 2
+
+
+def test_bytes_are_counted_and_may_differ_by_a_fiftieth() -> None:
+    def counted(size: int) -> HardwareSpec:
+        return machine(1, 0, spread={}, activations={"a/1x1-bf16": (1, size)}, workspace={"a/1x1-bf16": Workspace(layer=size, head=size)})
+
+    assert agreement(counted(1000), counted(1019)).differences == ()
+    found = agreement(counted(1000), counted(1021))
+    assert {difference.name for difference in found.differences} == {f"{name} a/1x1-bf16" for name in ("activations", "workspace.layer", "workspace.head")}
+    assert found.compared == 3
+
+
+def test_a_datasheet_has_nothing_to_compare() -> None:
+    with pytest.raises(ValueError, match="h200 was not measured"):
+        agreement(LIBRARY, machine(1, 0))

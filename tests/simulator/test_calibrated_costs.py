@@ -170,6 +170,29 @@ def test_workspace_is_a_line_over_the_tokens() -> None:
     assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
 
 
+def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
+    """As on an H200, where chunks of 2,048 tokens were measured at 1, 3 and 6 of them: 4,096 tokens take what 6,144 do, to the slope of these two."""
+    model = ModelSpec.load("qwen2.5-3b")
+    one, three, six = (Workspace(layer=tokens, head=head, update=7) for tokens, head in ((1024, 3_309), (3072, 5_677), (6144, 5_683)))
+    costs = Calibrated(table(workspace={SHAPE.format(1): one, SHAPE.format(3): three, SHAPE.format(6): six}))
+    assert costs.workspace(model, Workload(batch=2, sequence=1024)) == Workspace(layer=2048, head=5_675, update=7)
+
+
+def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_formula() -> None:
+    """Of 151,936 words at 2,048: less logits, 12 bytes each, and where there are several chunks the sum of their gradients, 4 bytes each."""
+    model, head = ModelSpec.load("qwen2.5-3b"), 6 * 10**9
+    known = {SHAPE.format(1): Workspace(layer=1, head=head, update=1), SHAPE.format(2): Workspace(layer=1, head=head + 10**9, update=1)}
+    costs = Calibrated(table(workspace=known))
+    half, twice = (costs.workspace(model, work) for work in (Workload(batch=1, sequence=512), Workload(batch=3, sequence=1024)))
+    assert half is not None
+    assert twice is not None
+    assert half.head == head - 512 * 151_936 * 12
+    assert twice.head == head + 10**9
+    short = {shape: Workspace(layer=1, head=head, update=1) for shape in (SHAPE.format(1), SHAPE.format(1).replace("1x1024", "1x512"))}
+    summing = Calibrated(table(workspace=short)).workspace(model, Workload(batch=3, sequence=1024))
+    assert summing == Workspace(layer=1, head=head + 4 * 151_936 * 2048, update=1)
+
+
 def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:
     costs = Calibrated(table(compute={"embed": {SHAPE.format(8): (100, 70)}}))
     assert costs.duration_ns(Op(id="E.m0", lane="compute", elements=300, shape=SHAPE.format(24))) == 210

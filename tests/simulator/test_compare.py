@@ -210,6 +210,9 @@ def test_report_as_text_is_aligned_and_signed() -> None:
     table = lines[lines.index("") + 1 :][:4]
     assert len({line.rindex("%") for line in table[1:]}) == 1, "columns are aligned"
     assert max(map(len, lines)) <= 120
+    assert "error: (predicted - measured) / measured; below zero the prediction was too fast or too small" in lines
+    for word in ("of the step", "stalled", "exposed"):
+        assert any(line.lower().startswith(word) or f". {word}" in line.lower() for line in lines if ":" in line), "a column that nothing explains"
     assert "\nfirst divergence: B1.m0 started at 60.000 ms instead of 53.000 ms, 7.000 ms later than the measured durations explain,\n" in text
     assert "\n  6.000 ms after all that it waits for had ended\n" in text
 

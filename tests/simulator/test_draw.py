@@ -93,7 +93,17 @@ def test_many_pools_of_one_class_and_unknown_ones_are_drawn(tmp_path: Path) -> N
     assert size(tmp_path / "many.png")[0] == WIDTH_PIXELS
 
 
-def test_errors_are_drawn_with_a_row_for_each_kind_and_part(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_place_of_many_pools_is_as_tall_as_its_legend(tmp_path: Path) -> None:
+    """Or its last pools stand in the legend of the place below."""
+    heights = []
+    for count in (3, 24):
+        pools = {f"device.pool{number}": [(0, GIB), (10, 2 * GIB)] for number in range(count)}
+        memory_png(tmp_path / "many.png", {**pools, "host.moments": [(0, GIB)]}, 64 * GIB, 64 * GIB, "memory")
+        heights.append(size(tmp_path / "many.png")[1])
+    assert heights[1] - heights[0] > (24 * 0.19 - 2.75) * 150
+
+
+def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
     heights = []
     for policy in ("resident", "k_buffer"):
         plan = make_plan(policy)
@@ -101,7 +111,10 @@ def test_errors_are_drawn_with_a_row_for_each_kind_and_part(make_plan: Callable[
         report = compare(predicted, measured, lower(plan), replayed=measured)
         errors_png(tmp_path / "errors.png", report, policy)
         assert size(tmp_path / "errors.png")[0] == WIDTH_PIXELS
-        heights.append((size(tmp_path / "errors.png")[1], len(report.kinds) + 2 * len(report.parts)))
+        heights.append((size(tmp_path / "errors.png")[1], len(report.kinds) + 2 * len(report.lanes) + 2 * len(report.parts)))
+    lane = msgspec.structs.replace(report.lanes[0], predicted_busy_seconds=3 * report.lanes[0].predicted_busy_seconds)
+    errors_png(tmp_path / "other.png", msgspec.structs.replace(report, lanes=(lane, *report.lanes[1:])), policy)
+    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "errors.png").read_bytes(), "busy time of the lanes is drawn"
     (low, few), (high, many) = heights
     assert high - low == pytest.approx((many - few) * 0.27 * 150, abs=2)
 

@@ -89,6 +89,7 @@ def test_a_replayed_timeline_without_gaps_plays_as_measured(make_plan: Callable[
 
 def test_nothing_to_do_takes_no_time() -> None:
     assert simulate(program(), costs({})).makespan_ns == 0
+    assert makespan_ns(program(), costs({})) == 0
 
 
 def shorter(first: int) -> int:

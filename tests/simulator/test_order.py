@@ -34,14 +34,17 @@ def ended_before(program: Program) -> list[set[int]]:
 @given(programs())
 def test_clocks_are_reachability(program: Program) -> None:
     order, ended = Order(), ended_before(program)
-    names = [str(index) for index in range(len(program))]
-    for index, (lane, after, _, _) in enumerate(program):
-        awaited_by_lane = set().union(*({other, *ended[other]} for other in range(index) if program[other][0] == lane))
-        assert order.not_awaited(lane, names[:index]) == [names[other] for other in range(index) if other not in awaited_by_lane]
-        order.add(names[index], lane, [names[other] for other in after])
+    for lane, after, _, _ in program:
+        order.add(lane, after)
     for second in range(len(program)):
         for first in range(len(program)):
-            assert order.precedes(names[first], names[second]) == (first in ended[second])
+            assert order.precedes(first, second) == (first in ended[second])
+
+
+def conflicts(program: Program, index: int) -> set[int]:
+    """Earlier ops that touch what this one does, one of the two writing."""
+    _, _, reads, writes = program[index]
+    return {other for other in range(index) if writes & (program[other][2] | program[other][3]) or reads & program[other][3]}
 
 
 @given(programs())
@@ -49,9 +52,37 @@ def test_waiting_for_the_named_conflicts_is_waiting_for_all(program: Program) ->
     """Of a lane's readers only the last is named; behind it, all of them have ended."""
     order = Order()
     for index, (lane, _, reads, writes) in enumerate(program):
-        named = {other for other, _ in order.conflicts(reads, writes)}
-        order.add(str(index), lane, sorted(named))
-        for other, (_, _, other_reads, other_writes) in enumerate(program[:index]):
-            if writes & (other_reads | other_writes) or reads & other_writes:
-                assert order.precedes(str(other), str(index))
-        order.touch(str(index), reads, writes)
+        order.add(lane, order.touch(lane, reads, writes))
+        assert all(order.precedes(other, index) for other in conflicts(program, index))
+
+
+@given(programs())
+def test_a_race_is_a_conflict_that_is_not_waited_for(program: Program) -> None:
+    """As `Schedule.check` asks; up to the first one, behind which nothing is promised."""
+    order, ended = Order(), ended_before(program)
+    for index, (lane, after, reads, writes) in enumerate(program):
+        earlier = order.touch(lane, reads, writes)
+        order.add(lane, after)
+        found = {other for other in earlier if not order.precedes(other, index)}
+        races = conflicts(program, index) - ended[index]
+        assert found <= races
+        assert bool(found) == bool(races)
+        if races:
+            break
+
+
+@given(programs())
+def test_the_last_op_on_a_buffer(program: Program) -> None:
+    order = Order()
+    for index, (lane, _, reads, writes) in enumerate(program):
+        order.add(lane, order.touch(lane, reads, writes))
+        for buffer in reads | writes:
+            assert order.last(buffer) == index
+
+
+def test_parts_and_wholes_overlap() -> None:
+    order = Order()
+    for index, (lane, buffer) in enumerate([("h2d", "a#0"), ("compute", "a#1"), ("cpu", "a"), ("d2h", "a#0")]):
+        found = order.touch(lane, [], [buffer])
+        assert sorted(found) == [[], [], [0, 1], [0, 2]][index]
+        order.add(lane, found)

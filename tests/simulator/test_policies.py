@@ -119,6 +119,13 @@ def test_every_gradient_reaches_the_host(make_plan: Make, policy: str) -> None:
     assert layers_of(policies.lower(plan), "accumulate_gradients") == dict.fromkeys(plan.model.stack, 2)
 
 
+@pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
+def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str) -> None:
+    for changes in ({}, {"accumulation": 2, "tied": True}, {"clipping": "update", "checkpoint_interval": 2}):
+        plan = make_plan(policy, **changes)
+        assert policies.outline(plan).buffers == policies.lower(plan).buffers
+
+
 def test_resident_copies_nothing(make_plan: Make) -> None:
     assert set(policies.lower(make_plan("resident", accumulation=2)).lanes) == {"compute", "update"}
 
@@ -126,9 +133,10 @@ def test_resident_copies_nothing(make_plan: Make) -> None:
 def test_sequential_is_totally_ordered(make_plan: Make) -> None:
     for changes in ({}, {"accumulation": 3, "tied": True}, {"checkpoint_interval": 2, "clipping": "none"}):
         schedule, order = policies.lower(make_plan("sequential", **changes)), Order()
+        place = {op.id: index for index, op in enumerate(schedule.ops)}
         for op in schedule.ops:
-            order.add(op.id, op.lane, op.after)
-        assert all(order.precedes(first.id, second.id) for first, second in itertools.pairwise(schedule.ops))
+            order.add(op.lane, [place[name] for name in op.after])
+        assert all(order.precedes(*pair) for pair in itertools.pairwise(range(len(schedule.ops))))
 
 
 @pytest.mark.parametrize("interval", [1, 2, 4])

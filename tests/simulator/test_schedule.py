@@ -141,11 +141,12 @@ def test_removing_any_one_dependency_is_a_race(make_plan: Callable[..., Plan], p
 def test_sequential_keeps_no_dependency_in_vain(make_plan: Callable[..., Plan], changes: dict[str, Any]) -> None:
     """Some of its dependencies prevent no race, only overlap: without them two neighbours are free to run at once."""
     schedule = policies.lower(make_plan("sequential", **changes))
+    place = {op.id: index for index, op in enumerate(schedule.ops)}
     for op, gone, broken in each_dependency_removed(schedule):
         order = Order()
         for other in broken.ops:
-            order.add(other.id, other.lane, other.after)
-        assert not order.precedes(gone, op)
+            order.add(other.lane, [place[name] for name in other.after])
+        assert not order.precedes(place[gone], place[op])
 
 
 BUFFERS = (Buffer(id="host.weights:0", bytes=64, persistent=True), Buffer(id="device.weights:0", bytes=64), Buffer(id="device.hidden:0", bytes=64))

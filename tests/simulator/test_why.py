@@ -86,7 +86,7 @@ def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None
     assert second is None or not second.at_least or second.step_seconds == bound
 
 
-@pytest.mark.parametrize("limit", [7, 10])
+@pytest.mark.parametrize("limit", [7, 9])
 def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) -> None:
     choice = chosen(device_limit=limit * GIB)
     margin = margins(choice)["device"]
@@ -100,12 +100,12 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
 
 
 def test_one_more_gib_of_host_memory_buys_nothing_where_the_host_holds_everything_and_something_where_it_does_not() -> None:
-    roomy = chosen(device_limit=6 * GIB)
+    roomy = chosen(device_limit=7 * GIB)
     assert (margins(roomy)["host"].gain, margins(roomy)["host"].knobs) == (0.0, None)
     tight = chosen(device_limit=8 * GIB, host_limit=7 * GIB)
     margin = margins(tight)["host"]
     assert tight.feasible
-    assert margin.gain > 0.1
+    assert margin.gain > 0.05
     assert margin.knobs is not None
     wider = msgspec.structs.replace(tight.plan, knobs=margin.knobs, host_limit_bytes=8 * GIB)
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible

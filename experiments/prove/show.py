@@ -1,0 +1,92 @@
+"""Shows what a proof found: `python -m megatrain.experiments.prove.show DIR` writes `table.md` and `errors.png` into DIR, from its stored rows alone.
+
+With `--case TEXT` it compares one case op by op, as `megatrain compare` does a run: the table is printed; `comparison.json`, `trace.json`, `timeline.png` and
+`errors.png` go into a folder of their own. That needs the case's stored timeline, and predicts with today's simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain.experiments import options
+from megatrain.experiments.prove.compared import compared
+from megatrain.experiments.prove.picture import draw
+from megatrain.experiments.prove.rows import Row, read_rows
+from megatrain.experiments.prove.table import markdown
+from megatrain.experiments.prove.timelines import read_timelines
+from megatrain.experiments.script import ended
+from megatrain.simulator.assessment import plan_account
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.draw import timeline_png
+from megatrain.simulator.draw_errors import errors_png
+from megatrain.simulator.error_report import peak_error
+from megatrain.simulator.error_table import format_report
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import write_json, write_text
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.policies import verified
+from megatrain.simulator.trace import save_trace
+
+
+def parser() -> options.OneLineParser:
+    made = options.OneLineParser(prog="python -m megatrain.experiments.prove.show", description=__doc__)
+    made.add_argument("folder", type=Path, metavar="DIR", help="a folder that `python -m megatrain.experiments.prove` left")
+    made.add_argument("--case", metavar="TEXT", help="compare the one case whose name is this, or contains it, op by op")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default DIR; for a case DIR/cases/ and its name)")
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = list({row.name: row for row in read_rows(args.folder / "rows.jsonl")}.values())  # one that failed and ran later stands there twice
+    if not rows:
+        raise UserError(str(args.folder / "rows.jsonl"), found="no rows", allowed="a folder of `python -m megatrain.experiments.prove`", fix="check the path")
+    if args.case:
+        return show_case(args.folder, _chosen(rows, args.case), args.out)
+    out: Path = args.out or args.folder
+    options.check_writable(out / "table.md")
+    draw(rows, out / "errors.png")
+    write_text(out / "table.md", markdown(rows))
+    print(f"wrote table.md and errors.png into {out}")
+    return 0
+
+
+def _chosen(rows: Sequence[Row], text: str) -> Row:
+    found = [row for row in rows if row.name == text] or [row for row in rows if text in row.name]
+    if len(found) != 1:
+        names = ", ".join(row.name for row in (found or rows)[:3])
+        raise UserError("--case", found=f"{len(found)} cases with {text!r} in their name", allowed=f"one, such as {names}", fix="say more of its name")
+    return found[0]
+
+
+def show_case(folder: Path, row: Row, out: Path | None) -> int:
+    """The errors of one case, as text and as files."""
+    stored = read_timelines(folder / "timelines.jsonl").get(row.same_as or row.name)
+    if stored is None:
+        raise UserError(row.name, found="no stored timeline", allowed="a case with one in timelines.jsonl", fix="run the case again")
+    plan, schedule = row.plan, verified(row.plan)
+    costs = cost_model(HardwareSpec.load(str(folder / "hardware.toml")), plan.model, plan.workload)
+    account, measured = plan_account(plan, schedule, costs), stored.timeline(schedule)
+    sizes = (("whole device peak", account.device_peak_bytes, row.device_peak_bytes), ("host memory", account.host_peak_bytes, row.host_bytes))
+    memory = tuple(peak_error(what, predicted, found) for what, predicted, found in sizes if found is not None)
+    predicted, errors = compared(schedule, measured, costs, memory)
+    out = out or folder / "cases" / row.name.replace("/", "-").replace(" ", "-")
+    options.check_writable(out / "comparison.json")
+    write_json(out / "comparison.json", errors)
+    save_trace(out / "trace.json", [predicted, measured], schedule)
+    timeline_png(out / "timeline.png", [predicted, measured], f"One optimizer step: {row.name}", f"{row.machine}, {row.date}")
+    errors_png(out / "errors.png", errors, f"Predicted against measured: {row.name}")
+    print(format_report(errors).rstrip())
+    print(f"\nwrote comparison.json, trace.json (open it at https://ui.perfetto.dev), timeline.png and errors.png into {out}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where it was shown; 2 for a mistake of the user."""
+    return ended("prove", lambda: run(parser().parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

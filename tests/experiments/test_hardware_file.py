@@ -1,0 +1,42 @@
+"""Hardware file: says what its numbers are, leaves out what is empty, reads back equal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain.experiments import hardware_file
+from megatrain.experiments.hardware_file import write_hardware
+from megatrain.simulator.hardware import CostTable, HardwareSpec
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+STORED = sorted(RESULTS.glob("*/hardware.toml"))
+
+
+@pytest.mark.parametrize("stored", STORED, ids=lambda path: path.parent.name)
+def test_a_stored_machine_reads_back_equal(stored: Path, tmp_path: Path) -> None:
+    hardware = HardwareSpec.load(str(stored))
+    write_hardware(tmp_path / "again.toml", hardware, "megatrain calibrate")
+    assert HardwareSpec.load(str(tmp_path / "again.toml")) == hardware
+
+
+def test_every_section_says_what_it_is(tmp_path: Path) -> None:
+    hardware = HardwareSpec.load(str(RESULTS / "h200-qwen2.5-7b-batches" / "hardware.toml"))
+    write_hardware(tmp_path / "told.toml", hardware, "megatrain calibrate")
+    lines = (tmp_path / "told.toml").read_text().splitlines()
+    assert "`megatrain calibrate`" in lines[0]
+    above = {line: lines[number - 1] for number, line in enumerate(lines) if number}
+    parts = [f"costs.{field}" for field in CostTable.__struct_fields__ if isinstance(getattr(hardware.costs, field), dict) and getattr(hardware.costs, field)]
+    for part in ("h2d_curve", "peak_tflops", "costs", "costs.turns", *parts):
+        first = next(line for line in lines if re.match(rf"\[?{re.escape(part)}[] .]", line))
+        assert above[first].startswith("# "), part
+    assert not [line for line in lines if line.endswith(("= []", '= ""'))]
+    assert not [line for line in lines if re.fullmatch(r"\s+\d+,", line)], "a point stands in one line"
+    assert lines.index("[costs.spread]") > max(number for number, line in enumerate(lines) if line.startswith(("[costs.compute", "[costs.curves"))), "last"
+
+
+def test_only_what_exists_has_a_comment() -> None:
+    known = {*HardwareSpec.__struct_fields__, *(f"costs.{field}" for field in CostTable.__struct_fields__)}
+    assert hardware_file._COMMENTS.keys() <= known

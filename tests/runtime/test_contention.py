@@ -1,0 +1,94 @@
+"""Contention: rates of a window and of its parts, what is derived from them, and that every number comes with its spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime import contention, optimizer
+from megatrain.runtime.layers.templates import Templates, config_of
+from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.repeats import spread
+from megatrain.simulator.hardware import Turns
+from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule import LANES, Buffer, Schedule
+
+
+def test_spread_is_the_interquartile_range_over_the_median() -> None:
+    assert spread([100, 90, 110, 95, 105]) == 0.15  # quartiles 92.5 and 107.5
+    assert spread([-100, -90, -110, -95, -105]) == 0.15
+    assert spread([7.0]) == spread([0, 0, 0]) == 0.0
+
+
+def test_steady_work_has_one_rate_and_a_stall_shows_in_its_part() -> None:
+    """Ten units a second for eight seconds; then the same with a pause in the third second."""
+    stamps = [number / 10 for number in range(81)]
+    assert contention._rates(stamps, 0.0, 8.0) == pytest.approx([10.0] * 9)
+    paused = [stamp for stamp in stamps if not 2.05 < stamp < 2.95]
+    whole, *parts = contention._rates(paused, 0.0, 8.0)
+    assert whole == pytest.approx(71 / 8)
+    assert parts == pytest.approx([10, 10, 1, 10, 10, 10, 10, 10])
+    assert sum(parts) / 8 == pytest.approx(whole)
+
+
+def test_a_unit_longer_than_the_common_window_is_timed_from_its_second_on() -> None:
+    assert contention._rates([0.0, 2.0, 4.0, 7.0], 5.0, 6.0)[0] == pytest.approx(2 / 5)
+
+
+def test_host_memory_and_pairs_come_from_units_of_work_a_second() -> None:
+    """A copy's unit is 1 GB, the cores' 2.2 GB: machine B of h200.md, where DeepSpeed's CPUAdam updates 0.1e9 parameters a unit."""
+    alone = {("h2d",): {"h2d": 55.4}, ("d2h",): {"d2h": 55.3}, ("cpu",): {"cpu": 100.0}}
+    pairs = {("h2d", "d2h"): {"h2d": 50.3, "d2h": 50.3}, ("h2d", "cpu"): {"h2d": 25.0, "cpu": 77.0}, ("d2h", "cpu"): {"d2h": 23.0, "cpu": 75.0}}
+    speeds = {**alone, **pairs, ("h2d", "d2h", "cpu"): {"h2d": 20.0, "d2h": 20.0, "cpu": 64.0}}
+    traffic = {"h2d": 10**9, "d2h": 10**9, "cpu": 2_200_000_000}
+    memory = contention.host_memory(speeds, traffic)
+    assert memory is not None
+    assert memory.gb_per_s == pytest.approx(220, rel=0.03)
+    unhurt = {**speeds, **{lanes: {lane: alone[lane,][lane] for lane in lanes} for lanes in speeds}}
+    assert contention.host_memory(unhurt, traffic) is None
+    assert contention.pairs({**alone, **pairs})["h2d"] == {"d2h": 0.908, "cpu": 0.451}
+
+
+def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
+    """Forwards of 10 ms, both ways 30; updates of 1 and 4 ms that each wait 1 ms: half and a fifth of their speed. A forward loses all that the update gets."""
+    layer = contention._UpdateBeside(alone=250, update=200, compute=100 * (1 - 0.8))
+    both_ways = contention._UpdateBeside(alone=250, update=200, compute=1 / 0.030 * (1 - 0.8 * 0.6))
+    wait, loss, backward_loss = contention._turns(100, 1 / 0.030, contention._UpdateBeside(alone=1000, update=500, compute=0), layer, both_ways)
+    assert (wait, loss) == pytest.approx((1e6, 1.0))
+    assert backward_loss == pytest.approx((0.6 - 1 / 3) / (2 / 3))
+
+
+@pytest.fixture
+def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "_UPDATED", 2**10)
+    plan, device = executable(), torch.device("cpu")
+    layer, largest = plan.model.stack["0"], 2**16
+    sizes = {f"{place}.{what}:0": largest for place in ("host", "device") for what in ("weights", "gradients")}
+    sizes |= {"device.layer:0": 4 * layer.elements, "host.layer:0": 4 * layer.elements}
+    schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
+    arenas, workers = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62), optimizer.workers(1)
+    yield Templates(plan.model, plan.workload, config_of(plan.model), device), arenas, layer, largest, workers
+    workers.close()
+    arenas.close()
+
+
+def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
+    templates, arenas, layer, largest, workers = tiny
+    found = contention.measure_contention(templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), workers)
+    assert found.spread.keys() == {f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other}
+    assert max(found.spread.values()) > 0
+    assert (found.host_memory, found.turns) == (None, None), "what only a GPU has"
+
+
+def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
+    """On the CPU, where they mean nothing: the code that measures them on a GPU."""
+    templates, arenas, layer, largest, workers = tiny
+    threads = dict.fromkeys(LANES, 1)
+    work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"), workers)
+    turns, spreads = contention._measure_turns(templates, arenas, layer, work["compute"], threads, torch.device("cpu"))
+    assert isinstance(turns, Turns)
+    assert spreads.keys() == {"turns.wait_ns", "turns.forward_loss", "turns.backward_loss"}
