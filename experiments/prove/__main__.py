@@ -18,7 +18,7 @@ import torch
 
 from megatrain.experiments import options
 from megatrain.experiments.hardware_file import write_hardware
-from megatrain.experiments.prove.measure import case_seconds, executed, planned
+from megatrain.experiments.prove.measure import case_seconds, executed, load_libraries, planned
 from megatrain.experiments.prove.rows import Row, read_rows
 from megatrain.experiments.prove.suites import Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, summarize
@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if most := max((choices[case.name].account.host_peak_bytes for case in waiting), default=0):
             memory.reserve(most)
+        if waiting:
+            load_libraries(next(iter(suite("tiny").models.values())), device)
         for case in waiting:
             if twin := _twin(choices[case.name], done.values()):
                 row = msgspec.structs.replace(twin, name=case.name, policy=case.policy, variant=case.variant, same_as=twin.name)

@@ -29,7 +29,10 @@ from megatrain.simulator.assessment import Choice, assess
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.planner import search
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 STEPS, SECONDS = 3, 1.2
 """steady steps of a case, at least, and for so long at least"""
@@ -84,6 +87,15 @@ def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.d
         replay_error=report.engine_error, kinds={kind.kind: (kind.predicted_seconds, kind.measured_seconds) for kind in report.kinds},
     )  # fmt: skip
     return row, StoredTimeline.of(case.name, measured, trial.schedule)
+
+
+def load_libraries(model: ModelSpec, device: torch.device) -> None:
+    """A step of `model`, a small one: what a process' first step loads, 0.7 GiB on an H200's host, is no case's."""
+    plan = Plan(
+        policy="overlapped", hardware="", source="", device_limit_bytes=2**34, host_limit_bytes=2**34, model=model,
+        workload=Workload(batch=2, sequence=128), knobs=Knobs(placement=Placement(host_updated="all")),
+    )  # fmt: skip
+    run_trial(plan, config_of(model), device, steps=1, seconds=0.0)
 
 
 @contextlib.contextmanager
