@@ -173,7 +173,7 @@ def calibrate(
                 progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
                 points.append(bench.layers(each, point, workload))
         progress("copies and rates")
-        rates = measure_rates(small, workload, config, device, lane_threads(device))
+        rates = measure_rates(small, workload, config, device, lane_threads())
     finally:
         bench.memory.free()
     table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
