@@ -3,7 +3,8 @@
 `no overlapped update`: AdamW on the host after backward, the best plan of policy `k_buffer`. `no residency`: the full plan with its weights, gradients and
 optimizer state streamed, activations as they were. `no compile`: eager layers, whose times were measured alone (experiments/published/h200.csv); their head
 is modelled with the library's rates, their memory by formula. `no chunked loss`: all logits of a micro-batch at one time, memory by
-`memory_formulas.workspace_estimate`, 12 bytes a logit, their head as long as the calibrated one: modelled too.
+`memory_formulas.workspace_estimate`, 12 bytes a logit, of which a compiled head was seen to need 2 (`experiments/results/figures/README.md`), their head as
+long as the calibrated one: modelled too.
 """
 
 from __future__ import annotations
