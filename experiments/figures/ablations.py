@@ -22,7 +22,7 @@ from megatrain.simulator.assessment import Choice, assess
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory_formulas import workspace_estimate
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
@@ -52,9 +52,8 @@ class Eager(NamedTuple):
 
 
 def streamed(plan: Plan) -> Plan:
-    """`plan` with nothing kept on the device from step to step; activations as they were."""
-    kept = plan.knobs.placement
-    lean = Placement(stored=kept.stored, parked=kept.parked)
+    """`plan` with nothing kept on the device from step to step; activations, and what the host updates, as they were."""
+    lean = msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(("weights", "low", "moments", "gradients"), ""))
     return msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, placement=lean), digest="", prediction=None)
 
 
