@@ -13,7 +13,7 @@ HOST = ("host updates some", "host updates most")
 REGIMES = {
     "resident": ("resident: nothing streams", "#009E73", ""), "nothing streams": ("overlapped, nothing streams", "#66c2a5", "...."),
     "part streams": ("overlapped, part of the state streams", "#fdd49e", ""), "all streams": ("overlapped, all state streams", "#E69F00", "////"),
-    HOST[0]: ("overlapped, the host updates up to half of the layers", "#cfe3f2", ""), HOST[1]: ("overlapped, the host updates more", "#8fc1e3", r"\\\\"),
+    HOST[0]: ("overlapped, host updates some layers", "#cfe3f2", ""), HOST[1]: ("overlapped, host updates most layers", "#8fc1e3", r"\\\\"),
     "k_buffer": ("k_buffer: optimizer on the host", "#0072B2", "xxxx"), "none": ("nothing fits", "#ffffff", ""),
 }  # fmt: skip
 
