@@ -9,9 +9,11 @@ from megatrain.paper_figures import style
 from megatrain.paper_figures.results import Answer, Results
 from megatrain.paper_figures.table import Drawn, Row
 
+HOST = ("host updates some", "host updates most")
 REGIMES = {
     "resident": ("resident: nothing streams", "#009E73", ""), "nothing streams": ("overlapped, nothing streams", "#66c2a5", "...."),
     "part streams": ("overlapped, part of the state streams", "#fdd49e", ""), "all streams": ("overlapped, all state streams", "#E69F00", "////"),
+    HOST[0]: ("overlapped, host updates some layers", "#cfe3f2", ""), HOST[1]: ("overlapped, host updates most layers", "#8fc1e3", r"\\\\"),
     "k_buffer": ("k_buffer: optimizer on the host", "#0072B2", "xxxx"), "none": ("nothing fits", "#ffffff", ""),
 }  # fmt: skip
 
@@ -71,9 +73,11 @@ def draw(results: Results) -> Drawn:
     many = {cell.device_limit_gib: cell.tokens_per_s for cell in data.cells if cell.tokens == columns[-1] and cell.fits}
     few = [cell for cell in data.cells if cell.tokens == columns[2] and cell.fits]
     slow, fast = min(few, key=lambda cell: cell.device_limit_gib), max(few, key=lambda cell: cell.tokens_per_s)
+    fitting = [cell for cell in data.cells if cell.fits]
+    by_host = sum(cell.kind in HOST for cell in fitting)
     return Drawn(
         figure, rows, "Beyond the paper: regimes",
         claim="None: the paper has one schedule for every machine.",
-        finding=f"With many tokens a step memory hardly matters: at {columns[-1] // 1024}K, 24 GiB give {many[24] / max(many.values()):.0%} of the speed of {lines[-1]} GiB. With few it decides: at {columns[2] // 1024}K, {fast.device_limit_gib} GiB are {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as {slow.device_limit_gib}.",
+        finding=f"With many tokens a step memory hardly matters: at {columns[-1] // 1024}K, 24 GiB give {many[24] / max(many.values()):.0%} of the speed of {lines[-1]} GiB. With few it decides: at {columns[2] // 1024}K, {fast.device_limit_gib} GiB are {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as {slow.device_limit_gib}. In {by_host} of the {len(fitting)} cells the host's cores update layers that the device does not keep, which spares the link their state.",
         made=made,
     )  # fmt: skip

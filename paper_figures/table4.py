@@ -16,6 +16,14 @@ from megatrain.paper_figures.table import Drawn, Row, rows_of
 OURS = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")
 MODELLED = OURS[3:]
 """on the H200 predicted from layers measured alone, and from formulas"""
+WHY = {
+    "no overlapped update": "AdamW on the host begins where backward ends, and the GPU waits for it",
+    "no residency": "all state crosses PCIe, which takes longer than the forward that hides it",
+    "no compile": "an eager step follows from layers that were timed alone, and its peak from formulas",
+    "no chunked loss": "the peak's formula has an eager head's 12 bytes a logit, while a compiled head fuses cast, softmax and loss and writes the logits' gradient over them, "
+    "2 bytes a logit; for memory that nothing used, the plan recomputed the 12 layers that full stores",
+}  # fmt: skip
+"""what each of ours says, measured"""
 PALE = "#9bd6c3"
 FULL = "h200-qwen2.5-7b-batches/32x1024.json"
 SHORT = {
@@ -97,19 +105,32 @@ def _told(data: Data, found: dict[str, dict[str, Any] | None], figure: Any, made
             rows.append(
                 Row(item=item, quantity="tflops", unit="TFLOPS", ours=answer.tflops if answer.fits else None, measured=speed, does_not_fit=misfit, note=note)
             )
+            if record:
+                steady = f"{note}; measured: median of {record['steady_steps']} steps"
+                rows.append(Row(item=item, quantity="step_s", unit="s", ours=answer.step_s, measured=record["step_seconds_median"], note=steady))
             rows.append(Row(item=item, quantity="device_gib", unit="GiB", ours=answer.device_gib, measured=peak, note=note))
     told = {(row.item, row.quantity): row for row in rows}
     full, single = told["14b, full", "tflops"], told["14b, no double buffering", "tflops"]
     seconds = 6 * data.rows[0].parameters * 96 * 1024 / 1e12 * (1 / (single.paper or 1) - 1 / (full.paper or 1))
     single_interval = told["14b, checkpoint interval 1", "tflops"]
-    losses = [", ".join(f"{answers[name].tflops / answers['full'].tflops - 1:+.0%} with {name}" for name in OURS[1:]) for answers in (data.h200, data.gh200)]
-    base = found["full"]
-    stars = ", ".join(f"{record['tflops_6n'] / base['tflops_6n'] - 1:+.0%} with {name}" for name, record in found.items() if base and record and name != "full")
+    elsewhere = ", ".join(f"{data.gh200[name].tflops / data.gh200['full'].tflops - 1:+.0%} with {name}" for name in OURS[1:])
     return Drawn(
         figure, rows, "Table 4: ablation",
         claim=f"Without double buffering 14B falls from {full.paper:g} to {single.paper:g} TFLOPS, without the slab pool to 257.55, with K = 1 to 240.45 at batch 64.",
         finding=f"Full is predicted at {full.published_code:.0f} and K = 1 at {single_interval.published_code:.0f}, but one buffer costs nothing by copies ({single.published_code:.0f}): all copies of a step take 0.25 s over NVLink-C2C, so the {seconds:.0f} s lost are something else; packing each layer on one host thread would take that long. "
-        f"Ours on an H200 (PCIe) is predicted to change by {losses[0]}{f' (measured: {stars})' if stars else ''}; on a GH200, whose link and processor are fast, by {losses[1]}, with compiled layers modelled to take {data.compiled_share:.0%} of eager ones' time, which no other figure here does. "
-        "Without chunks the loss takes memory that held activations or state; 12 bytes a logit are reserved.",
+        f"Ours on an H200 (PCIe). {' '.join(_case(name, data.h200, found) for name in OURS)} On a GH200, whose link and processor are fast, ours is predicted to change by {elsewhere}, with compiled layers modelled to take {data.compiled_share:.0%} of eager ones' time, which no other figure here does.",
         made=made,
     )  # fmt: skip
+
+
+def _case(name: str, answers: dict[str, Answer], found: dict[str, dict[str, Any] | None]) -> str:
+    """A sentence on one of ours on the H200: predicted, measured, and what that says."""
+    answer, record, base = answers[name], found[name], found["full"]
+    predicted = f"{name.capitalize()}: {answer.step_s:.3f} s predicted" + (
+        "" if name == "full" else f" ({answer.tflops / answers['full'].tflops - 1:+.0%} TFLOPS)"
+    )
+    if not record:
+        return f"{predicted}, not measured."
+    change = f" ({record['tflops_6n'] / base['tflops_6n'] - 1:+.0%})" if base and name != "full" else ""
+    peaks = f"device peak {answer.device_gib:.1f} and {record['device_peak_bytes'] / 2**30:.1f} GiB"
+    return f"{predicted}, {record['step_seconds_median']:.3f} measured{change}, {peaks}{f'; {WHY[name]}' if name in WHY else ''}."

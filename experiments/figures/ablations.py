@@ -3,7 +3,8 @@
 `no overlapped update`: AdamW on the host after backward, the best plan of policy `k_buffer`. `no residency`: the full plan with its weights, gradients and
 optimizer state streamed, activations as they were. `no compile`: eager layers, whose times were measured alone (experiments/published/h200.csv); their head
 is modelled with the library's rates, their memory by formula. `no chunked loss`: all logits of a micro-batch at one time, memory by
-`memory_formulas.workspace_estimate`, 12 bytes a logit, their head as long as the calibrated one: modelled too.
+`memory_formulas.workspace_estimate`, 12 bytes a logit, of which a compiled head was seen to need 2 (`experiments/results/figures/README.md`), their head as
+long as the calibrated one: modelled too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatrain.simulator.assessment import Choice, assess
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory_formulas import workspace_estimate
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
@@ -51,9 +52,8 @@ class Eager(NamedTuple):
 
 
 def streamed(plan: Plan) -> Plan:
-    """`plan` with nothing kept on the device from step to step; activations as they were."""
-    kept = plan.knobs.placement
-    lean = Placement(stored=kept.stored, parked=kept.parked)
+    """`plan` with nothing kept on the device from step to step; activations, and what the host updates, as they were."""
+    lean = msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(("weights", "low", "moments", "gradients"), ""))
     return msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, placement=lean), digest="", prediction=None)
 
 

@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     regime: str
-    """of `overlapped`: how much of the state streams; else empty"""
+    """of `overlapped`: how much of the state streams, or how many layers the host's cores update; else empty"""
     fits: bool
     batch: int
     """sequences a micro-batch"""
@@ -110,6 +110,8 @@ def answer(choice: Choice, hardware: HardwareSpec) -> Answer:
 def _regime(plan: Plan) -> str:
     if plan.policy != "overlapped":
         return ""
-    layers = len(plan.model.stack)
+    layers, updated = len(plan.model.stack), len(plan.placed("host_updated"))
+    if updated:
+        return "host updates most" if 2 * updated > layers else "host updates some"
     kept = [len(plan.placed(name)) for name in ("weights", "low", "moments", "gradients")]
     return "nothing streams" if min(kept) == layers else "all streams" if max(kept) <= 2 else "part streams"

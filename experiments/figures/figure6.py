@@ -1,4 +1,4 @@
-"""Figure 6: width, 28 layers on a GH200. Some 40 s.
+"""Figure 6: width, 28 layers on a GH200. Some 12 s.
 
 The width x1.0 is told nowhere. `rows` take the validation's, half of 7B's; `bases` repeats the published code's prediction for other widths x1.0, with FFN
 and vocabulary as in 7B, heads of 128, and as many key-value heads as divide them, at most a seventh.

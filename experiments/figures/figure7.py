@@ -1,4 +1,4 @@
-"""Figure 7: an A100 PCIe of 80 GB. Some 25 s."""
+"""Figure 7: an A100 PCIe of 80 GB. Some 5 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pareto: a sweep of schedules and knobs, 7B on an H200 with 512 GiB of host memory, 32 x 1024 tokens. Some 45 s.
+"""Pareto: a sweep of schedules and knobs, 7B on an H200 with 512 GiB of host memory, 32 x 1024 tokens. Some 30 s.
 
 The policies with fixed places over slots, slabs and checkpoint intervals; `overlapped` as the planner places it under each of many limits of device memory.
 """

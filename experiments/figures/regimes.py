@@ -1,4 +1,4 @@
-"""Regimes: our best plan over tokens a step and device memory, 7B on an H200 with 512 GiB of host memory. Some 4 min.
+"""Regimes: our best plan over tokens a step and device memory, 7B on an H200 with 512 GiB of host memory. Some 3 min.
 
 A plan for less memory is one for more of it too, so a cell takes over the best of those below it.
 """

@@ -1,4 +1,4 @@
-"""Rerun: which simulations there are, and running them again, one after the other. All together some 13 minutes of one core."""
+"""Rerun: which simulations there are, and running them again, one after the other. All together some 8 minutes of one core."""
 
 from __future__ import annotations
 

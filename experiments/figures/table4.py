@@ -1,4 +1,4 @@
-"""Table 4: the paper's ablation on a GH200, and ours: there, and with an H200's measured costs (`ablations.py`). Some 60 s.
+"""Table 4: the paper's ablation on a GH200, and ours: there, and with an H200's measured costs (`ablations.py`). Some 15 s.
 
 On the GH200 nobody measured compiled layers, and the datasheet counts eager ones: compiled, its compute is modelled to take as much less time as a 14B
 layer of 64 x 1024 tokens takes on an H200. Plans there are the best for eager layers; a micro-batch that does not fit is split.

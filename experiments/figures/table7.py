@@ -1,4 +1,4 @@
-"""Table 7: contexts of 1K to 512K tokens, 7B on a GH200. Some 10 s."""
+"""Table 7: contexts of 1K to 512K tokens, 7B on a GH200. Some 5 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables 8 and 9: an A6000 and an RTX 3090; and the cards that readers asked about. Some 55 s.
+"""Tables 8 and 9: an A6000 and an RTX 3090; and the cards that readers asked about. Some 20 s.
 
 Readers' cards: our best plan alone, 4 sequences of 1,024 tokens a step, the library's host memory.
 """

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from megatrain.experiments import benchmark
-from megatrain.experiments.figures import ablations, figure6, measure, rerun, stored, table4
+from megatrain.experiments.figures import ablations, answers, figure6, measure, rerun, stored, table4
 from megatrain.experiments.figures.answers import ours, paper_schedule, workloads
 from megatrain.experiments.figures.beside import beside, published
 from megatrain.experiments.validate_published import load_settings, predict
 from megatrain.experiments.validation.rows import Row
 from megatrain.paper_figures.gallery import FIGURES
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload
 
@@ -74,6 +75,33 @@ def test_every_stored_result_has_a_figure_and_says_how_it_was_made() -> None:
         assert found["command"] == f"megatrain figures {name} --rerun"
         assert found["date"] >= "2026-11-21"
         assert len(found["inputs"]) == 16
+
+
+def test_every_measured_case_is_one_that_can_be_measured_and_names_no_path_of_its_machine() -> None:
+    paths = sorted((stored.RESULTS / "figures" / "measured").glob("*.json"))
+    assert set(measure.ABLATIONS) <= {path.stem for path in paths} <= set(measure.CASES)
+    for path in paths:
+        found = json.loads(path.read_text())
+        words = {key: found["arguments"][key] for key in ("plan", "out")}
+        assert words == {"plan": f"{path.stem}.plan.toml", "out": path.name}
+        assert not [word for word in path.read_text().split('"') if word.startswith("/")]
+
+
+def test_a_regime_says_what_the_host_updates() -> None:
+    model = ModelSpec.load("qwen2.5-7b")
+    plan = Plan(
+        policy="overlapped", hardware="h200", source="", model=model, workload=Workload(batch=1, sequence=64), device_limit_bytes=1, host_limit_bytes=1
+    )  # fmt: skip
+    assert len(model.stack) == 30
+    regimes = {
+        "nothing streams": Placement(weights="all", low="all", moments="all", gradients="all"), "all streams": Placement(), "part streams": Placement(moments="0-9"),
+        "host updates some": Placement(weights="e,0-13", host_updated="14-27,h"), "host updates most": Placement(host_updated="13-27,h"),
+    }  # fmt: skip
+    for regime, placement in regimes.items():
+        placed = msgspec.structs.replace(plan, knobs=Knobs(placement=placement))
+        assert answers._regime(placed) == regime
+        streams = msgspec.structs.replace(placement, weights="", low="", moments="", gradients="")
+        assert ablations.streamed(placed).knobs.placement == streams
 
 
 def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command) -> None:

@@ -192,6 +192,18 @@ def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path)
     assert "no compile" not in found.made
 
 
+def test_every_ablation_of_ours_is_measured() -> None:
+    found = drawn("table4")
+    steps = {row.item: row for row in found.rows if row.quantity == "step_s"}
+    assert set(steps) == {f"ours, 7B, H200: {name}" for name in table4.OURS}
+    for name in table4.OURS[1:]:
+        file = Results().measured(f"table4-{name.replace(' ', '-')}")
+        assert file is not None
+        assert steps[f"ours, 7B, H200: {name}"].measured == file["systems"][0]["step_seconds_median"]
+        assert name in found.made
+    assert "not measured" not in found.finding
+
+
 def test_a_measured_context_is_scaled_to_the_tokens_told(tmp_path: Path) -> None:
     folder = link_all(tmp_path)
     measured(folder, "table7-32k", seconds=4.0, batch=1, sequence=32768)
