@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -147,6 +148,18 @@ class Results:
         fix = "make it with the command that the README.md beside it names"
         found = {name: self.benchmark(name) for name in names if "systems" in (_or(fix, read_json, self.folder / name) or {})}
         return {name: record for name, record in found.items() if any(system["system"] == "ours" for system in record["systems"])}
+
+    def proofs(self) -> dict[str, list[dict[str, Any]]]:
+        """The plans that `megatrain.experiments.prove` executed on an H200, each once, by its folder's name."""
+        found = {}
+        for path in sorted(self.folder.glob("h200-*/rows.jsonl")):
+            fix = f"make it with the command that {path.parent / 'README.md'} names"
+            try:
+                rows = [json.loads(line) for line in _or(fix, read_text, path).splitlines()]
+                found[path.parent.name] = [row for row in rows if not row.get("failure") and not row.get("same_as") and row["plan"]["prediction"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(str(path), found=str(error), allowed="a row of JSON a line, with its plan", fix=fix) from None
+        return found
 
     def _folders(self) -> dict[str, bool]:
         """Names; whether it is a run that was compared."""

@@ -19,16 +19,17 @@ from megatrain.simulator.specs import ModelSpec
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json").exists())
+PROOFS = sorted(path.parent for path in RESULTS.glob("*/rows.jsonl"))
 EAGER = RESULTS / "figures" / "measured" / "table4-no-compile.json"
 """predicted with layers that were timed alone, not from the machine's file"""
-FILES = [*RESULTS.glob("h200-*/*.json"), *(path for path in RESULTS.glob("figures/measured/*.json") if path != EAGER)]
+FILES = [path for found in ("h200-*/*.json", "figures/measured/*.json") for path in RESULTS.glob(found) if path != EAGER and path.parent not in PROOFS]
 BENCHMARKS = sorted(path for path in FILES if "ours" in [system["system"] for system in read_json(path).get("systems", ())])
-PROOFS = sorted(path.parent for path in RESULTS.glob("*/rows.jsonl"))
 
 
 def test_there_are_runs() -> None:
     assert RUNS
     assert BENCHMARKS
+    assert PROOFS
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")
