@@ -164,6 +164,7 @@ def calibrate(
             progress("memory: touching and registering it")
             with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
                 bench.memory.reserve(needed)
+        progress("optimizer on the host, whole layers, chunks, accumulating")
         _measure_host_optimizer(bench, subject, quick)
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")
@@ -173,7 +174,8 @@ def calibrate(
             for point in dict.fromkeys((workload, *grid)):
                 progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
                 points.append(bench.layers(each, point, workload))
-        _measure_host_optimizer(bench, subject, quick)  # again: the host of a shared machine wanders by a tenth within minutes
+        progress("optimizer on the host, again")  # the host of a shared machine wanders by a tenth within minutes
+        _measure_host_optimizer(bench, subject, quick)
         progress("copies and rates")
         rates = measure_rates(small, workload, config, device, lane_threads())
     finally:
@@ -197,11 +199,8 @@ def calibrate(
 def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
     """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them."""
     small, kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
-    bench.progress("optimizer on the host")
     bench.run(subject, bench.plan("sequential", small, workload), kinds)
-    bench.progress("optimizer on the host, in chunks")
     bench.run(subject, bench.plan("overlapped", small, workload, Placement(host_updated="all")), ("cpu_update",), alone=True)
-    bench.progress("gradient accumulation")
     bench.run(subject, bench.plan("sequential", small, msgspec.structs.replace(workload, accumulation=2)), kinds)
 
 
