@@ -28,7 +28,7 @@ from megatrain.simulator.specs import LayerSpec
 
 _WINDOW_SECONDS = 0.5
 _PARTS = 8  # of a window
-_UPDATED = 2**25  # parameters in a unit of the update lane's work
+_UPDATED = 2**25  # parameters in a unit of an update, at most
 _MOST_UPDATED = 2**28  # of the largest: 3.5 GiB
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
 _DRAM_LANES = ("h2d", "d2h", "cpu")
@@ -142,7 +142,7 @@ def _rates(stamps: list[float], begin: float, end: float) -> Rates:
 
 
 def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers) -> dict[str, Work]:
-    """A unit of what each lane does while others are busy (on the cpu lane: summing gradients and their squares)."""
+    """A unit of what each lane does while others are busy. On the cpu lane an update, most of what it does, and what asks most of DRAM."""
     work, model = templates.workload, templates.model
     width = templates.dtype.itemsize
     weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
@@ -151,7 +151,6 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
     x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(templates.dtype)
     chunk = _copied_bytes(layer, width, largest)
     flat = {name: arenas.flat(name, torch.uint8, chunk) for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")}
-    total, gradient = arenas.flat("host.layer:0", torch.float32, layer.elements), torch.randn(layer.elements).to(templates.dtype)
 
     templates.begin(0)
     templates.forward(layer.name, weights, x)  # its router's choices, where their loss is asked for
@@ -160,24 +159,25 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
         saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
         templates.backward(saved, "device.layer:0", x)
 
-    def sum_gradients() -> None:
-        optimizer.accumulate(total, gradient, first=True, workers=workers)
-        optimizer.sum_of_squares(total, workers)
-
     return {
         "compute": layer_both_ways,
-        "update": _update(min(layer.elements, _UPDATED), device),
+        "update": _update(_updated(layer), device),
         "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
         "d2h": lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True),
-        "cpu": sum_gradients,
+        "cpu": _update(_updated(layer), torch.device("cpu"), workers),
     }
 
 
-def _update(count: int, device: torch.device) -> Work:
+def _updated(layer: LayerSpec) -> int:
+    """Parameters in a unit of an update."""
+    return min(layer.elements, _UPDATED)
+
+
+def _update(count: int, device: torch.device, workers: optimizer.Workers = optimizer.ALONE) -> Work:
     """AdamW on `count` parameters of the device."""
-    state = torch.zeros(2, count, device=device)
-    master, residual = torch.randn(count, device=device).to(torch.bfloat16), torch.zeros(count, dtype=torch.int16, device=device)
-    return lambda: optimizer.update(master, residual, state, master, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None)
+    state, residual = torch.zeros(2, count, device=device), torch.zeros(count, dtype=torch.int16, device=device)
+    master, gradient = (torch.randn(count, device=device).to(torch.bfloat16) for _ in range(2))
+    return lambda: optimizer.update(master, residual, state, gradient, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None, workers=workers)
 
 
 def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
@@ -186,9 +186,9 @@ def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
 
 
 def _traffic(layer: LayerSpec, width: int, largest: int) -> dict[str, int]:
-    """Bytes copied, or read and written by the cores, in a unit of work: the sum reads the gradient and writes fp32, the squares read that."""
+    """Bytes copied, or read and written by the cores, in a unit of work: an update reads and writes master and moments, 12 bytes, and reads the gradient, 2."""
     copied = _copied_bytes(layer, width, largest)
-    return {"h2d": copied, "d2h": copied, "cpu": (width + 4 + 4) * layer.elements}
+    return {"h2d": copied, "d2h": copied, "cpu": 26 * _updated(layer)}
 
 
 def _measure_together(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[tuple[str, ...], dict[str, Rates]]:
@@ -227,7 +227,7 @@ def _measure_turns(
 
     forwards, both = (run_together({"compute": work}, threads, device)["compute"] for work in (forward, both_ways))
     runs = []
-    for count in (_UPDATED, min(layer.elements, _MOST_UPDATED)):
+    for count in (_updated(layer), min(layer.elements, _MOST_UPDATED)):
         update = _update(count, device)
         alone = run_together({"update": update}, threads, device)["update"]
         runs.append(beside(forward, update, alone))

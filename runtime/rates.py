@@ -58,7 +58,7 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
     layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
     largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
     sizes = {"host.weights:0": largest, "host.gradients:0": largest, "device.weights:0": largest, "device.gradients:0": largest}
-    sizes |= {"device.layer:0": width * layer.elements, "host.layer:0": 4 * layer.elements}
+    sizes["device.layer:0"] = width * layer.elements
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
     workers, own_threads = optimizer.workers(threads["cpu"]), torch.get_num_threads()

@@ -68,7 +68,7 @@ def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> An
     plan, device = executable(), torch.device("cpu")
     layer, largest = plan.model.stack["0"], 2**16
     sizes = {f"{place}.{what}:0": largest for place in ("host", "device") for what in ("weights", "gradients")}
-    sizes |= {"device.layer:0": 4 * layer.elements, "host.layer:0": 4 * layer.elements}
+    sizes["device.layer:0"] = 4 * layer.elements
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
     arenas, workers = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62), optimizer.workers(1)
     yield Templates(plan.model, plan.workload, config_of(plan.model), device), arenas, layer, largest, workers
