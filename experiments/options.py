@@ -141,12 +141,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def device(args: argparse.Namespace) -> torch.device:
     import torch
 
-    from megatrain.runtime.machine import default_device
+    from megatrain.runtime.machine import default_device, grow_segments
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "--device", found="cuda, which torch does not see", allowed="cuda with a driver and a CUDA build of torch, cpu, or auto", fix="use --device auto"
         )
+    grow_segments()
     return torch.device("cpu") if args.device == "cpu" else default_device()
 
 

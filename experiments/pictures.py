@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatrain.runtime.warm_up import WARM_UP_STEPS
+from megatrain.simulator.assessment import activations_bytes, plan_account
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.draw import loss_png, memory_png, timeline_png
 from megatrain.simulator.draw_errors import errors_png
@@ -16,7 +17,6 @@ from megatrain.simulator.files import read_json, read_text
 from megatrain.simulator.memory import usage
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import plan_account
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.timeline import Timeline
 
@@ -71,7 +71,7 @@ def draw_run(
     account = plan_account(plan, schedule, costs)
     fixed = {pool: size for pool, size in account.pools.items() if pool == "device.workspace"}
     memory_png(
-        folder / "memory.png", usage(schedule, measured, costs.activations_bytes(plan.model, work)), plan.device_limit_bytes, plan.host_limit_bytes,
+        folder / "memory.png", usage(schedule, measured, activations_bytes(plan.model, work, costs)), plan.device_limit_bytes, plan.host_limit_bytes,
         f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns,
     )  # fmt: skip
     draw_loss(folder, record, plan)

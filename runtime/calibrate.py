@@ -177,7 +177,7 @@ def calibrate(
         progress("optimizer on the host, again")  # the host of a shared machine wanders by a tenth within minutes
         _measure_host_optimizer(bench, subject, quick)
         progress("copies and rates")
-        rates = measure_rates(small, workload, config, device, lane_threads())
+        rates = measure_rates(small, workload, config, device, lane_threads(device))
     finally:
         bench.memory.free()
     table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
@@ -197,7 +197,9 @@ def calibrate(
 
 
 def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
-    """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them."""
+    """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them. Measured again, their samples are pooled: where the host
+    is another one by then, the median lies between the two and the spread says so.
+    """
     small, kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
     bench.run(subject, bench.plan("sequential", small, workload), kinds)
     bench.run(subject, bench.plan("overlapped", small, workload, Placement(host_updated="all")), ("cpu_update",), alone=True)

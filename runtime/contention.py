@@ -95,9 +95,16 @@ def host_memory(speeds: Speeds, traffic: dict[str, int]) -> HostMemory | None:
 
 
 def run_together(work: Mapping[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, Rates]:
-    """Each lane's rates while all run: counted from when all have begun to when the first stops."""
+    """Each lane's rates while all run: counted from when all have begun to when the first stops. Raises what a lane's work raises, when all have stopped."""
     counts: dict[str, list[float]] = {lane: [] for lane in work}
-    stop = threading.Event()
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def serve(lane: str) -> None:
+        try:
+            loop(lane)
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
 
     def loop(lane: str) -> None:
         torch.set_num_threads(threads[lane])
@@ -113,17 +120,19 @@ def run_together(work: Mapping[str, Work], threads: dict[str, int], device: torc
                     begun.popleft().synchronize()
             counts[lane].append(time.perf_counter())
 
-    workers = [threading.Thread(target=loop, args=(lane,)) for lane in work]
+    workers = [threading.Thread(target=serve, args=(lane,)) for lane in work]
     for worker in workers:
         worker.start()
-    while not all(len(stamps) >= 2 for stamps in counts.values()):
+    while not stop.is_set() and not all(len(stamps) >= 2 for stamps in counts.values()):
         time.sleep(0.005)
-    time.sleep(_WINDOW_SECONDS)
-    while not all(len(stamps) >= 5 for stamps in counts.values()):
+    stop.wait(_WINDOW_SECONDS)
+    while not stop.is_set() and not all(len(stamps) >= 5 for stamps in counts.values()):
         time.sleep(0.005)
     stop.set()
     for worker in workers:
         worker.join()
+    if failures:
+        raise failures[0]
     begin, end = max(stamps[1] for stamps in counts.values()), min(stamps[-1] for stamps in counts.values())
     return {lane: _rates(stamps, begin, end) for lane, stamps in counts.items()}
 

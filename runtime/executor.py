@@ -75,12 +75,12 @@ class _Program(NamedTuple):
     """by op"""
 
 
-def lane_threads() -> dict[str, int]:
-    """Threads inside an op, per lane. A core, or an eighth of them, is left to the copies and to the threads that enqueue: the host's optimizer is bound by
-    DRAM, which 11 of an H200 machine's 16 cores exhaust.
+def lane_threads(device: torch.device) -> dict[str, int]:
+    """Threads inside an op, per lane. Without CUDA a core is left to the copies; with it an eighth of many cores to the threads that enqueue: the host's
+    optimizer is bound by DRAM before it is by the last cores, and an op waits for whichever of its threads has lost one.
     """
     cores = len(os.sched_getaffinity(0))
-    busy = max(cores - max(cores // 8, 1), 1)
+    busy = cores - cores // 8 if device.type == "cuda" else max(1, cores - 1)
     return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy}
 
 
@@ -108,7 +108,7 @@ class Executor:
         self._other: dict[str, _Program] = {}
         self.tasks: dict[str, Task] = {}
         """by op id; to watch them"""
-        self._threads = threads or lane_threads()
+        self._threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(self._threads["cpu"])
         limits = {"device_limit_bytes": plan.device_limit_bytes, "host_limit_bytes": plan.host_limit_bytes}
         self.arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate, host_memory=host_memory)

@@ -11,21 +11,23 @@ import psutil
 import torch
 import transformers
 
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def default_device() -> torch.device:
-    """The first CUDA device; without one the CPU, with a capped pool of its memory as the device.
-
-    PyTorch's allocator is told to grow its segments, unless the user tells it something: else it leaves pieces too small to use, of which a step died on an
-    H200 whose plan took 136.0 of 139.8 GiB, and which runs so.
-    """
+    """The first CUDA device; without one the CPU, with a capped pool of its memory as the device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if not any(name in os.environ for name in _ALLOCATOR):
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"  # read at the first allocation
     torch.cuda.init()
     return torch.device("cuda", 0)
+
+
+def grow_segments() -> None:
+    """Tells PyTorch's CUDA allocator to grow its segments, unless the user tells it something: else it leaves pieces too small to use, of which a step died
+    on an H200 whose plan took 136.0 of 139.8 GiB, and which runs so. It listens until its first allocation in the process; later this changes nothing.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def cores() -> int:
@@ -38,7 +40,7 @@ def device_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else psutil.virtual_memory().total
 
 
-_SLACK = 0.025  # of a GPU's memory, for kernels, libraries and pieces too small to use: of 139.8 GiB plans of 136.0 ran, plans of 137.3 retried or died
+_SLACK = 0.025  # of a GPU's memory, for kernels, libraries and pieces too small to use: of 139.8 GiB plans of 136.0 ran, of three of 137.3 and more two retried or died
 
 
 def usable_device_bytes(device: torch.device) -> int:

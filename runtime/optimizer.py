@@ -71,13 +71,13 @@ class Workers:
 
 
 class WorkerThreads(Workers):
-    """A share for each of some threads. Kernels have theirs without Python; where there are none, Python's threads call torch, each on one thread."""
+    """Some threads. Kernels have theirs without Python; where there are none, Python's threads call torch, each on one thread."""
 
     cpu_block = 2**20
     """elements: with 16 threads 1.3 G updates/s; with 2**17 they spend their time on Python's lock, 0.3 (Xeon of an H200 machine, 16 cores)"""
 
     def __init__(self, threads: int, block: int = BLOCK) -> None:
-        """`block`: elements of which shares of a kernel are multiples."""
+        """`block`: elements of a kernel that a thread takes at a time."""
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="optimizer", initializer=torch.set_num_threads, initargs=(1,))
         found = kernels(torch.device("cpu"))

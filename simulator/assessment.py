@@ -15,6 +15,8 @@ from megatrain.simulator.memory_formulas import activations_estimate, workspace_
 from megatrain.simulator.plan import Knobs, Plan, Prediction
 from megatrain.simulator.policies._layerwise import blocks_of
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.workload import Workload
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,10 +73,15 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """
     if policy_library.is_prediction_only(plan.policy):
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = costs.activations_bytes(plan.model, plan.workload) or activations_estimate(plan.model, plan.workload)
+    activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)
     workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
     return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
+
+
+def activations_bytes(model: ModelSpec, workload: Workload, costs: CostModel) -> int:
+    """Saved activations of one decoder layer: measured, or by the formula."""
+    return costs.activations_bytes(model, workload) or activations_estimate(model, workload)
 
 
 def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.assessment import plan_account, varied
+from megatrain.simulator.assessment import activations_bytes, plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.memory import Account
@@ -114,8 +114,8 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[Footprint]:
     """With checkpoints on the device, and with all of them parked."""
     model, work = plan.model, plan.workload
     row = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
-    saved = costs.activations_bytes(model, work) or model.most_saved_bytes(work.tokens, work.dtype)
-    best = min(intervals(model.layers), key=lambda interval: -(-model.layers // interval) * row + interval * (saved + row))
+    saved = activations_bytes(model, work, costs)
+    best = min(intervals(model.layers), key=lambda interval: -(-model.layers // interval) * row + interval * saved)
     for interval, parked in ((best, ""), (1, "all")):
         for slots, slabs in ((1, 0), (1, 1), (2, 0), (2, 1)):
             knobs = {

@@ -5,7 +5,8 @@ Every pool is allocated once, whole, so a place needs
     peak = sum over its pools of (sum over the pool's buffers of their allocated bytes), and on the device the workspace
 
 Saved activations are allocated by the framework while a layer runs; they are counted like slots, with the bytes measured on the machine
-where somebody measured. The workspace is what ops allocate and free within themselves: measured, or estimated (`memory_formulas.py`). Not modelled: fragmentation, the CUDA context, the interpreter and its libraries; `extra` takes those.
+where somebody measured. The workspace is what ops allocate and free within themselves: measured, or estimated (`memory_formulas.py`). Not
+modelled: fragmentation, the CUDA context, the interpreter and its libraries; `extra` takes those.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ nothing else: whatever libraries print there goes to standard error. `megatrain.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -17,10 +16,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatrain.experiments import options
 from megatrain.experiments.benchmarks import own
 from megatrain.experiments.benchmarks.steps import Measured, host_peak_bytes, repeat
-from megatrain.runtime.machine import describe, forget_device_memory
+from megatrain.runtime.machine import default_device, describe, forget_device_memory, grow_segments
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 
@@ -48,7 +46,9 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
 def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> Measured:
     """`measure`, where whatever goes wrong becomes the line `failure`."""
     try:
-        device = options.device(argparse.Namespace(device=device_name))
+        if system in OWN:
+            grow_segments()  # not for others: PyTorch as it comes
+        device = torch.device("cpu") if device_name == "cpu" else default_device()
         measured = measure(system, Plan.load(plan_path), steps, device)
         return msgspec.structs.replace(measured, machine=describe(device))
     except UserError as error:

@@ -34,7 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "model", nargs="*", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library: the layers to measure; the first "
         "one's optimizer stands for all. None: a default set of widths, from which other models are predicted by FLOPs and flagged as extrapolated: "
         "qwen2.5-3b, llama-3.1-8b, qwen2.5-14b at 32x1024, 4x1024, 16x1024, 8x4096; on a GPU below 64 GiB, or a host below 32, qwen3-0.6b, qwen2.5-1.5b, "
-        "qwen2.5-3b at a quarter of these batches; on a CPU, Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256",
+        "qwen2.5-3b at a quarter of these batches; on a CPU, Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256; --batch, --seq and --dtype are then the set's unless given",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="HARDWARE", help="the file to write, e.g. hardware.toml")
     parser.add_argument("--name", default="this-machine", help="the machine's name in reports")

@@ -93,7 +93,7 @@ def reference(kind: type[Reference], start: Masters, corpus: Corpus, steps: int,
 
 
 def own(plan: Plan, start: Masters, corpus: Corpus) -> Run:
-    threads = dict.fromkeys(lane_threads(), 1)
+    threads = dict.fromkeys(lane_threads(torch.device("cpu")), 1)
     with Executor(plan, config_of(MODEL), SETTINGS, torch.device("cpu"), threads=threads) as executor:
         state = ModelState(plan, executor.schedule, executor.arenas)
         state.load(lambda layer, name, shape: start[layer][name].view(shape))

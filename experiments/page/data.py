@@ -6,9 +6,9 @@ from collections import defaultdict
 from typing import Any
 
 from megatrain.experiments.compared_run import ComparedRun
+from megatrain.simulator.assessment import activations_bytes, plan_account
 from megatrain.simulator.draw import KIND_COLOURS, POOL_COLOURS, UNKNOWN
 from megatrain.simulator.memory import PLACES, WORKSPACE, usage
-from megatrain.simulator.planner import plan_account
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.units import format_bytes, format_count
 from megatrain.simulator.verdict import CLASSES, class_of
@@ -60,7 +60,7 @@ def _memory(run: ComparedRun) -> dict[str, Any]:
     limits = {"device": plan.device_limit_bytes, "host": plan.host_limit_bytes}
     places: dict[str, Any] = {}
     for timeline in (run.predicted, run.measured):
-        steps = usage(run.schedule, timeline, costs.activations_bytes(plan.model, plan.workload))
+        steps = usage(run.schedule, timeline, activations_bytes(plan.model, plan.workload, costs))
         if workspace := account.pools.get(WORKSPACE):
             steps[WORKSPACE] = [(0, workspace)]
         for place in PLACES:

@@ -1,4 +1,5 @@
-"""Shows what a proof found: `python -m megatrain.experiments.prove.show DIR` writes `table.md` and `errors.png` into DIR, from its stored rows alone.
+"""Shows what a proof found: `python -m megatrain.experiments.prove.show DIR` writes `table.md`, `summary.json` and `errors.png` into DIR, from its
+stored rows alone.
 
 With `--case TEXT` it compares one case op by op, as `megatrain compare` does a run: the table is printed; `comparison.json`, `trace.json`, `timeline.png` and
 `errors.png` go into a folder of their own. That needs the case's stored timeline, and predicts with today's simulator.
@@ -15,6 +16,7 @@ from megatrain.experiments import options
 from megatrain.experiments.prove.compared import compared
 from megatrain.experiments.prove.picture import draw
 from megatrain.experiments.prove.rows import Row, read_rows
+from megatrain.experiments.prove.summary import summarize
 from megatrain.experiments.prove.table import markdown
 from megatrain.experiments.prove.timelines import read_timelines
 from megatrain.experiments.script import ended
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     options.check_writable(out / "table.md")
     draw(rows, out / "errors.png")
     write_text(out / "table.md", markdown(rows))
-    print(f"wrote table.md and errors.png into {out}")
+    write_json(out / "summary.json", summarize(rows))
+    print(f"wrote table.md, summary.json and errors.png into {out}")
     return 0
 
 

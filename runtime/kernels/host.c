@@ -1,6 +1,6 @@
 /* AdamW, sums of squares and sums of gradients for a CPU: each in one pass over memory, with the bits of runtime/optimizer.py, which says
  * what they compute. Plain loops, for the compiler to vectorise. The bits hold where it keeps IEEE arithmetic as written: no fast-math, no
- * contraction into fused multiply-adds. Nothing here needs alignment beyond that of the types, and no share depends on another. */
+ * contraction into fused multiply-adds. Nothing here needs alignment beyond that of the types, and no block depends on another. */
 
 #include <math.h>
 #include <stdint.h>

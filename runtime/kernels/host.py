@@ -23,17 +23,9 @@ import torch
 _SOURCE = Path(__file__).with_name("host.c")
 _INCLUDED = _SOURCE.with_name("shares.h")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)  # never fast-math: the bits are promised
-BLOCK = 2**14  # elements: shares of an op on several threads want to be even
+# never fast-math: the bits are promised
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread")
+BLOCK = 2**14  # elements that one of several threads takes at a time: 0.05 ms of an update, and four rows of a sum
 _DIGEST = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
 
@@ -42,9 +34,7 @@ class HostKernels:
     """The functions of one compiled library. Tensors are contiguous, in host memory, of the dtypes that each says; any run of elements will do."""
 
     def __init__(self, library: ctypes.CDLL, threads: int = 1, block: int = BLOCK) -> None:
-        """`threads`: of the library's own, with the caller's; each takes a share of an op, in multiples of `block` elements, which is one of 4,096. More
-        than one until `close`.
-        """
+        """`threads`: of the library's own, with the caller's; they take an op's elements `block` by block, a multiple of 4,096. More than one until `close`."""
         pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
         def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
@@ -66,7 +56,7 @@ class HostKernels:
         return HostKernels(self._library, threads, block)
 
     def close(self) -> None:
-        """Ends the threads. No call may be under way; later ones run on the caller's."""
+        """Ends the threads. No call may be under way; later ones run on the caller's. Not for a process that was forked since: threads are not."""
         if self._team is not None:
             self._disband(self._team)
             self._team = None

@@ -24,7 +24,7 @@ from megatrain.runtime.groups import refuse_unmatched
 from megatrain.runtime.layers.attention import refuse_attention
 from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.machine import default_device, device_bytes, forget_device_memory, host_bytes, make_deterministic
+from megatrain.runtime.machine import default_device, device_bytes, forget_device_memory, grow_segments, host_bytes, make_deterministic
 from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.training.config import Config, checked, with_data
@@ -75,6 +75,7 @@ class Trainer:
         """
         self.plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
         self.config = checked(config if not isinstance(data, Path | str) else with_data(config, str(data)))
+        grow_segments()
         self.device = device or default_device()
         origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(model if model is not None else origin / self.plan.source if (origin / self.plan.source).exists() else self.plan.source)

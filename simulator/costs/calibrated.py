@@ -164,7 +164,8 @@ class Calibrated(Shared):
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
         """Of this very shape, or of the same layers on a line over the tokens: it has fixed parts, so one point does not scale. A head whose loss comes in
-        one chunk sums up no gradients, so it is on a line with its like alone. With rows packed the other way the same, but for the mask. None with other chunks of the loss, whose logits are the most of a head's.
+        one chunk sums up no gradients, so it is on a line with its like alone. With rows packed the other way the same, but for the mask. None with other
+        chunks of the loss, whose logits are the most of a head's.
         """
         if self.table.loss_chunk not in (0, workload.loss_chunk):
             return None

@@ -90,7 +90,7 @@ def test_tables_and_picture_need_the_rows_alone(rows: list[Row], tmp_path: Path,
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"name": "cut o')
     assert show.main([str(tmp_path)]) == 0
-    assert f"wrote table.md and errors.png into {tmp_path}" in capsys.readouterr().out
+    assert f"wrote table.md, summary.json and errors.png into {tmp_path}" in capsys.readouterr().out
     assert (tmp_path / "table.md").read_text() == markdown(rows)
     picture = (tmp_path / "errors.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")

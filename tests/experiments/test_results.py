@@ -8,6 +8,8 @@ import pytest
 
 from megatrain.experiments.compared_run import compare_run
 from megatrain.experiments.prove.again import moved_in
+from megatrain.experiments.prove.rows import read_rows
+from megatrain.experiments.prove.summary import Summary, summarize
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.error_report import ErrorReport
@@ -50,6 +52,8 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
 def test_a_stored_proof_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
     assert moved_in(folder) == []
+    summary = summarize(read_rows(folder / "rows.jsonl"))
+    assert convert(read_json(folder / "summary.json"), Summary, "summary.json") == summary
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)

@@ -92,3 +92,13 @@ def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
     turns, spreads = contention._measure_turns(templates, arenas, layer, work["compute"], threads, torch.device("cpu"))
     assert isinstance(turns, Turns)
     assert spreads.keys() == {"turns.wait_ns", "turns.forward_loss", "turns.backward_loss"}
+
+
+def test_a_lane_that_fails_ends_the_others() -> None:
+    """As where a small GPU's memory runs out: the rest would wait for it for ever."""
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        contention.run_together({"compute": fail, "cpu": lambda: None}, {"compute": 1, "cpu": 1}, torch.device("cpu"))

@@ -113,7 +113,7 @@ def test_usage_never_exceeds_the_account_and_ends_where_it_began(make_plan: Call
     assert max(size for _, size in steps["device.activations"]) == pools["device.activations"] == 1000
 
 
-@pytest.mark.parametrize("stored", sorted(Path("experiments/results").glob("*/hardware.toml")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("stored", sorted((Path(__file__).parents[2] / "experiments" / "results").glob("*/hardware.toml")), ids=lambda path: path.parent.name)
 def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> None:
     """Compiled layers keep less; of those the formula is too much, and never too little."""
     table = HardwareSpec.load(str(stored)).costs
