@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megatrain.experiments.commands import calibrate, check, compare, export, figures, plan, report, simulate, sweep, train
 from megatrain.experiments.options import OneLineParser
+from megatrain.experiments.script import path_error
 from megatrain.simulator.errors import Interrupted, RunError, UserError
 
 VERBS = {
@@ -57,10 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `megatrain ... | head`: the reader has seen enough; what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # a path that no check of ours foresaw: a name too long, a folder that may not be entered, a full disk
-        if error.filename is None or error.strerror is None:
+    except OSError as error:
+        if (shown := path_error(error)) is None:
             raise
-        shown = UserError(str(error.filename), found=error.strerror.lower(), allowed="a path that can be used", fix="check the path and its permissions")
         print(f"megatrain: {shown}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:

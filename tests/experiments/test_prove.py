@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatrain.experiments.prove.suites import BEST, Case, Suite, refuse_grid, s
 from megatrain.experiments.prove.summary import format_summary, kendall_tau, summarize
 from megatrain.experiments.prove.timelines import StoredTimeline, read_timelines
 from megatrain.experiments.row_file import append_row
+from megatrain.experiments.script import ended
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
@@ -264,3 +266,28 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
     predicted = simulate(schedule, costs)
     assert replay_error(schedule, predicted, costs) == 0
     assert compared(schedule, predicted, costs).errors.engine_error == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"), "prove: /proc/x: found no such file or directory; "),
+        (OSError(errno.ENOSPC, "No space left on device"), "prove: output: found no space left on device; "),
+    ],
+)
+def test_a_path_that_no_check_foresaw_is_told_in_one_line(capsys: pytest.CaptureFixture[str], error: OSError, told: str) -> None:
+    def fail() -> int:
+        raise error
+
+    assert ended("prove", fail) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert said.count("\n") == 1
+
+
+def test_an_error_of_no_path_is_not_swallowed() -> None:
+    def fail() -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        ended("prove", fail)
