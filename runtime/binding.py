@@ -13,6 +13,7 @@ from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.templates import Saved, Templates, layer_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.memory.mirror import Mirror
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._clipping import RATIO_ROW
 from megatrain.simulator.policies._layerwise import ATTENTION, contributions
@@ -43,11 +44,28 @@ class Binder:
         self.plan, self.schedule, self.arenas, self.templates, self.settings, self.state = plan, schedule, arenas, templates, settings, state
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self._host_workers = host_workers
+        on_device = {buffer for op in schedule.ops if op.lane == "cpu" for buffer in op.reads if buffer.startswith("device.")}
+        self._mirrors = {buffer: Mirror(self._floats(buffer)) for buffer in sorted(on_device)} if arenas.device.type == "cuda" else {}
+        """of the losses, norms and factors that ops of the host read"""
 
     def bind(self, op: Op) -> Run:
         """What `op` does."""
-        run: Run = getattr(self, f"_{op.kind}")(op)
+        work: Run = getattr(self, f"_{op.kind}")(op)
+        read, written = (self._mirrored(op.reads), []) if op.lane == "cpu" else ([], self._mirrored(op.writes))
+        if not read and not written:
+            return work
+
+        def run() -> None:
+            for mirror in read:
+                mirror.wait()
+            work()
+            for mirror in written:
+                mirror.send()
+
         return run
+
+    def _mirrored(self, buffers: Sequence[str]) -> list[Mirror]:
+        return [self._mirrors[buffer] for buffer in buffers if buffer in self._mirrors]
 
     def tokens(self, micro: int) -> torch.Tensor:
         """[2 or 3, batch, sequence] int64: ids, labels and, where the workload has them, documents of a micro-batch, on the device."""
@@ -277,17 +295,24 @@ class Binder:
 
         return run
 
+    def _floats(self, buffer: str) -> torch.Tensor:
+        """All of a buffer of losses, norms or factors, fp32."""
+        return self.arenas.flat(buffer, torch.float32, self.schedule.buffer[buffer].bytes // 4)
+
+    def _values(self, op: Op, buffer: str, count: int) -> torch.Tensor:
+        """The first `count` of them, where `op` computes."""
+        return (self._mirrors[buffer].landed if op.lane == "cpu" and buffer in self._mirrors else self._floats(buffer))[:count]
+
     def _clip(self, op: Op) -> Run:
-        scalars = {buffer: self.arenas.flat(buffer, torch.float32, 1)[0] for buffer in op.reads}
+        scalars = {buffer: self._values(op, buffer, 1)[0] for buffer in op.reads}
         losses = [scalar for buffer, scalar in scalars.items() if ".losses:" in buffer]
         if op.layer and self.plan.workload.clipping == "update":
             return self._scales(op, losses)
         sums = [scalar for buffer, scalar in scalars.items() if ".losses:" not in buffer]
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
-        here = self._reader(op)
 
         def run() -> None:
-            factor = here(optimizer.finite_or_nan(losses))
+            factor = optimizer.finite_or_nan(losses)
             if sums:
                 clip, norm = optimizer.clip_coefficient(sums, self.settings.max_norm)
                 result.copy_(torch.stack([factor * clip, norm]))
@@ -296,41 +321,24 @@ class Binder:
 
         return run
 
-    def _reader(self, op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Brings one fp32 value to where `op` computes. A host lane waits for the copy of these 4 bytes alone."""
-        if op.lane != "cpu" or self.arenas.device.type != "cuda":
-            return lambda value: value
-        landing = torch.empty(1, dtype=torch.float32, pin_memory=True)
-
-        def read(value: torch.Tensor) -> torch.Tensor:
-            if value.device.type != "cuda":
-                return value
-            landing[0].copy_(value, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(value.device))
-            arrived.synchronize()
-            return landing[0].clone()
-
-        return read
-
     def _scales(self, op: Op, losses: list[torch.Tensor]) -> Run:
         """Of a layer: each tensor's factor on the learning rate."""
         tensors = self.plan.model.stack[op.layer].tensors
         rows = self.arenas.flat(op.reads[0], torch.float32, op.parameters // RATIO_ROW).split([tensor.padded // RATIO_ROW for tensor in tensors])
         result = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
         elements = torch.tensor([tensor.elements for tensor in tensors], dtype=torch.float32, device=result.device)
-        workers, here = self._workers(op), self._reader(op)
-        return lambda: result.copy_(optimizer.update_scales(rows, elements, workers) * here(optimizer.finite_or_nan(losses)))
+        workers = self._workers(op)
+        return lambda: result.copy_(optimizer.update_scales(rows, elements, workers) * optimizer.finite_or_nan(losses))
 
     def _runs(self, op: Op, factor: str) -> list[tuple[slice, Treatment, torch.Tensor | None, torch.Tensor | None]]:
         """Elements of `op` that are treated alike, and how: decay and rate, the factor on their gradient, and on their learning rate."""
         layer = self.plan.model.stack[op.layer]
         if self.plan.workload.clipping != "update":
-            clip = self.arenas.flat(factor, torch.float32, 1)[0]
+            clip = self._values(op, factor, 1)[0]
             return [(part, treated, clip, None) for part, treated in stretches(self.settings, layer, op.offset, op.parameters)]
         start = -op.offset
         made: list[tuple[slice, Treatment, torch.Tensor | None, torch.Tensor | None]] = []
-        for tensor, scale in zip(layer.tensors, self.arenas.flat(factor, torch.float32, len(layer.tensors)), strict=True):
+        for tensor, scale in zip(layer.tensors, self._values(op, factor, len(layer.tensors)), strict=True):
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
                 made.append((part, treatment(self.settings, layer, tensor), None, scale))
@@ -347,15 +355,14 @@ class Binder:
         weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
         source = self._elements(sources[0], self.dtype, op) if sources else None
         workers = self._workers(op)
-        runs, here = self._runs(op, factor), self._reader(op)
+        runs = self._runs(op, factor)
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for part, treated, *factors in runs:
-                    clip, scale = (None if factor is None else here(factor) for factor in factors)
+                for part, treated, clip, scale in runs:
                     optimizer.update(
                         weights[part], None if low is None else low[part], moments[:, part], g[part], settings=self.settings,
                         rate=rate * treated.rate_factor, number=number, clip=clip, scale=scale, workers=workers, weight_decay=treated.weight_decay,

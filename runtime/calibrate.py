@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from megatrain.runtime import machine
 from megatrain.runtime.executor import lane_threads
 from megatrain.runtime.memory.kept_memory import KeptMemory
+from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.rates import Rates, measure_rates
 from megatrain.runtime.repeats import rounded, spread
 from megatrain.runtime.trial import Trial, run_trial
@@ -57,6 +58,7 @@ _SECONDS = 2.0  # of steps at least, under each plan: a shared machine's speed w
 _QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
+_HOST_RUNS = 3  # of the host's optimizer, the last thing that is run
 _OPTIMIZER_KINDS = ("update", "norm", "clip", "ratios")
 Samples = dict[tuple[str, str | int], list[int]]
 """(cost table's key, size or shape) -> durations in ns"""
@@ -87,6 +89,8 @@ class _Bench:
         self.samples: Samples = {}
         self.amounts: dict[tuple[str, str | int], int] = {}
         """what compute ops are scaled by"""
+        self.growths: list[int] = []
+        """bytes that the process took beside its pools, of each run that had some on the host"""
 
     def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None) -> Plan:
         knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, placement=placement or Placement())
@@ -104,9 +108,12 @@ class _Bench:
     def run(self, subject: Subject, plan: Plan, kinds: Iterable[str], *, alone: bool = False, evaluates: bool = False) -> Trial:
         """Steady steps of `plan`; what ops of `kinds` took is collected. `alone`: one op after the other, whatever the lane."""
         schedule = serialized(lower(plan)) if alone else lower(plan)
-        trial = run_trial(
-            plan, subject.config, self.device, steps=_STEPS, seconds=_SECONDS, schedule=schedule, host_memory=self.memory, evaluates=evaluates
-        )  # fmt: skip
+        with growth() as grown:
+            trial = run_trial(
+                plan, subject.config, self.device, steps=_STEPS, seconds=_SECONDS, schedule=schedule, host_memory=self.memory, evaluates=evaluates,
+            )  # fmt: skip
+        if trial.host_bytes:
+            self.growths += grown
         for op in trial.schedule.ops:
             if op.kind in kinds:
                 self._collect(plan, op, [timeline.by_op[op.id].duration_ns for timeline in trial.timelines])
@@ -261,8 +268,13 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
         curves={kind: _ascending(points) for kind, points in curves.items()}, compute=compute, loss_chunk=loss_chunk,
         activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
         workspace={point.shape: point.workspace for point in points if point.workspace}, contention=lanes.pairs, host_memory=lanes.host_memory,
-        turns=lanes.turns, fixed=rates.fixed, dispatch_ns=_dispatch(waits), spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
+        turns=lanes.turns, fixed=rates.fixed, process_bytes=_process_bytes(bench.growths) if device.type == "cuda" else 0, dispatch_ns=_dispatch(waits), spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
+
+
+def _process_bytes(growths: list[int]) -> int:
+    """Of the last runs, those of the host's optimizer: the first ones loaded libraries. Without a GPU the pools that stand for its memory would count too."""
+    return round(statistics.median(growths[-_HOST_RUNS:])) if growths else 0
 
 
 def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:

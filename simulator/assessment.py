@@ -10,7 +10,7 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
-from megatrain.simulator.memory import ACTIVATIONS, Account, account, workspace_beside
+from megatrain.simulator.memory import ACTIVATIONS, PROCESS, Account, account, workspace_beside
 from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.plan import Knobs, Plan, Prediction
 from megatrain.simulator.policies._layerwise import blocks_of
@@ -76,7 +76,8 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)
     workspace = workspace_beside(costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload), schedule, activations)
-    return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace)
+    beside = {PROCESS: costs.process_bytes} if costs.process_bytes and any(buffer.place == "host" for buffer in schedule.buffers) else None
+    return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace, beside)
 
 
 def activations_bytes(model: ModelSpec, workload: Workload, costs: CostModel) -> int:

@@ -111,6 +111,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """tokens of a chunk of the loss with which heads were measured; 0 where that was not noted"""
     step_overhead_ns: int = 0
     """host time per step outside the schedule"""
+    process_bytes: int = 0
+    """host memory that a process with state on the host takes beside its pools: threads, the driver's queues, staging"""
     fixed: FixedCosts | None = None
     dispatch_ns: dict[str, int] = {}
     """lane -> time from an op being ready to its start"""
@@ -155,6 +157,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for field in workspace.__struct_fields__:
                 _at_least(f"costs.workspace.{shape}.{field}", getattr(workspace, field), 0)
         _at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
+        _at_least("costs.process_bytes", self.process_bytes, 0)
         _check_lanes("costs", self.contention, self.dispatch_ns)
 
 

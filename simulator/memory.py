@@ -24,6 +24,8 @@ from megatrain.simulator.units import format_bytes
 WORKSPACE = "device.workspace"
 ACTIVATIONS = "device.activations"
 """of layers that are recomputed"""
+PROCESS = "host.process"
+"""what the process takes beside its pools"""
 PLACES = ("device", "host")
 _KNOBS = {"device.weights": "weight_slots", "device.gradients": "gradient_slots", "host.slabs": "gradient_slabs", ACTIVATIONS: "checkpoint_interval"}
 

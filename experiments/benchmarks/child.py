@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from megatrain.experiments.benchmarks import own
-from megatrain.experiments.benchmarks.steps import Measured, host_peak_bytes, repeat
+from megatrain.experiments.benchmarks.steps import Measured, repeat
 from megatrain.runtime.machine import default_device, describe, forget_device_memory, grow_segments
+from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from megatrain.experiments.allocation_bar import allocation_bar
-from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Reading, host_peak_bytes, random_tokens, repeat
+from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Reading, random_tokens, repeat
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import ModelState, Weights, random_weights
@@ -15,6 +15,7 @@ from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.templates import config_of, layer_tensors
 from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.hardware import COMPUTE_KINDS
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import executable

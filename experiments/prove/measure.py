@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
-import psutil
 import torch
 
-from megatrain.experiments.benchmarks.steps import host_peak_bytes
 from megatrain.experiments.prove.compared import compared
 from megatrain.experiments.prove.rows import Row
 from megatrain.experiments.prove.suites import BEST, Case, Suite
@@ -22,6 +16,7 @@ from megatrain.experiments.prove.variants import VARIANTS
 from megatrain.runtime import machine
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.kept_memory import KeptMemory
+from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.trial import run_trial
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
@@ -71,7 +66,7 @@ def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.d
         machine=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
     try:
-        with _growth() as growth:
+        with growth() as grown:
             trial = run_trial(
                 plan, config_of(plan.model), device, steps=STEPS, seconds=SECONDS, schedule=policies.executable(plan), host_memory=memory, watches=False
             )  # fmt: skip
@@ -83,7 +78,7 @@ def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.d
     report = compared(trial.schedule, measured, costs).errors
     row = msgspec.structs.replace(
         row, steps=tuple(round(seconds, 6) for seconds in trial.seconds), step_seconds=statistics.median(trial.seconds),
-        device_peak_bytes=trial.device_peak_bytes, host_bytes=trial.host_bytes + (growth[0] if growth else 0), host_pool_bytes=trial.host_bytes,
+        device_peak_bytes=trial.device_peak_bytes, host_bytes=trial.host_bytes + (grown[0] if grown else 0), host_pool_bytes=trial.host_bytes,
         replay_error=report.engine_error, kinds={kind.kind: (kind.predicted_seconds, kind.measured_seconds) for kind in report.kinds},
     )  # fmt: skip
     return row, StoredTimeline.of(case.name, measured, trial.schedule)
@@ -96,17 +91,3 @@ def load_libraries(model: ModelSpec, device: torch.device) -> None:
         workload=Workload(batch=2, sequence=128), knobs=Knobs(placement=Placement(host_updated="all")),
     )  # fmt: skip
     run_trial(plan, config_of(model), device, steps=1, seconds=0.0)
-
-
-@contextlib.contextmanager
-def _growth() -> Iterator[list[int]]:
-    """Gets the bytes by which this process was larger, at most, than at the start; nothing where the system does not tell."""
-    found: list[int] = []
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew: proc(5)
-        before = psutil.Process(os.getpid()).memory_info().rss
-    except OSError:
-        before = 0
-    yield found
-    if before and (peak := host_peak_bytes()):
-        found.append(max(peak - before, 0))

@@ -44,7 +44,7 @@ class Calibrated(Shared):
         self.sharing = sharing or Sharing(table.contention)
         self._elementwise = elementwise
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
-        self.step_overhead_ns = table.step_overhead_ns
+        self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
 
     def duration_ns(self, op: Op) -> int:

@@ -21,7 +21,7 @@ class Changed:
     def __init__(self, costs: CostModel, change: Callable[[Op], Op], slower: Mapping[str, float] | None = None, both_slower: float = 1.0) -> None:
         """`both_slower`: how many times longer copies take, besides `slower`, while both directions of the link are busy."""
         self.costs, self.change, self.slower, self.both_slower = costs, change, slower or {}, both_slower
-        self.dispatch_ns, self.step_overhead_ns = costs.dispatch_ns, costs.step_overhead_ns
+        self.dispatch_ns, self.step_overhead_ns, self.process_bytes = costs.dispatch_ns, costs.step_overhead_ns, costs.process_bytes
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return self.costs.sizes(schedule)

@@ -26,6 +26,10 @@ class CostModel(Protocol):
     def step_overhead_ns(self) -> int:
         """Host time per step outside the schedule."""
 
+    @property
+    def process_bytes(self) -> int:
+        """Host memory that a process with state on the host takes beside its pools; 0 where that was not measured."""
+
     def sizes(self, schedule: Schedule) -> Sizes:
         """One op of each cost, and for every op of the schedule which of them it costs as: the players ask once a size, not once an op."""
 
@@ -52,6 +56,7 @@ class Shared(abc.ABC):
     """What cost models have in common: ops of one size cost the same, and share what `sharing` says."""
 
     sharing: Sharing
+    process_bytes = 0
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return schedule.sizes

@@ -18,7 +18,8 @@ import torch
 from megatrain.experiments import benchmark
 from megatrain.experiments.baselines import zero3
 from megatrain.experiments.benchmarks import child, own
-from megatrain.experiments.benchmarks.steps import Parts, host_peak_bytes
+from megatrain.experiments.benchmarks.steps import Parts
+from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.hardware import COMPUTE_KINDS
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
