@@ -58,7 +58,8 @@ _SECONDS = 2.0  # of steps at least, under each plan: a shared machine's speed w
 _QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
-_HOST_RUNS = 3  # of the host's optimizer, the last thing that is run
+_CHUNKS = (2**24, 2**26)  # of weights, that the host updates at a time: a plan's lie between 2**22 and 2**28
+_HOST_RUNS = 2 + len(_CHUNKS)  # of the host's optimizer, the last thing that is run
 _OPTIMIZER_KINDS = ("update", "norm", "clip", "ratios")
 Samples = dict[tuple[str, str | int], list[int]]
 """(cost table's key, size or shape) -> durations in ns"""
@@ -92,8 +93,8 @@ class _Bench:
         self.growths: list[int] = []
         """bytes that the process took beside its pools, of each run that had some on the host"""
 
-    def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None) -> Plan:
-        knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, placement=placement or Placement())
+    def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None, chunk_bytes: int = _CHUNKS[-1]) -> Plan:
+        knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, chunk_bytes=chunk_bytes, placement=placement or Placement())
         return Plan(
             policy=policy,
             hardware="",
@@ -209,7 +210,8 @@ def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload)
     """
     small, kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
     bench.run(subject, bench.plan("sequential", small, workload), kinds)
-    bench.run(subject, bench.plan("overlapped", small, workload, Placement(host_updated="all")), ("cpu_update",), alone=True)
+    for chunk_bytes in _CHUNKS:
+        bench.run(subject, bench.plan("overlapped", small, workload, Placement(host_updated="all"), chunk_bytes), ("cpu_update",), alone=True)
     bench.run(subject, bench.plan("sequential", small, msgspec.structs.replace(workload, accumulation=2)), kinds)
 
 
