@@ -14,7 +14,7 @@ _HEADING = """A machine, measured by `{command}`. GB are 10^9 bytes; ns are 10^-
 Each measured number is a median or a mean; costs.spread, the last section, has under its name the interquartile range of its repeats over their median.
 `megatrain calibrate --again` measures all of it anew, and says whether the two agree within these spreads.
 Derived, so without a spread: what begins with h2d and d2h, link_latency_ns, cpu_update_per_s (from costs.curves), duplex_fraction (from costs.contention),
-linear_efficiency (from costs.compute), costs.host_memory (fitted to the windows of costs.contention). Bytes are counted, and have none either.
+linear_efficiency (from costs.compute). Bytes are counted, and have none either.
 attention_efficiency and attention_half_tokens are an H200's, not measured here; uncertainty is stated, of what is predicted from the rates alone."""
 _COMMENTS = {
     "h2d_curve": "[bytes of a copy, GB/s], to the device and to the host",
@@ -23,10 +23,9 @@ _COMMENTS = {
     "costs": "What was measured op by op: used instead of the rates above.",
     "costs.fixed": "What one launch of a kernel and one recording of an event cost the host, and the rates of new pages; for the reader alone.",
     "costs.dispatch_ns": "Of each lane, ns from an op being ready to its start.",
-    "costs.contention": "Of each lane, the share of its speed that it keeps while the other lane is busy too.",
+    "costs.contention": "Of each lane, the share of its speed that it keeps while the other lane is busy too; h2d+d2h: while both are. 1 where its spread hides it.",
     "costs.turns": "How updates and layers share the device: ns that an update waits for its turn, and what compute loses of its speed\n"
     "for each share of its own that the update has. Used instead of the contention between the two.",
-    "costs.host_memory": "The host's DRAM, fitted: used instead of the contention between the link and the cpu lane.",
     "costs.curves": "[size, ns] by kind of op. The size is bytes for load_weights and save_gradients, which stand for every copy to the device and to the host,\n"
     "and parameters for all others; 0 for what has none. KIND@LANE: on that lane instead of its usual one. KIND:add: onto a sum. KIND:wide: of an fp32 gradient.",
     "costs.compute": "[amount, ns] by kind of op and shape. Another shape's time is in proportion to the amount: FLOPs, or elements of an embedding.\n"

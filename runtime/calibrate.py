@@ -54,7 +54,9 @@ from megatrain.simulator.workload import Workload
 _LAYERS = 3
 _LEAST_ATTENTION = 0.05  # of a recompute's FLOPs: below, nobody keeps it (a tenth of the time on an H200)
 _STEPS = 3
-_SECONDS = 2.0  # of steps at least, under each plan: a shared machine's speed wanders within seconds
+_SECONDS = 1.5  # of steps at least, under each plan: a shared machine's speed wanders within seconds
+_HOST_SECONDS = 1.0  # of the host's optimizer, which is run several times: its speed wanders by a tenth within minutes
+_HOST_TURNS = 4
 _QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
@@ -106,12 +108,14 @@ class _Bench:
             knobs=knobs,
         )
 
-    def run(self, subject: Subject, plan: Plan, kinds: Iterable[str], *, alone: bool = False, evaluates: bool = False) -> Trial:
+    def run(
+        self, subject: Subject, plan: Plan, kinds: Iterable[str], *, alone: bool = False, evaluates: bool = False, seconds: float | None = None
+    ) -> Trial:  # fmt: skip
         """Steady steps of `plan`; what ops of `kinds` took is collected. `alone`: one op after the other, whatever the lane."""
         schedule = serialized(lower(plan)) if alone else lower(plan)
         with growth() as grown:
             trial = run_trial(
-                plan, subject.config, self.device, steps=_STEPS, seconds=_SECONDS, schedule=schedule, host_memory=self.memory, evaluates=evaluates,
+                plan, subject.config, self.device, steps=_STEPS, seconds=_SECONDS if seconds is None else seconds, schedule=schedule, host_memory=self.memory, evaluates=evaluates,
             )  # fmt: skip
         if trial.host_bytes:
             self.growths += grown
@@ -172,18 +176,17 @@ def calibrate(
             progress("memory: touching and registering it")
             with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
                 bench.memory.reserve(needed)
-        progress("optimizer on the host, whole layers, chunks, accumulating")
-        _measure_host_optimizer(bench, subject, quick)
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
-        points = []
-        for each in (subject, *others):
-            for point in dict.fromkeys((workload, *grid)):
-                progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
-                points.append(bench.layers(each, point, workload))
-        progress("optimizer on the host, again")  # the host of a shared machine wanders by a tenth within minutes
-        _measure_host_optimizer(bench, subject, quick)
+        points, wanted = [], list(itertools.product((subject, *others), dict.fromkeys((workload, *grid))))
+        every = -(-len(wanted) // (_HOST_TURNS - 1))
+        for number, (each, point) in enumerate(wanted):
+            if number % every == 0:
+                _measure_host_optimizer(bench, subject, quick, 1 + number // every)
+            progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
+            points.append(bench.layers(each, point, workload))
+        _measure_host_optimizer(bench, subject, quick, 1 + -(-len(wanted) // every))
         progress("copies and rates")
         rates = measure_rates(small, workload, config, device, lane_threads(device))
     finally:
@@ -204,15 +207,18 @@ def calibrate(
     )  # fmt: skip
 
 
-def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
-    """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them. Measured again, their samples are pooled: where the host
-    is another one by then, the median lies between the two and the spread says so.
+def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload, turn: int) -> None:
+    """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them. Measured several times, their samples are pooled: where the
+    host's speed wanders, the median lies between and the spread says so.
     """
+    bench.progress(f"optimizer on the host, whole layers, chunks, accumulating, turn {turn}")
     small, kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
-    bench.run(subject, bench.plan("sequential", small, workload), kinds)
+    bench.run(subject, bench.plan("sequential", small, workload), kinds, seconds=_HOST_SECONDS)
     for chunk_bytes in _CHUNKS:
-        bench.run(subject, bench.plan("overlapped", small, workload, Placement(host_updated="all"), chunk_bytes), ("cpu_update",), alone=True)
-    bench.run(subject, bench.plan("sequential", small, msgspec.structs.replace(workload, accumulation=2)), kinds)
+        bench.run(
+            subject, bench.plan("overlapped", small, workload, Placement(host_updated="all"), chunk_bytes), ("cpu_update",), alone=True, seconds=_HOST_SECONDS
+        )
+    bench.run(subject, bench.plan("sequential", small, msgspec.structs.replace(workload, accumulation=2)), kinds, seconds=_HOST_SECONDS)
 
 
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
@@ -269,7 +275,7 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
         measured_on=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"),
         curves={kind: _ascending(points) for kind, points in curves.items()}, compute=compute, loss_chunk=loss_chunk,
         activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
-        workspace={point.shape: point.workspace for point in points if point.workspace}, contention=lanes.pairs, host_memory=lanes.host_memory,
+        workspace={point.shape: point.workspace for point in points if point.workspace}, contention=lanes.kept,
         turns=lanes.turns, fixed=rates.fixed, process_bytes=_process_bytes(bench.growths) if device.type == "cuda" else 0, dispatch_ns=_dispatch(waits), spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
 

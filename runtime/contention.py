@@ -1,6 +1,7 @@
 """Contention: units of each lane's work a second, alone and while other lanes are busy, and how much they slow each other.
 
-Every combination of lanes runs for one window of time. A number comes from the whole windows; its spread from windows cut into equal parts, with the number
+Every pair of lanes runs for one window of time, and so do the three that share the host's DRAM: with both directions of the link busy the cores keep more than
+both pairs' shares multiplied, and the link less. A number comes from the whole windows; its spread from windows cut into equal parts, with the number
 worked out anew from the first part of each, from the second, and so on.
 """
 
@@ -22,11 +23,11 @@ from megatrain.runtime.lanes import DEVICE_LANES
 from megatrain.runtime.layers.templates import Templates, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.repeats import Work, spread
-from megatrain.simulator.fit import HostRates, fit_host_memory
-from megatrain.simulator.hardware import HostMemory, Turns
+from megatrain.simulator.hardware import Turns
 from megatrain.simulator.specs import LayerSpec
 
 _WINDOW_SECONDS = 0.5
+_DRAM_WINDOWS = 2  # such windows for what shares the host's DRAM, which wanders most
 _PARTS = 8  # of a window
 _UPDATED = 2**25  # parameters in a unit of an update, at most
 _MOST_UPDATED = 2**28  # of the largest: 3.5 GiB
@@ -41,10 +42,8 @@ Speeds = Mapping[tuple[str, ...], Mapping[str, float]]
 class Contention(NamedTuple):
     """What was found."""
 
-    pairs: dict[str, dict[str, float]]
-    """lane -> other lane -> share of its speed that the first keeps"""
-    host_memory: HostMemory | None
-    """what the link and the host's cores share, where there is a link and its copies suffer from them; fitted to the same windows"""
+    kept: dict[str, dict[str, float]]
+    """lane -> other lane, or others -> share of its speed that the first keeps, as in CostTable"""
     turns: Turns | None
     """how the update lane's kernels and those of compute share the device, where there is one"""
     spread: dict[str, float]
@@ -59,42 +58,28 @@ def measure_contention(
     runs = _measure_together(work, threads, device)
     whole, *parts = [{lanes: {lane: rates[turn] for lane, rates in found.items()} for lanes, found in runs.items()} for turn in range(1 + _PARTS)]
     spreads = {f"contention.{lane}.{other}": spread([shares(part)[lane, other] for part in parts]) for lane, other in shares(whole)}
-    memory = host_memory(whole, _traffic(layer, templates.dtype.itemsize, largest)) if cuda else None
     turns, spreads_of_turns = _measure_turns(templates, arenas, layer, work["compute"], threads, device) if cuda else (None, {})
-    return Contention(pairs(whole), memory, turns, spreads | spreads_of_turns)
+    return Contention(kept(whole, spreads), turns, spreads | spreads_of_turns)
 
 
 def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
-    """(lane, other lane) -> the first's speed beside the other, of its speed alone."""
-    found = {}
-    for lanes, both in speeds.items():
-        if len(lanes) == 2:
-            for lane, other in (lanes, lanes[::-1]):
-                found[lane, other] = both[lane] / speeds[lane,][lane]
+    """(lane, other lane or lanes, `h2d+d2h`) -> the first's speed beside them, of its speed alone."""
+    together = {lanes: rates for lanes, rates in speeds.items() if len(lanes) > 1}
+    return {
+        (lane, "+".join(other for other in lanes if other != lane)): rates[lane] / speeds[lane,][lane] for lanes, rates in together.items() for lane in lanes
+    }
+
+
+def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The same by lane, from 0.01 to 1: what is no further from 1 than its own spread is 1."""
+    found: dict[str, dict[str, float]] = {}
+    for (lane, others), share in shares(speeds).items():
+        clear = 1 - share > spreads.get(f"contention.{lane}.{others}", 0.0)
+        found.setdefault(lane, {})[others] = round(max(share, 0.01), 3) if clear else 1.0
     return found
 
 
-def pairs(speeds: Speeds) -> dict[str, dict[str, float]]:
-    """The same by lane, from 0.01 to 1."""
-    kept: dict[str, dict[str, float]] = {}
-    for (lane, other), share in shares(speeds).items():
-        kept.setdefault(lane, {})[other] = round(min(1.0, max(share, 0.01)), 3)
-    return kept
-
-
-def host_memory(speeds: Speeds, traffic: dict[str, int]) -> HostMemory | None:
-    """The fit to what link and cores reach alone and together. `traffic`: bytes in a unit of each lane's work."""
-
-    def rates(*lanes: str) -> HostRates:
-        return HostRates(**{lane: speeds[lanes][lane] * traffic[lane] / 1e9 for lane in lanes})
-
-    alone = HostRates(*(getattr(rates(lane), lane) for lane in HostRates._fields))
-    link = rates("h2d", "d2h")
-    duplex = min(1.0, link.h2d / alone.h2d, link.d2h / alone.d2h)
-    return fit_host_memory(alone, [rates("h2d", "cpu"), rates("d2h", "cpu"), rates(*_DRAM_LANES)], duplex)
-
-
-def run_together(work: Mapping[str, Work], threads: dict[str, int], device: torch.device) -> dict[str, Rates]:
+def run_together(work: Mapping[str, Work], threads: dict[str, int], device: torch.device, windows: int = 1) -> dict[str, Rates]:
     """Each lane's rates while all run: counted from when all have begun to when the first stops. Raises what a lane's work raises, when all have stopped."""
     counts: dict[str, list[float]] = {lane: [] for lane in work}
     stop, failures = threading.Event(), list[BaseException]()
@@ -125,7 +110,7 @@ def run_together(work: Mapping[str, Work], threads: dict[str, int], device: torc
         worker.start()
     while not stop.is_set() and not all(len(stamps) >= 2 for stamps in counts.values()):
         time.sleep(0.005)
-    stop.wait(_WINDOW_SECONDS)
+    stop.wait(windows * _WINDOW_SECONDS)
     while not stop.is_set() and not all(len(stamps) >= 5 for stamps in counts.values()):
         time.sleep(0.005)
     stop.set()
@@ -194,18 +179,13 @@ def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
     return min(largest, width * layer.elements)
 
 
-def _traffic(layer: LayerSpec, width: int, largest: int) -> dict[str, int]:
-    """Bytes copied, or read and written by the cores, in a unit of work: an update reads and writes master and moments, 12 bytes, and reads the gradient, 2."""
-    copied = _copied_bytes(layer, width, largest)
-    return {"h2d": copied, "d2h": copied, "cpu": 26 * _updated(layer)}
-
-
 def _measure_together(work: dict[str, Work], threads: dict[str, int], device: torch.device) -> dict[tuple[str, ...], dict[str, Rates]]:
     """Each lane alone, in pairs, and on a GPU both directions of the link beside the cores."""
     combinations: list[tuple[str, ...]] = [*itertools.combinations(work, 1), *itertools.combinations(work, 2)]
     if device.type == "cuda":
         combinations.append(_DRAM_LANES)
-    return {lanes: run_together({lane: work[lane] for lane in lanes}, threads, device) for lanes in combinations}
+    windows = {lanes: _DRAM_WINDOWS if set(lanes) <= set(_DRAM_LANES) else 1 for lanes in combinations}
+    return {lanes: run_together({lane: work[lane] for lane in lanes}, threads, device, windows[lanes]) for lanes in combinations}
 
 
 class _UpdateBeside(NamedTuple):

@@ -117,8 +117,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dispatch_ns: dict[str, int] = {}
     """lane -> time from an op being ready to its start"""
     contention: dict[str, dict[str, float]] = {}
-    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named"""
+    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named. `h2d+d2h`, for others, while both are"""
     host_memory: HostMemory | None = None
+    """instead of the contention between the link and the cpu lane"""
     turns: Turns | None = None
     """instead of the contention between compute and update"""
     curves: dict[str, tuple[tuple[int, int], ...]]
@@ -335,7 +336,8 @@ def _check_lanes(where: str, contention: dict[str, dict[str, float]], dispatch_n
     for lane, others in contention.items():
         _known(f"{where}: contention", lane, LANES)
         for other, rate in others.items():
-            _known(f"{where}: contention.{lane}", other, tuple(name for name in LANES if name != lane))
+            for name in other.split("+"):
+                _known(f"{where}: contention.{lane}", name, tuple(known for known in LANES if known != lane))
             if not 0.001 <= rate <= 1:
                 raise UserError(
                     f"{where}: contention.{lane}.{other}", found=rate, allowed="a rate from 0.001 to 1", fix="give the share of its speed that is left"

@@ -4,7 +4,7 @@ An op makes a `Demand`, and `Sharing.rates` says at what share of its full speed
 
 1. pairs. A lane runs at the product, over the other busy lanes, of the factors measured for the two. The two directions of the link have
    a curve where one was measured: small copies disturb each other far more than large ones (16.9 of 38.4 GB/s at 1 MiB, 50.3 of 55.4 at
-   256 MiB, H200 over PCIe 5.0).
+   256 MiB, H200 over PCIe 5.0). Where both directions of the link and the cpu lane are busy and that was measured, it stands instead of the pairs among them.
 2. turns. Where the machine has them, compute and update share the device as `hardware.Turns` says: the shorter an update op, the more of its time is waiting.
 3. host DRAM. At full speed the cores ask for the bytes that they read and write a second, a copy for its bytes times `h2d_cost` or
    `d2h_cost`. Where the demands that are left after the pairs add up to more than the machine's `gb_per_s`, they share it by weighted max-min: who
@@ -25,6 +25,7 @@ from megatrain.simulator.hardware import HostMemory, Turns
 PARTS = 1_000_000
 """of full speed; a rate is from 1 to this"""
 _OTHER = {"h2d": "d2h", "d2h": "h2d"}
+_DRAM_LANES = {"h2d", "d2h", "cpu"}
 _WEIGHT_PARTS = 1000
 
 
@@ -47,7 +48,7 @@ class Sharing:
         self, pairs: Mapping[str, Mapping[str, float]], host_memory: HostMemory | None = None, duplex_curve: Sequence[Sequence[float]] = (),
         turns: Turns | None = None,
     ) -> None:  # fmt: skip
-        """`pairs`: lane -> other lane -> rate of the first, (0, 1], while the other is busy. `duplex_curve`: (bytes, GB/s of each direction while
+        """`pairs`: lane -> other lane, or `h2d+d2h`, -> rate of the first, (0, 1], while those are busy. `duplex_curve`: (bytes, GB/s of each direction while
         both run), bytes ascending.
         """
         dram = {("h2d", "cpu"), ("cpu", "h2d"), ("d2h", "cpu"), ("cpu", "d2h")} if host_memory else set()
@@ -56,6 +57,8 @@ class Sharing:
             (lane, other): round(rate * PARTS) for lane, others in pairs.items() for other, rate in others.items() if rate != 1 and (lane, other) not in told
         }
         self._paired = {lane for pair in self._pairs for lane in pair}
+        three = {lane: rate for lane, others in pairs.items() for other, rate in others.items() if {lane, *other.split("+")} == _DRAM_LANES}
+        self._of_three = {} if host_memory else {lane: round(rate * PARTS) for lane, rate in three.items()}
         self._memory = host_memory
         self._capacity = round(host_memory.gb_per_s * 1e9) if host_memory else 0
         self._cost = {"h2d": host_memory.h2d_cost, "d2h": host_memory.d2h_cost} if host_memory else {}
@@ -103,14 +106,27 @@ class Sharing:
     def _cap(self, demand: Demand, busy: tuple[Demand, ...]) -> int:
         """Millionths that the pairs leave: their product, rounded down once."""
         rate, parts = PARTS, 1
+        three = self._of_three.get(demand.lane)
+        if three and not {other.lane for other in busy} >= _DRAM_LANES:
+            three = None
         for other in busy:
+            if three and other.lane in _DRAM_LANES:
+                continue
             own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
             if demand.turn and other.turn and other is not demand:
                 own = demand.turn if demand.lane == "update" else PARTS - demand.turn * other.turn // PARTS
             factor = own or self._pairs.get((demand.lane, other.lane))
             if factor is not None:
                 rate, parts = rate * factor, parts * PARTS
+        if three:
+            rate, parts = rate * self._beside_two(demand, three), parts * PARTS
         return max(rate // parts, 1)
+
+    def _beside_two(self, demand: Demand, three: int) -> int:
+        """Millionths beside the two others of DRAM's lanes. What was measured of the three was of large copies: smaller ones lose more to the other direction."""
+        if not demand.duplex:
+            return three
+        return min(three * demand.duplex // self._pairs.get((demand.lane, _OTHER[demand.lane]), PARTS), demand.duplex)
 
     def _fill(self, busy: tuple[Demand, ...], caps: list[int]) -> tuple[int, ...]:
         """Weighted max-min: those who want no more than their share are served, until nobody is left who does; the others share the rest."""

@@ -14,9 +14,9 @@ import torch
 from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 
-_SETTLING = 3
-"""times that PyTorch's allocator may still take device memory afterwards: which of its free blocks fit may hang on the order in which lanes use them. Seen once
-on an H200, among ten steps of each plan of tests/runtime/test_cuda.py, cause not found; what allocates again and again is past this soon
+_SETTLING = 8
+"""times that PyTorch's allocator may still take device memory afterwards: which of its free pieces fit may hang on the order in which lanes use them. On an H200
+a plan of 133 GiB did in four of its steady steps; what allocates again and again is past this soon
 """
 
 
@@ -48,7 +48,7 @@ class Steadiness:
     @contextmanager
     def step(self, *, alike: bool) -> Iterator[None]:
         """`alike`: its tensors have the shapes of every other step's. Raises AssertionError where it is a steady one, and took memory; of the
-        device the fourth time.
+        device beyond what settling takes.
 
         Where memory was freed since the last step (an evaluation that filled the device, say), the next steps may take it again.
         """

@@ -30,6 +30,7 @@ POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test for everything that needs a calibration, since one takes seconds."""
     monkeypatch.setattr(module, "_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_HOST_SECONDS", 0.2)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)

@@ -132,6 +132,25 @@ def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
     assert Sharing(pairs, HostMemory(gb_per_s=100.0)).rates(busy) == (900_000, 800_000, PARTS), "DRAM is what the factor between them measured"
 
 
+def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
+    """The cores keep more than the pairs' product; a small copy loses to the other direction what the curve says, and to the cores what large ones lose."""
+    pairs = {"cpu": {"h2d": 0.8, "d2h": 0.6, "h2d+d2h": 0.65}, "h2d": {"d2h": 0.9, "cpu": 0.85, "d2h+cpu": 0.72}, "compute": {"h2d": 0.9}}
+    sharing = Sharing(pairs, duplex_curve=((2**20, 15.0), (2**28, 45.0)))
+
+    def rates(small: bool, *lanes: str) -> dict[str, int]:
+        size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # GB/s are bytes a ns
+        demands = [sharing.demand(lane, size, round(size / alone)) or Demand(lane) for lane in lanes]
+        return dict(zip(lanes, sharing.rates(tuple(demands)), strict=True))
+
+    assert rates(False, "h2d", "cpu") == {"h2d": 850_000, "cpu": 800_000}
+    all_three = rates(False, "h2d", "d2h", "cpu", "compute")
+    assert all_three["cpu"] == 650_000
+    assert all_three["compute"] == 900_000
+    assert rates(True, "h2d", "d2h", "cpu")["h2d"] < all_three["h2d"] == pytest.approx(720_000, rel=1e-3)
+    without = Sharing({lane: {other: rate for other, rate in others.items() if "+" not in other} for lane, others in pairs.items()})
+    assert without.rates((Demand("h2d"), Demand("d2h"), Demand("cpu")))[2] == 480_000
+
+
 def test_a_calibrated_machine_with_host_memory_asks_for_what_its_ops_touch() -> None:
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), duplex_curve=())
     curves = {"load_weights": ((10**9, 20 * 10**6),), "cpu_update": ((10**9, 26 * 10**7),), "norm": ((10**9, 10**9),)}
