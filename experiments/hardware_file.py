@@ -20,7 +20,7 @@ _COMMENTS = {
     "h2d_curve": "[bytes of a copy, GB/s], to the device and to the host",
     "duplex_curve": "[bytes of a copy, GB/s of each direction while both are busy]",
     "peak_tflops": "What a large matrix product reaches, 10^12 FLOP/s, by dtype.",
-    "costs": "What was measured op by op: used instead of the rates above.",
+    "costs": "What was measured op by op: used instead of the rates above. process_bytes: host memory that a process takes beside its pools.",
     "costs.fixed": "What one launch of a kernel and one recording of an event cost the host, and the rates of new pages; for the reader alone.",
     "costs.dispatch_ns": "Of each lane, ns from an op being ready to its start.",
     "costs.contention": "Of each lane, the share of its speed that it keeps while the other lane is busy too; h2d+d2h: while both are. 1 where its spread hides it.",

@@ -24,6 +24,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
+from megatrain.runtime.chunk_updates import ChunkUpdates
 from megatrain.runtime.executor import lane_threads
 from megatrain.runtime.memory.kept_memory import KeptMemory
 from megatrain.runtime.memory.process_memory import growth
@@ -60,8 +61,7 @@ _HOST_TURNS = 4
 _QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
-_CHUNKS = (2**24, 2**26)  # of weights, that the host updates at a time: a plan's lie between 2**22 and 2**28
-_HOST_RUNS = 2 + len(_CHUNKS)  # of the host's optimizer, the last thing that is run
+_HOST_RUNS = 2  # of the host's optimizer, the last thing that is run
 _OPTIMIZER_KINDS = ("update", "norm", "clip", "ratios")
 Samples = dict[tuple[str, str | int], list[int]]
 """(cost table's key, size or shape) -> durations in ns"""
@@ -94,9 +94,10 @@ class _Bench:
         """what compute ops are scaled by"""
         self.growths: list[int] = []
         """bytes that the process took beside its pools, of each run that had some on the host"""
+        self.chunks: ChunkUpdates | None = None
 
-    def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None, chunk_bytes: int = _CHUNKS[-1]) -> Plan:
-        knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, chunk_bytes=chunk_bytes, placement=placement or Placement())
+    def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None) -> Plan:
+        knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, placement=placement or Placement())
         return Plan(
             policy=policy,
             hardware="",
@@ -113,9 +114,10 @@ class _Bench:
     ) -> Trial:  # fmt: skip
         """Steady steps of `plan`; what ops of `kinds` took is collected. `alone`: one op after the other, whatever the lane."""
         schedule = serialized(lower(plan)) if alone else lower(plan)
+        seconds = _SECONDS if seconds is None else seconds
         with growth() as grown:
             trial = run_trial(
-                plan, subject.config, self.device, steps=_STEPS, seconds=_SECONDS if seconds is None else seconds, schedule=schedule, host_memory=self.memory, evaluates=evaluates,
+                plan, subject.config, self.device, steps=_STEPS, seconds=seconds, schedule=schedule, host_memory=self.memory, evaluates=evaluates,
             )  # fmt: skip
         if trial.host_bytes:
             self.growths += grown
@@ -130,6 +132,11 @@ class _Bench:
         key = _key(op, wide=op.kind in WIDE_KINDS and gradient_bytes(plan, op.layer) > DTYPE_BYTES[plan.workload.dtype])
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount
+
+    def close(self) -> None:
+        self.memory.free()
+        if self.chunks is not None:
+            self.chunks.close()
 
     def layers(self, subject: Subject, workload: Workload, base: Workload) -> _Layers | None:
         """One point of the grid: everything whose time or memory hangs on the tokens. None where it does not fit.
@@ -176,6 +183,8 @@ def calibrate(
             progress("memory: touching and registering it")
             with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
                 bench.memory.reserve(needed)
+        if workload.dtype == "bf16":
+            bench.chunks = ChunkUpdates(sum(layer.elements for layer in small.decoders), lane_threads(device)["cpu"], device)
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
@@ -190,7 +199,7 @@ def calibrate(
         progress("copies and rates")
         rates = measure_rates(small, workload, config, device, lane_threads(device))
     finally:
-        bench.memory.free()
+        bench.close()
     table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
     described = machine.describe(device)
     h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
@@ -214,11 +223,9 @@ def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload,
     bench.progress(f"optimizer on the host, whole layers, chunks, accumulating, turn {turn}")
     small, kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
     bench.run(subject, bench.plan("sequential", small, workload), kinds, seconds=_HOST_SECONDS)
-    for chunk_bytes in _CHUNKS:
-        bench.run(
-            subject, bench.plan("overlapped", small, workload, Placement(host_updated="all"), chunk_bytes), ("cpu_update",), alone=True, seconds=_HOST_SECONDS
-        )
     bench.run(subject, bench.plan("sequential", small, msgspec.structs.replace(workload, accumulation=2)), kinds, seconds=_HOST_SECONDS)
+    for key, durations in (bench.chunks.measure(_HOST_SECONDS) if bench.chunks else {}).items():
+        bench.samples.setdefault(key, []).extend(durations)
 
 
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
@@ -276,7 +283,8 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
         curves={kind: _ascending(points) for kind, points in curves.items()}, compute=compute, loss_chunk=loss_chunk,
         activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
         workspace={point.shape: point.workspace for point in points if point.workspace}, contention=lanes.kept,
-        turns=lanes.turns, fixed=rates.fixed, process_bytes=_process_bytes(bench.growths) if device.type == "cuda" else 0, dispatch_ns=_dispatch(waits), spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
+        turns=lanes.turns, fixed=rates.fixed, process_bytes=_process_bytes(bench.growths) if device.type == "cuda" else 0, dispatch_ns=_dispatch(waits),
+        spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
 
 

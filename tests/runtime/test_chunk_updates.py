@@ -1,0 +1,41 @@
+"""Chunk updates: which sizes are timed, on what, and that they are updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatrain.runtime import chunk_updates
+from megatrain.runtime.chunk_updates import ChunkUpdates
+
+KINDS = ("cpu_update", "cpu_update:wide")
+
+
+@pytest.fixture
+def chunks() -> Iterator[ChunkUpdates]:
+    made = ChunkUpdates(2**23, 2, torch.device("cpu"))
+    yield made
+    made.close()
+
+
+def test_sizes_that_go_into_the_state_twice_are_timed_with_both_gradients(chunks: ChunkUpdates) -> None:
+    found = chunks.measure(0.0)
+    assert found.keys() == {(kind, size) for kind in KINDS for size in (2**14, 2**22)}
+    assert all(len(durations) == chunk_updates._LEAST and min(durations) > 0 for durations in found.values())
+    assert min(found["cpu_update", 2**22]) > min(found["cpu_update", 2**14])
+
+
+def test_every_part_is_updated_in_turn(chunks: ChunkUpdates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_updates, "_LEAST", 2)
+    monkeypatch.setattr(chunk_updates, "_SIZES", (2**22,))
+    chunks.measure(0.0)
+    assert (chunks._moments[1] > 0).float().mean() > 0.99
+    assert chunks._weights.isfinite().all()
+
+
+def test_a_small_state_has_no_parts() -> None:
+    small = ChunkUpdates(2**10, 1, torch.device("cpu"))
+    assert small.measure(0.0) == {}
+    small.close()
