@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from megatrain.experiments import hardware_file
 from megatrain.experiments.hardware_file import write_hardware
 from megatrain.simulator.hardware import CostTable, HardwareSpec
+from megatrain.simulator.plan import Plan
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 STORED = sorted(RESULTS.glob("*/hardware.toml"))
@@ -20,6 +24,25 @@ def test_a_stored_machine_reads_back_equal(stored: Path, tmp_path: Path) -> None
     hardware = HardwareSpec.load(str(stored))
     write_hardware(tmp_path / "again.toml", hardware, "megatrain calibrate")
     assert HardwareSpec.load(str(tmp_path / "again.toml")) == hardware
+
+
+def test_what_the_process_takes_is_kept_and_none_in_files_without_it(tmp_path: Path, command: Any) -> None:
+    """And `check` and `plan` add it to a plan's memory."""
+    stored = RESULTS / "h200-qwen2.5-3b" / "hardware.toml"
+    assert "process_bytes" not in stored.read_text()
+    hardware = HardwareSpec.load(str(stored))
+    assert hardware.costs is not None
+    assert hardware.costs.process_bytes == 0
+    told, more = tmp_path / "told.toml", msgspec.structs.replace(hardware, costs=msgspec.structs.replace(hardware.costs, process_bytes=3 * 2**30 + 1))
+    write_hardware(told, more, "megatrain calibrate")
+    assert HardwareSpec.load(str(told)) == more
+    words = ("qwen2.5-3b", "--policy", "double_buffer", "--hardware")
+    checked, before = (json.loads(command("check", *words, path, "--json").out) for path in (told, stored))
+    assert checked["pools"] == {"host.process": 3 * 2**30 + 1, **before["pools"]}
+    assert command("plan", *words, told, "--out", tmp_path / "plan.toml").status == 0
+    planned = Plan.load(tmp_path / "plan.toml").prediction
+    assert planned is not None
+    assert planned.host_peak_bytes == checked["host_peak_bytes"] == before["host_peak_bytes"] + 3 * 2**30 + 1
 
 
 def test_every_section_says_what_it_is(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     assert (hardware.host_bytes, hardware.device_bytes, hardware.name) == (2**33, 2**32, "here")
     table = hardware.costs
     assert table is not None
+
+    assert table.process_bytes == 0, "without a GPU the pools that stand for its memory would count"
 
     # every kind, and compute for this very model and workload
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
@@ -117,6 +120,33 @@ def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan])
         module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**12, device_bytes=2**33)
     with pytest.raises(UserError, match=r"^device memory: found pools of "):
         module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
+
+
+def test_what_the_process_takes_is_the_median_of_the_last_runs_which_are_the_host_optimizer_s(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no state on the host does not count."""
+    plan = executable()
+    bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
+    grown = iter([10**9, 4, 6])
+
+    def run(plan: Plan, *_: object, **__: object) -> Trial:
+        return Trial(lower(plan), [], [], None, {}, 0, 0, int(plan.policy != "resident"))
+
+    @contextlib.contextmanager
+    def growth() -> Iterator[list[int]]:
+        yield [next(grown)]
+
+    monkeypatch.setattr(module, "run_trial", run)
+    monkeypatch.setattr(module, "growth", growth)
+    monkeypatch.setattr(bench, "_collect", lambda *_: None)
+    bench.growths += [10**9] * 5
+    subject = module.Subject(plan.model, config_of(plan.model))
+    bench.run(subject, bench.plan("resident", plan.model, plan.workload), ())
+    module._measure_host_optimizer(bench, subject, plan.workload, 1)
+    assert bench.growths == [10**9] * 5 + [4, 6]
+    assert module._process_bytes(bench.growths) == 5
+    assert module._process_bytes([]) == 0
 
 
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:

@@ -1,0 +1,73 @@
+"""On a GPU: values for the host overtake the copies that are enqueued behind them. Skipped where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatrain.runtime.batch import Batch
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.memory.mirror import Mirror
+from megatrain.runtime.optimizer import AdamW
+from megatrain.simulator import policies
+from megatrain.simulator.plan import Placement, Plan
+
+pytestmark = pytest.mark.cuda
+PIECE, PIECES = 2**26, 32  # 2 GiB: 38 ms at 55 GB/s, in pieces of 1.2 ms, one of which may be under way
+
+
+def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> None:
+    device, other = torch.device("cuda", 0), torch.cuda.Stream()
+    source, landing = torch.ones(PIECE, dtype=torch.uint8, device=device), torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    values = torch.zeros(4, device=device)
+    mirror, done = Mirror(values), torch.cuda.Event()
+    for number in (1, 2, 3):  # the first time kernels are loaded
+        values.add_(1)
+        mirror.send()
+        with torch.cuda.stream(other):
+            for _ in range(PIECES):
+                landing.copy_(source, non_blocking=True)
+            done.record()
+        start = time.perf_counter()
+        mirror.wait()
+        seconds, still_copying = time.perf_counter() - start, not done.query()
+        assert mirror.landed.tolist() == [number] * 4
+        torch.cuda.synchronize()
+    assert still_copying, "otherwise nothing was overtaken"
+    assert seconds < 0.005
+
+
+def test_what_was_enqueued_before_is_what_lands() -> None:
+    """Behind 10**8 cycles, some 50 ms, on the current stream; sending does not wait for them."""
+    values = torch.zeros(4, device="cuda")
+    mirror = Mirror(values)
+    values.fill_(0)  # its kernel is loaded
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)
+    values.fill_(5)
+    mirror.send()
+    assert not torch.cuda.current_stream().query()
+    mirror.wait()
+    assert mirror.landed.tolist() == [5] * 4
+
+
+@pytest.mark.parametrize("clipping", ["global", "layer", "none", "update"])
+def test_after_a_step_the_host_has_the_device_s_values(make_plan: Callable[..., Plan], clipping: str) -> None:
+    sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "chunk_bytes": 2**18, "clipping": clipping}
+    plan = make_plan("overlapped", placement=Placement(host_updated="all"), device_limit_bytes=2**32, host_limit_bytes=2**32, **sizes)
+    with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+        ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
+        mirrors = executor._binder._mirrors
+        assert mirrors
+        for number in (1, 2):
+            executor.step([Batch(*torch.randint(1000, (2, 4, 128)))], rate=1e-3, number=number)
+            torch.cuda.synchronize()
+            for buffer, mirror in mirrors.items():
+                landed = mirror.landed.clone()
+                assert torch.equal(landed, executor._binder._floats(buffer).cpu()), buffer
+                assert landed[0] != 0, "a loss or a factor"

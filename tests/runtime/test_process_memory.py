@@ -1,0 +1,66 @@
+"""What a process takes for a while, as the system counts it; nothing where the system does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.runtime.memory import process_memory
+from megatrain.runtime.memory.process_memory import growth, host_peak_bytes
+
+MIB = 2**20
+
+
+@pytest.fixture
+def counted() -> None:
+    """By the system: a page that a process wrote to, since it asked to begin anew."""
+    with growth() as grown:
+        pass
+    if not grown:
+        pytest.skip("/proc/self/clear_refs cannot be written here")
+
+
+def touch(size: int) -> None:
+    """Takes `size` bytes, writes to each and gives them back."""
+    taken = b"\1" * size
+    del taken
+
+
+@pytest.mark.usefixtures("counted")
+def test_growth_is_the_most_that_a_block_took_though_it_gave_it_back() -> None:
+    """And nothing of what was taken before it."""
+    touch(256 * MIB)
+    with growth() as grown:
+        touch(64 * MIB)
+    (more,) = grown
+    assert 60 * MIB <= more <= 96 * MIB
+    with growth() as grown:
+        pass
+    assert grown[0] <= 16 * MIB
+
+
+def test_an_error_comes_through() -> None:
+    with pytest.raises(ZeroDivisionError), growth():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_where_the_mark_cannot_be_reset_nothing_is_told(monkeypatch: pytest.MonkeyPatch, error: type[OSError]) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with growth() as grown:
+        touch(MIB)
+    assert grown == []
+
+
+def test_where_the_peak_is_not_told_neither_is_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (host_peak_bytes() or 0) > MIB
+    monkeypatch.setattr(Path, "read_text", lambda *_: "Name:\tpython\n")
+    assert process_memory.host_peak_bytes() is None
+    with growth() as grown:
+        pass
+    assert grown == []
