@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
-from megatrain.simulator.policies._layerwise import compute, contributions, state, update_operands
+from megatrain.simulator.policies._layerwise import compute, contributions, declare, state, update_operands
 from megatrain.simulator.schedule import OpId, Schedule
 
 
@@ -42,4 +42,11 @@ class Resident:
 def lower(plan: Plan) -> Schedule:
     builder = Builder(plan.policy)
     compute(builder, plan, Resident(builder, plan))
+    return builder.build()
+
+
+def outline(plan: Plan) -> Schedule:
+    """The buffers of `lower`, without its ops."""
+    builder = Builder(plan.policy)
+    declare(builder, plan, Resident(builder, plan))
     return builder.build()
