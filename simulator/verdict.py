@@ -190,7 +190,7 @@ def _is_rival(choice: Choice) -> bool:
 
 def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
     """A bound that no knobs of the policy `name` beat, for the model and workload of `best`: the evaluator's time of at most two micro-batches with as many
-    slots as are ever tried and copies that take none, through slabs and without.
+    slots as are ever tried and copies that take none, through slabs and without, behind the compute of the others.
     """
     costs = cost_model(hardware, best.plan.model, best.plan.workload)
     free, least = Changed(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
@@ -200,7 +200,8 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
             schedule = policy_library.lower(varied(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2))
         except UserError:  # a policy for which some knob is fixed; without slabs nothing can be summed
             continue
-        least.append(makespan_ns(schedule, free))
+        one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
+        least.append(makespan_ns(schedule, free) + max(best.plan.workload.accumulation - 2, 0) * one)
     return min(least, default=0) / 1e9
 
 
