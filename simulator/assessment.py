@@ -95,9 +95,9 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
         return schedule
     below = [sum(layer < block[0] for layer in stored) + len(block) for block in blocks_of(plan) if block[0] not in stored]
     beside = max([0, *(count - len(stored) for count in below)])
-    slots = [buffer for buffer in schedule.buffers if buffer.pool == ACTIVATIONS]
+    slots = [buffer.id for buffer in schedule.buffers if buffer.pool == ACTIVATIONS]
     reused = set(slots[beside:])
-    return msgspec.structs.replace(schedule, buffers=tuple(buffer for buffer in schedule.buffers if buffer not in reused))
+    return msgspec.structs.replace(schedule, buffers=tuple([buffer for buffer in schedule.buffers if buffer.id not in reused]))
 
 
 def varied(plan: Plan, *, layers: int | None = None, accumulation: int | None = None, **knobs: Any) -> Plan:

@@ -82,18 +82,20 @@ def account(
     `workspace_beside` says. `extra`: further pools, `PLACE.NAME` -> bytes.
     """
     pools: dict[str, int] = defaultdict(int)
-    slots: dict[str, list[int]] = defaultdict(list)
     for buffer in schedule.buffers:
-        size = held_bytes(buffer, activations_bytes)
-        pools[buffer.pool] += size
-        if not buffer.persistent:
-            slots[buffer.pool].append(size)
+        pools[buffer.pool] += held_bytes(buffer, activations_bytes)
     pools[WORKSPACE] += workspace_bytes
     for pool, size in (extra or {}).items():
         pools[pool] += size
     ordered = dict(sorted(pools.items(), key=lambda item: (-item[1], item[0])))
     verdict = Account(pools=ordered, device_limit_bytes=device_limit_bytes, host_limit_bytes=host_limit_bytes)
-    return verdict if verdict.fits else msgspec.structs.replace(verdict, advice=_advice(verdict, slots))
+    if verdict.fits:
+        return verdict
+    slots: dict[str, list[int]] = defaultdict(list)
+    for buffer in schedule.buffers:
+        if not buffer.persistent:
+            slots[buffer.pool].append(held_bytes(buffer, activations_bytes))
+    return msgspec.structs.replace(verdict, advice=_advice(verdict, slots))
 
 
 def held_bytes(buffer: Buffer, activations_bytes: int | None) -> int:
@@ -155,6 +157,6 @@ def workspace_beside(workspace: Workspace, schedule: Schedule, activations_bytes
     A layer's ops run beside the saved activations of a recomputed block, the head's and the updates beside none: max(layer, head - saved,
     update - saved). Those of stored layers are there all the while.
     """
-    saved = sum(held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.pool == ACTIVATIONS)
-    update = workspace.update if any(buffer.pool in ("device.moments", "device.moments_chunks") for buffer in schedule.buffers) else 0
+    saved = sum([held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.id.startswith(f"{ACTIVATIONS}:")])
+    update = workspace.update if any(buffer.id.startswith(("device.moments:", "device.moments_chunks:")) for buffer in schedule.buffers) else 0
     return max(workspace.layer, workspace.head - saved, update - saved)

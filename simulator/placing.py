@@ -171,7 +171,7 @@ class PlacementSearch:
                     yield from self._fitting(plan, placement)
             for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
                 for kept in self._with_attention(plan, msgspec.structs.replace(base, stored=last(decoders, stored))):
-                    fills = [self._filled(plan, kept, order) for order in self._orders()]
+                    fills = list(self._fills(plan, kept))
                     for fill in [fill for index, fill in enumerate(fills) if fill not in fills[:index]]:
                         yield from self._fitting(plan, fill)
             every = ranges([layer.name for layer in plan.model.decoders], set(self.keeping))
@@ -221,22 +221,27 @@ class PlacementSearch:
             orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
         return orders
 
-    def _filled(self, plan: Plan, placement: Placement, order: list[tuple[str, str]]) -> Placement:
-        """`placement` with as much on the device as fits. Twice: what stays needs no slots, and leaves room for more."""
-        chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
+    def _fills(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
+        """`placement` with as much on the device as fits, in each order. Twice: what stays needs no slots, and leaves room for more."""
         layers, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
-        for _ in range(2):
-            room = self.room(varied(plan, placement=placement))
-            for name, layer in order:
-                if name == "gradients" and not self.owes and contributions(plan, layer) == 1:
-                    continue  # it stays on the device anyway
-                per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
-                size = -(-per_parameter * layers[layer].elements // 256) * 256
-                if layer not in chosen[name] and size <= room:
-                    room -= size
-                    chosen[name].add(layer)
-            placement = msgspec.structs.replace(placement, **{name: ranges(list(layers), held) for name, held in chosen.items()})
-        return placement
+        empty, sizes = self.room(varied(plan, placement=placement)), dict[tuple[str, str], int]()
+        for layer, spec in layers.items():
+            per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}
+            if not self.owes and contributions(plan, layer) == 1:
+                del per_parameter["gradients"]  # it stays on the device anyway
+            sizes |= {(name, layer): -(-count * spec.elements // 256) * 256 for name, count in per_parameter.items()}
+        for order in self._orders():
+            chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
+            filled = placement
+            for _ in range(2):
+                room = empty if filled is placement else self.room(varied(plan, placement=filled))
+                for name, layer in order:
+                    size = sizes.get((name, layer), room + 1)
+                    if size <= room and layer not in chosen[name]:
+                        room -= size
+                        chosen[name].add(layer)
+                filled = msgspec.structs.replace(placement, **{name: ranges(list(layers), held) for name, held in chosen.items()})
+            yield filled
 
     def _runner_up(self, slower: float, plan: Plan, choice: Choice, time: float) -> RunnerUp:
         """`plan`, whose step takes `slower` ns where the choice's takes `time`; with the choice's refinements where that fits and is faster."""
@@ -256,8 +261,8 @@ class PlacementSearch:
     def filled(self, base: Placement, like: Plan) -> Iterator[Plan]:
         """Plans of `base` with as much of the state on the device as fits, in each order, updated by the host as `like` is; all of which fit."""
         for placement in self._with_attention(self.plan, base):
-            for order in self._orders():
-                plan = self._updated_like(varied(self.plan, placement=self._filled(self.plan, placement, order)), like)
+            for fill in self._fills(self.plan, placement):
+                plan = self._updated_like(varied(self.plan, placement=fill), like)
                 if self.account(plan).fits:
                     yield plan
 
@@ -281,7 +286,7 @@ class PlacementSearch:
         in the other orders, of which another one may be best then.
         """
         bases = [msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(CLASSES, ""), parked=parked) for parked in ("", "all")]
-        others = (_host_updating(varied(plan, placement=self._filled(plan, base, order))) for base in bases for order in self._orders())
+        others = (_host_updating(varied(plan, placement=fill)) for base in bases for fill in self._fills(plan, base))
         fitting = [other for other in dict.fromkeys(others) if other.placed("host_updated") and self.account(other).fits]
         for changed in [_host_updating(plan), _host_updating(plan, every=2), *self._ranked(fitting)[:1]]:
             if changed.knobs != plan.knobs and self.account(changed).fits:
@@ -296,5 +301,5 @@ class PlacementSearch:
         misses = []
         for base in (Placement(), Placement(parked="all")):
             plan = varied(lean, placement=base)
-            misses += [plan, varied(lean, placement=self._filled(lean, base, self._orders()[0]))]
+            misses += [plan, varied(lean, placement=next(self._fills(lean, base)))]
         return assess(min(misses, key=lambda plan: self.account(plan).excess_bytes), self.costs)

@@ -197,7 +197,7 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
     for slabs in (0, max(GRADIENT_SLABS)):
         knobs = Knobs(weight_slots=max(WEIGHT_SLOTS), gradient_slots=max(GRADIENT_SLOTS), gradient_slabs=slabs, chunk_bytes=ONE_COPY)
         try:
-            schedule = policy_library.lower(varied(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2))
+            schedule = policy_library.lower_anew(varied(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2))  # the best stays known
         except UserError:  # a policy for which some knob is fixed; without slabs nothing can be summed
             continue
         one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
