@@ -62,7 +62,7 @@ class Builder:
         if len(before) > 1:
             before = self._fewest(before)
         order.add(lane, before)
-        op = {"id": name, "lane": lane, "after": tuple([self._names[other] for other in before]), "reads": reads, "writes": writes, **sizes}
+        op = {"id": name, "lane": lane, "after": tuple([self._names[other] for other in before]) if before else (), "reads": reads, "writes": writes, **sizes}
         if self._fresh:
             acquired = self._fresh.intersection(writes)
             if acquired:

@@ -67,6 +67,14 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     assert f"runner-up: policy {second.policy}, " in text
 
 
+def test_many_micro_batches_of_recomputing_are_not_searched_where_storing_is_faster() -> None:
+    """Of so many micro-batches the bound is their compute, not that of two."""
+    work = Workload(batch=2, sequence=256, accumulation=32)
+    found = candidates(SMALL, H200, work, device_limit=60 * GIB)
+    assert {choice.plan.policy for choice in found} == {"overlapped", "resident"}
+    assert _least_seconds("k_buffer", found[0], H200) > found[0].step_seconds
+
+
 def test_another_policy_may_come_second() -> None:
     found = candidates(SMALL, H200, WORK, device_limit=8 * GIB, policies=["double_buffer", "k_buffer", "sequential", "zero3_offload"])
     second = found[0].runner_up
@@ -76,7 +84,13 @@ def test_another_policy_may_come_second() -> None:
     )
 
 
-@pytest.mark.parametrize("work", [WORK, Workload(batch=4, sequence=512), Workload(batch=2, sequence=256, accumulation=2, clipping="none")])
+@pytest.mark.parametrize(
+    "work",
+    [
+        WORK, Workload(batch=4, sequence=512), Workload(batch=2, sequence=256, accumulation=2, clipping="none"),
+        Workload(batch=2, sequence=256, accumulation=7), Workload(batch=32, sequence=1024, accumulation=5, clipping="layer"),
+    ],
+)  # fmt: skip
 def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
     best = chosen(work, device_limit=8 * GIB)
     searched = search(SMALL, H200, work, policies=["k_buffer"])[0]
@@ -162,11 +176,12 @@ def test_two_processes_with_other_hash_seeds_write_the_same_plan(tmp_path: Path)
     assert (tmp_path / "1.txt").read_text() == (tmp_path / "2.txt").read_text()
 
 
-def test_a_plan_of_14_billion_takes_less_than_two_seconds_and_says_why() -> None:
-    """In processor time; some 0.8 s of a quiet core."""
+@pytest.mark.parametrize(("step_tokens", "seconds"), [(32768, 2), (131072, 3)])
+def test_a_plan_of_14_billion_takes_less_than_two_seconds_and_says_why(step_tokens: int, seconds: float) -> None:
+    """In processor time; some 0.8 and 1.4 s of a quiet core, and twice that is allowed here, where others work beside."""
     start = time.process_time()
     model = ModelSpec.load("qwen2.5-14b")
-    choice = best_split(model, H200, Workload(batch=1, sequence=1024), 32768)[0]
+    choice = best_split(model, H200, Workload(batch=1, sequence=1024), step_tokens)[0]
     verdict = in_full(choice, H200)
-    assert time.process_time() - start < 4  # twice that, where others work beside
+    assert time.process_time() - start < seconds
     assert (verdict.runner_up is not None, len(verdict.one_more_gib)) == (True, 2)
