@@ -21,7 +21,7 @@ from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import Account
+from megatrain.simulator.memory import PROCESS, Account
 from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op, Schedule
@@ -31,8 +31,8 @@ DMA_GB_PER_S = 175.0
 """all GPUs' copies together, both directions, four H200 on one host of 64 cores, 2026-11-21"""
 MOST_GPUS = 16
 _SHARED = ("load_state", "save_state", "update", "save_gradients", "load_gradients", "accumulate_gradients", "norm", "cpu_update", "load_second", "ratios")
-_OWN = ("host.slabs", "host.slabs_vocabulary", "host.parked")
-"""pools that every GPU has of its own"""
+_OWN = ("host.slabs", "host.slabs_vocabulary", "host.parked", PROCESS)
+"""pools that every GPU has of its own, as it has a process"""
 
 
 class Several(msgspec.Struct, frozen=True, kw_only=True):

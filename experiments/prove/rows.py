@@ -49,5 +49,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Those of a file; none where there is no file. A last line that was half written is left out. Raises UserError for other content."""
-    return parse_rows(path.read_bytes(), Row, str(path))[0] if path.exists() else []
+    """Those of a file, the last of each case: one that failed is run again by the next command; none where there is no file. A last line that was half
+    written is left out. Raises UserError for other content.
+    """
+    rows = parse_rows(path.read_bytes(), Row, str(path))[0] if path.exists() else []
+    return list({row.name: row for row in rows}.values())

@@ -190,9 +190,10 @@ def test_compiled_there_is_one_graph_for_each_kind_of_layer(monkeypatch: pytest.
 
 def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_SECONDS", 0.05)
+    monkeypatch.setattr(calibration, "_HOST_SECONDS", 0.05)
     monkeypatch.setattr(calibration, "_STEPS", 2)
     copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
-    monkeypatch.setattr(calibration, "measure_rates", lambda *_: Rates(copies, [], Contention({}, None, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}))
+    monkeypatch.setattr(calibration, "measure_rates", lambda *_: Rates(copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}))
     fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
     model, work = model_of("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[0, 1, 2, 3]), Workload(batch=1, sequence=SEQUENCE)
     hardware = calibration.calibrate("here", model, work, config_of(model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32)

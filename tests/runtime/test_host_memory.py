@@ -183,7 +183,7 @@ def test_the_device_s_counters_are_what_is_watched(monkeypatch: pytest.MonkeyPat
         step(num_alloc_retries=1)
     for _ in range(WARM_UP_STEPS):
         step(num_device_alloc=1)
-    for _ in range(3):  # it may settle
+    for _ in range(8):  # it may settle
         step(num_device_alloc=1)
         step()
     with pytest.raises(AssertionError, match="device_allocations"):
