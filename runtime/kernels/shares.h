@@ -1,6 +1,6 @@
 /* Shares: one op's elements on several threads, which are the library's own. Python's threads would each take its lock before and after their share: with
  * 16 of them, and other lanes' threads at that lock, steps with copies of 4 to 8 MiB took 21 to 68 % longer than with threads here, each with a fixed share
- * (H200 machine, 16 cores: experiments/results/h200-prove/earlier). */
+ * (H200 machine, 16 cores: experiments/results/h200-prove/runs). */
 
 #include <pthread.h>
 #include <signal.h>
