@@ -45,7 +45,8 @@ class Binder:
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self._host_workers = host_workers
         on_device = {buffer for op in schedule.ops if op.lane == "cpu" for buffer in op.reads if buffer.startswith("device.")}
-        self._mirrors = {buffer: Mirror(self._floats(buffer)) for buffer in sorted(on_device)} if arenas.device.type == "cuda" else {}
+        stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
+        self._mirrors = {buffer: Mirror(self._floats(buffer), stream) for buffer in sorted(on_device)} if stream else {}
         """of the losses, norms and factors that ops of the host read"""
 
     def bind(self, op: Op) -> Run:

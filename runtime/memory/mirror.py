@@ -12,11 +12,12 @@ import torch
 class Mirror:
     """The host's copy of `values` [n] fp32, which lie on a CUDA device."""
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """`stream`: to copy on, of mirrors alone. PyTorch hands out 32 streams in turn, so that one for each mirror would meet the lanes' before long."""
         self._values = values
         self.landed = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         """[n] fp32, in pinned memory; what was sent last, after `wait`"""
-        self._stream, self._arrived = torch.cuda.Stream(values.device), torch.cuda.Event()
+        self._stream, self._arrived = stream, torch.cuda.Event()
 
     def send(self) -> None:
         """Copies what the work that is enqueued on the current stream leaves in `values`; that stream does not wait for it."""

@@ -25,7 +25,7 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
     device, other = torch.device("cuda", 0), torch.cuda.Stream()
     source, landing = torch.ones(PIECE, dtype=torch.uint8, device=device), torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
     values = torch.zeros(4, device=device)
-    mirror, done = Mirror(values), torch.cuda.Event()
+    mirror, done = Mirror(values, torch.cuda.Stream()), torch.cuda.Event()
     for number in (1, 2, 3):  # the first time kernels are loaded
         values.add_(1)
         mirror.send()
@@ -45,7 +45,7 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
 def test_what_was_enqueued_before_is_what_lands() -> None:
     """Behind 10**8 cycles, some 50 ms, on the current stream; sending does not wait for them."""
     values = torch.zeros(4, device="cuda")
-    mirror = Mirror(values)
+    mirror = Mirror(values, torch.cuda.Stream())
     values.fill_(0)  # its kernel is loaded
     torch.cuda.synchronize()
     torch.cuda._sleep(10**8)

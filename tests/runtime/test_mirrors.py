@@ -44,9 +44,11 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: str, changes: dict[str, Any], sent: dict[str, str]
 ) -> None:
     heard: list[str] = []
+    streams: list[object] = []
 
     class Recorder:
-        def __init__(self, values: torch.Tensor) -> None:
+        def __init__(self, values: torch.Tensor, stream: object) -> None:
+            streams.append(stream)
             self.place, self.landed = values.data_ptr(), torch.zeros_like(values)
 
         def send(self) -> None:
@@ -56,6 +58,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             heard.append(f"wait {self.place}")
 
     monkeypatch.setattr(binding, "Mirror", Recorder)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     plan = executable(policy, **changes)
     with session(plan) as running:
         executor = running.executor
@@ -64,6 +67,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
         binder = Binder(plan, executor.schedule, arenas, executor.templates, AdamW(), executor._host_workers, executor._state)
         place = {buffer: own.flat(buffer, torch.float32, 1).data_ptr() for buffer in sent}
         assert binder._mirrors.keys() == sent.keys()
+        assert len(set(streams)) == bool(sent), "one stream for all of them"
         readers = 0
         for op in executor.schedule.ops:
             if op.lane == "cpu" and (read := [buffer for buffer in op.reads if buffer in sent]):
