@@ -58,7 +58,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             heard.append(f"wait {self.place}")
 
     monkeypatch.setattr(binding, "Mirror", Recorder)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
     plan = executable(policy, **changes)
     with session(plan) as running:
         executor = running.executor
