@@ -23,9 +23,11 @@ _COMMENTS = {
     "costs": "What was measured op by op: used instead of the rates above. process_bytes: host memory that a process takes beside its pools.",
     "costs.fixed": "What one launch of a kernel and one recording of an event cost the host, and the rates of new pages; for the reader alone.",
     "costs.dispatch_ns": "Of each lane, ns from an op being ready to its start.",
-    "costs.contention": "Of each lane, the share of its speed that it keeps while the other lane is busy too; h2d+d2h: while both are. 1 where its spread hides it.",
+    "costs.contention": "Of each lane, the share of its speed that it keeps while the other lane is busy too; h2d+d2h: while both are.\n"
+    "1 where it is less than two standard errors from that.",
     "costs.turns": "How updates and layers share the device: ns that an update waits for its turn, and what compute loses of its speed\n"
     "for each share of its own that the update has. Used instead of the contention between the two.",
+    "costs.host_memory": "The host's DRAM, as fitted once: instead of the contention between the link and the cpu lane.",
     "costs.curves": "[size, ns] by kind of op. The size is bytes for load_weights and save_gradients, which stand for every copy to the device and to the host,\n"
     "and parameters for all others; 0 for what has none. KIND@LANE: on that lane instead of its usual one. KIND:add: onto a sum. KIND:wide: of an fp32 gradient.",
     "costs.compute": "[amount, ns] by kind of op and shape. Another shape's time is in proportion to the amount: FLOPs, or elements of an embedding.\n"

@@ -33,6 +33,8 @@ class StepState:
     """learning rate and number of the step whose update is applied; None where nothing is owed"""
     saved: dict[str, Saved] = field(default_factory=dict)
     """buffer of activations -> the graph that was kept"""
+    mirrors: dict[str, Mirror] = field(default_factory=dict)
+    """buffer of losses, norms or factors that ops of the host read -> the host's copy"""
 
 
 class Binder:
@@ -46,8 +48,7 @@ class Binder:
         self._host_workers = host_workers
         on_device = {buffer for op in schedule.ops if op.lane == "cpu" for buffer in op.reads if buffer.startswith("device.")}
         stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
-        self._mirrors = {buffer: Mirror(self._floats(buffer), stream) for buffer in sorted(on_device)} if stream else {}
-        """of the losses, norms and factors that ops of the host read"""
+        self._mirrors = state.mirrors = {buffer: Mirror(self._floats(buffer), stream) for buffer in sorted(on_device)} if stream else {}
 
     def bind(self, op: Op) -> Run:
         """What `op` does."""

@@ -24,8 +24,9 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
-from megatrain.runtime.chunk_updates import ChunkUpdates
+from megatrain.runtime.chunk_updates import BYTES, ChunkUpdates
 from megatrain.runtime.executor import lane_threads
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.kept_memory import KeptMemory
 from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.rates import Rates, measure_rates
@@ -61,7 +62,6 @@ _HOST_TURNS = 4
 _QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
-_HOST_RUNS = 2  # of the host's optimizer, the last thing that is run
 _OPTIMIZER_KINDS = ("update", "norm", "clip", "ratios")
 Samples = dict[tuple[str, str | int], list[int]]
 """(cost table's key, size or shape) -> durations in ns"""
@@ -92,8 +92,8 @@ class _Bench:
         self.samples: Samples = {}
         self.amounts: dict[tuple[str, str | int], int] = {}
         """what compute ops are scaled by"""
-        self.growths: list[int] = []
-        """bytes that the process took beside its pools, of each run that had some on the host"""
+        self.beside: list[int] = []
+        """bytes that the process took beside its pools while the host's optimizer ran, each time"""
         self.chunks: ChunkUpdates | None = None
 
     def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None) -> Plan:
@@ -115,12 +115,9 @@ class _Bench:
         """Steady steps of `plan`; what ops of `kinds` took is collected. `alone`: one op after the other, whatever the lane."""
         schedule = serialized(lower(plan)) if alone else lower(plan)
         seconds = _SECONDS if seconds is None else seconds
-        with growth() as grown:
-            trial = run_trial(
-                plan, subject.config, self.device, steps=_STEPS, seconds=seconds, schedule=schedule, host_memory=self.memory, evaluates=evaluates,
-            )  # fmt: skip
-        if trial.host_bytes:
-            self.growths += grown
+        trial = run_trial(
+            plan, subject.config, self.device, steps=_STEPS, seconds=seconds, schedule=schedule, host_memory=self.memory, evaluates=evaluates
+        )  # fmt: skip
         for op in trial.schedule.ops:
             if op.kind in kinds:
                 self._collect(plan, op, [timeline.by_op[op.id].duration_ns for timeline in trial.timelines])
@@ -134,9 +131,11 @@ class _Bench:
         self.amounts[key] = op.amount
 
     def close(self) -> None:
-        self.memory.free()
-        if self.chunks is not None:
-            self.chunks.close()
+        try:
+            self.memory.free()
+        finally:
+            if self.chunks is not None:
+                self.chunks.close()
 
     def layers(self, subject: Subject, workload: Workload, base: Workload) -> _Layers | None:
         """One point of the grid: everything whose time or memory hangs on the tokens. None where it does not fit.
@@ -183,8 +182,8 @@ def calibrate(
             progress("memory: touching and registering it")
             with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
                 bench.memory.reserve(needed)
-        if workload.dtype == "bf16":
-            bench.chunks = ChunkUpdates(sum(layer.elements for layer in small.decoders), lane_threads(device)["cpu"], device)
+        count = min(sum(layer.elements for layer in small.decoders), max(limits[1] - needed, 0) // BYTES)
+        bench.chunks = ChunkUpdates(count, TORCH_DTYPE[workload.dtype], lane_threads(device)["cpu"]) if count else None
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
@@ -217,13 +216,16 @@ def calibrate(
 
 
 def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload, turn: int) -> None:
-    """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them. Measured several times, their samples are pooled: where the
-    host's speed wanders, the median lies between and the spread says so.
+    """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them. What is measured in several turns is pooled: the host's speed
+    wanders, and the spread says by how much.
     """
     bench.progress(f"optimizer on the host, whole layers, chunks, accumulating, turn {turn}")
     small, kinds = subject.model.shortest(_LAYERS), tuple(kind for kind in CURVE_KINDS if kind not in COPY_KINDS)
-    bench.run(subject, bench.plan("sequential", small, workload), kinds, seconds=_HOST_SECONDS)
-    bench.run(subject, bench.plan("sequential", small, msgspec.structs.replace(workload, accumulation=2)), kinds, seconds=_HOST_SECONDS)
+    with growth() as grown:
+        for accumulation in (1, 2):
+            work = msgspec.structs.replace(workload, accumulation=accumulation)
+            bench.run(subject, bench.plan("sequential", small, work), kinds, seconds=_HOST_SECONDS)
+    bench.beside += grown
     for key, durations in (bench.chunks.measure(_HOST_SECONDS) if bench.chunks else {}).items():
         bench.samples.setdefault(key, []).extend(durations)
 
@@ -283,14 +285,14 @@ def _table(bench: _Bench, rates: Rates, together: Trial, points: list[_Layers], 
         curves={kind: _ascending(points) for kind, points in curves.items()}, compute=compute, loss_chunk=loss_chunk,
         activations={point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace},
         workspace={point.shape: point.workspace for point in points if point.workspace}, contention=lanes.kept,
-        turns=lanes.turns, fixed=rates.fixed, process_bytes=_process_bytes(bench.growths) if device.type == "cuda" else 0, dispatch_ns=_dispatch(waits),
+        turns=lanes.turns, fixed=rates.fixed, process_bytes=_process_bytes(bench.beside, device), dispatch_ns=_dispatch(waits),
         spread=spreads, step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )  # fmt: skip
 
 
-def _process_bytes(growths: list[int]) -> int:
-    """Of the last runs, those of the host's optimizer: the first ones loaded libraries. Without a GPU the pools that stand for its memory would count too."""
-    return round(statistics.median(growths[-_HOST_RUNS:])) if growths else 0
+def _process_bytes(beside: list[int], device: torch.device) -> int:
+    """The median of what was seen. Without a GPU the pools that stand for its memory would count too."""
+    return round(statistics.median(beside)) if beside and device.type == "cuda" else 0
 
 
 def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:

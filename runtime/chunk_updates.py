@@ -17,44 +17,61 @@ from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.schedule import Buffer, Schedule
 
 _SIZES = (2**14, 2**22, 2**24, 2**25)  # parameters: one block of the kernel, and what plans copy at a time
-_MOST = 2**26  # parameters: 1.2 GiB, four times what a processor keeps in its cache
+_MOST = 2**26  # parameters: 1.2 GB, four times what a processor keeps in its cache
 _LEAST = 5  # updates of one size
-_BYTES = {"weights": 2, "low": 2, "moments": 8, "gradients": 2, "sums": 4}  # a parameter, of bf16 weights
+_ANY = 2**62  # bytes: the caller's limit is in the number of parameters
+BYTES = 18
+"""of a parameter, at most"""
 
 
 class ChunkUpdates:
-    """Optimizer state of `count` parameters on the host, at most 2^26, and threads to update it."""
+    """Optimizer state of `count` parameters on the host, at most 2^26, weights in `dtype`, and threads to update it."""
 
-    def __init__(self, count: int, threads: int, device: torch.device) -> None:
-        self._count = count = min(count, _MOST)
-        buffers = tuple(Buffer(id=f"host.{name}:0", bytes=width * count, persistent=True) for name, width in _BYTES.items())
-        self._arenas = Arenas(Schedule(policy="rates", buffers=buffers, ops=()), device, device_limit_bytes=2**62, host_limit_bytes=2**62)
-        self._workers = optimizer.workers(threads)
-        flat = self._arenas.flat
-        self._weights, self._gradient = (flat(f"host.{name}:0", torch.bfloat16, count) for name in ("weights", "gradients"))
-        self._low, self._sum = flat("host.low:0", torch.int16, count), flat("host.sums:0", torch.float32, count)
-        self._moments = self._arenas.tensor("host.moments:0", torch.float32, (2, count))
-        for tensor in (self._weights, self._gradient, self._sum):
-            tensor.uniform_(-0.02, 0.02)
+    def __init__(self, count: int, dtype: torch.dtype, threads: int) -> None:
+        self._count, self._threads = min(count, _MOST), threads
+        widths = {"weights": dtype.itemsize, "low": 2, "moments": 8, "gradients": dtype.itemsize, "sums": 4}
+        if dtype == torch.float32:
+            del widths["low"], widths["sums"]
+        buffers = tuple(Buffer(id=f"host.{name}:0", bytes=width * self._count, persistent=True) for name, width in widths.items())
+        schedule = Schedule(policy="rates", buffers=buffers, ops=())
+        self._arenas = Arenas(schedule, torch.device("cpu"), device_limit_bytes=_ANY, host_limit_bytes=_ANY)
+        try:
+            self._workers = optimizer.workers(threads)
+            self._weights, self._moments = self._flat("weights", dtype), self._arenas.tensor("host.moments:0", torch.float32, (2, self._count))
+            self._low = self._flat("low", torch.int16) if "low" in widths else None
+            self._gradients = {"cpu_update": self._flat("gradients", dtype)}
+            if "sums" in widths:
+                self._gradients["cpu_update:wide"] = self._flat("sums", torch.float32)
+            self._settings, self._clip = AdamW(), torch.ones(())
+            for tensor in (self._weights, *self._gradients.values()):
+                tensor.uniform_(-0.02, 0.02)
+        except BaseException:
+            self._arenas.close()
+            raise
+
+    def _flat(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self._arenas.flat(f"host.{name}:0", dtype, self._count)
 
     def measure(self, seconds: float) -> dict[tuple[str, str | int], list[int]]:
-        """(cost table's key, parameters) -> ns of each update, of every size that goes into the state twice, with a gradient in bf16 and in fp32."""
+        """(cost table's key, parameters) -> ns of each update: of every size of which the state holds two, with gradients in the weights' dtype and in fp32."""
         found: dict[tuple[str, str | int], list[int]] = {}
-        sizes = [size for size in _SIZES if 2 * size <= self._count]
-        for size, (kind, gradient) in itertools.product(sizes, (("cpu_update", self._gradient), ("cpu_update:wide", self._sum))):
+        sizes, own_threads = [size for size in _SIZES if 2 * size <= self._count], torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # for where there is no kernel
+        for size, (kind, gradient) in itertools.product(sizes, self._gradients.items()):
             durations = found.setdefault((kind, size), [])
-            ends = time.perf_counter() + seconds / (2 * len(sizes))
+            ends = time.perf_counter() + seconds / (len(self._gradients) * len(sizes))
             for start in itertools.cycle(range(0, self._count - size + 1, size)):
                 durations.append(self._update(slice(start, start + size), gradient))
                 if len(durations) >= _LEAST and time.perf_counter() > ends:
                     break
+        torch.set_num_threads(own_threads)
         return found
 
     def _update(self, part: slice, gradient: torch.Tensor) -> int:
         begin = time.perf_counter_ns()
         optimizer.update(
-            self._weights[part], self._low[part], self._moments[:, part], gradient[part], settings=AdamW(), rate=1e-5, number=1, clip=torch.ones(()),
-            workers=self._workers,
+            self._weights[part], None if self._low is None else self._low[part], self._moments[:, part], gradient[part], settings=self._settings, rate=1e-5,
+            number=1, clip=self._clip, workers=self._workers,
         )  # fmt: skip
         return time.perf_counter_ns() - begin
 

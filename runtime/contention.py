@@ -1,6 +1,6 @@
 """Contention: units of each lane's work a second, alone and while other lanes are busy, and how much they slow each other.
 
-Every pair of lanes runs for one window of time, and so do the three that share the host's DRAM: with both directions of the link busy the cores keep more than
+Every pair of lanes runs for a window of time, those that share the host's DRAM for two, and so do the three together: with both directions of the link busy the cores keep more than
 both pairs' shares multiplied, and the link less. A number comes from the whole windows; its spread from windows cut into equal parts, with the number
 worked out anew from the first part of each, from the second, and so on.
 """
@@ -23,16 +23,16 @@ from megatrain.runtime.lanes import DEVICE_LANES
 from megatrain.runtime.layers.templates import Templates, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.repeats import Work, spread
-from megatrain.simulator.hardware import Turns
+from megatrain.simulator.hardware import DRAM_LANES, Turns
 from megatrain.simulator.specs import LayerSpec
 
 _WINDOW_SECONDS = 0.5
 _DRAM_WINDOWS = 2  # such windows for what shares the host's DRAM, which wanders most
 _PARTS = 8  # of a window
+_TWO_ERRORS = 2 / (1.35 * _PARTS**0.5)  # of their mean, of their interquartile range: 1.35 standard deviations
 _UPDATED = 2**25  # parameters in a unit of an update, at most
 _MOST_UPDATED = 2**28  # of the largest: 3.5 GiB
 _AHEAD = 3  # units of work that a stream's thread enqueues ahead, as the executor's does: else waiting for Python's lock would look like a slower GPU
-_DRAM_LANES = ("h2d", "d2h", "cpu")
 Rates = tuple[float, ...]
 """units of work a second: over a whole window, then over each of its parts"""
 Speeds = Mapping[tuple[str, ...], Mapping[str, float]]
@@ -71,10 +71,10 @@ def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
 
 
 def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The same by lane, from 0.01 to 1: what is no further from 1 than its own spread is 1."""
+    """The same by lane, from 0.01 to 1: what is less than two standard errors from 1 is 1."""
     found: dict[str, dict[str, float]] = {}
     for (lane, others), share in shares(speeds).items():
-        clear = 1 - share > spreads.get(f"contention.{lane}.{others}", 0.0)
+        clear = 1 - share > _TWO_ERRORS * spreads.get(f"contention.{lane}.{others}", 0.0)
         found.setdefault(lane, {})[others] = round(max(share, 0.01), 3) if clear else 1.0
     return found
 
@@ -183,8 +183,8 @@ def _measure_together(work: dict[str, Work], threads: dict[str, int], device: to
     """Each lane alone, in pairs, and on a GPU both directions of the link beside the cores."""
     combinations: list[tuple[str, ...]] = [*itertools.combinations(work, 1), *itertools.combinations(work, 2)]
     if device.type == "cuda":
-        combinations.append(_DRAM_LANES)
-    windows = {lanes: _DRAM_WINDOWS if set(lanes) <= set(_DRAM_LANES) else 1 for lanes in combinations}
+        combinations.append(tuple(DRAM_LANES))
+    windows = {lanes: _DRAM_WINDOWS if set(lanes) <= DRAM_LANES.keys() else 1 for lanes in combinations}
     return {lanes: run_together({lane: work[lane] for lane in lanes}, threads, device, windows[lanes]) for lanes in combinations}
 
 

@@ -145,6 +145,7 @@ class Executor:
         self._other.clear()
         self._step = _Program(self.schedule, {}, {})
         self._state.saved.clear()
+        self._state.mirrors.clear()
         self.arenas.close()
 
     def _program(self, schedule: Schedule) -> _Program:

@@ -35,6 +35,8 @@ PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
 """Kinds of other systems' schedules, whose size is bytes; a machine's rates give their durations."""
 CURVE_KINDS = tuple(kind for kind in CODES.values() if kind not in COMPUTE_KINDS + UNMEASURED_KINDS + PASS_KINDS + COPY_KINDS[2:])
 """Kinds with a curve over their size."""
+DRAM_LANES = {"h2d": "d2h+cpu", "d2h": "h2d+cpu", "cpu": "h2d+d2h"}
+"""Lanes that share the host's memory, each with what stands for the two others in `contention`."""
 _FIX = "correct the file, or make it again with `megatrain calibrate`"
 
 
@@ -117,7 +119,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dispatch_ns: dict[str, int] = {}
     """lane -> time from an op being ready to its start"""
     contention: dict[str, dict[str, float]] = {}
-    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named. `h2d+d2h`, for others, while both are"""
+    """lane -> other lane -> rate of the first, (0, 1], while the other is busy too; 1 where it is not named. Of those of `DRAM_LANES` also while both others are"""
     host_memory: HostMemory | None = None
     """instead of the contention between the link and the cpu lane"""
     turns: Turns | None = None
@@ -336,8 +338,8 @@ def _check_lanes(where: str, contention: dict[str, dict[str, float]], dispatch_n
     for lane, others in contention.items():
         _known(f"{where}: contention", lane, LANES)
         for other, rate in others.items():
-            for name in other.split("+"):
-                _known(f"{where}: contention.{lane}", name, tuple(known for known in LANES if known != lane))
+            alone = tuple(name for name in LANES if name != lane)
+            _known(f"{where}: contention.{lane}", other, (*alone, *([DRAM_LANES[lane]] if lane in DRAM_LANES else [])))
             if not 0.001 <= rate <= 1:
                 raise UserError(
                     f"{where}: contention.{lane}.{other}", found=rate, allowed="a rate from 0.001 to 1", fix="give the share of its speed that is left"

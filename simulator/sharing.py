@@ -20,12 +20,11 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatrain.simulator.hardware import HostMemory, Turns
+from megatrain.simulator.hardware import DRAM_LANES, HostMemory, Turns
 
 PARTS = 1_000_000
 """of full speed; a rate is from 1 to this"""
 _OTHER = {"h2d": "d2h", "d2h": "h2d"}
-_DRAM_LANES = {"h2d", "d2h", "cpu"}
 _WEIGHT_PARTS = 1000
 
 
@@ -56,9 +55,9 @@ class Sharing:
         self._pairs = {
             (lane, other): round(rate * PARTS) for lane, others in pairs.items() for other, rate in others.items() if rate != 1 and (lane, other) not in told
         }
-        self._paired = {lane for pair in self._pairs for lane in pair}
-        three = {lane: rate for lane, others in pairs.items() for other, rate in others.items() if {lane, *other.split("+")} == _DRAM_LANES}
-        self._of_three = {} if host_memory else {lane: round(rate * PARTS) for lane, rate in three.items()}
+        self._paired = {name for pair in self._pairs for lanes in pair for name in lanes.split("+")}
+        three = {lane: pairs.get(lane, {}).get(others) for lane, others in DRAM_LANES.items()}
+        self._of_three = {lane: round(rate * PARTS) for lane, rate in three.items() if rate is not None and not host_memory}
         self._memory = host_memory
         self._capacity = round(host_memory.gb_per_s * 1e9) if host_memory else 0
         self._cost = {"h2d": host_memory.h2d_cost, "d2h": host_memory.d2h_cost} if host_memory else {}
@@ -107,10 +106,10 @@ class Sharing:
         """Millionths that the pairs leave: their product, rounded down once."""
         rate, parts = PARTS, 1
         three = self._of_three.get(demand.lane)
-        if three and not {other.lane for other in busy} >= _DRAM_LANES:
+        if three and not {other.lane for other in busy} >= DRAM_LANES.keys():
             three = None
         for other in busy:
-            if three and other.lane in _DRAM_LANES:
+            if three and other.lane in DRAM_LANES:
                 continue
             own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
             if demand.turn and other.turn and other is not demand:

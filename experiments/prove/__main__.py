@@ -31,6 +31,7 @@ from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import convert, read_json, write_json
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.memory import PROCESS
 from megatrain.simulator.units import format_bytes, format_seconds
 
 HARDWARE, PLANS, ROWS, TIMELINES, SUMMARY = "hardware.toml", "plans.json", "rows.jsonl", "timelines.jsonl", "summary.json"
@@ -119,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     waiting = [case for case in cases if case.name in choices and (case.name not in done or done[case.name].failure)]
     memory = KeptMemory(registered=device.type == "cuda")
     try:
-        if most := max((choices[case.name].account.host_peak_bytes for case in waiting), default=0):
+        accounts = [choices[case.name].account for case in waiting]
+        if most := max((account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in accounts), default=0):
             memory.reserve(most)
         if waiting:
             load_libraries(next(iter(suite("tiny").models.values())), device)

@@ -159,6 +159,9 @@ def test_a_cut_off_proof_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
     again = read_rows(path)
     assert [row.name for row in again] == [row.name for row in rows]
+    failed = msgspec.structs.replace(again[0], failure="it died", step_seconds=None)
+    (folder / "again.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (failed, *again)))
+    assert read_rows(folder / "again.jsonl") == again, "a case that failed and ran again is what it was last"
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), "what was there is as it was"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain.runtime import calibrate as module
-from megatrain.runtime import contention, rates
+from megatrain.runtime import chunk_updates, contention, rates
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.trial import Trial
 from megatrain.simulator.agreement import agreement
@@ -33,6 +33,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(module, "_HOST_SECONDS", 0.2)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr(chunk_updates, "_SIZES", (64, 512))
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
@@ -41,6 +42,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
         "here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32, progress=heard.append
     )
     assert len(heard) == len(set(heard)) >= 3
+    assert [line for line in heard if "turn" in line] == [f"optimizer on the host, whole layers, chunks, accumulating, turn {turn}" for turn in (1, 2)]
+    assert {64, 512} <= {size for size, _ in hardware.costs.curves["cpu_update"]}, "parts of layers"
     assert (hardware.host_bytes, hardware.device_bytes, hardware.name) == (2**33, 2**32, "here")
     table = hardware.costs
     assert table is not None
@@ -122,31 +125,26 @@ def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan])
         module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
 
 
-def test_what_the_process_takes_is_the_median_of_the_last_runs_which_are_the_host_optimizer_s(
-    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has no state on the host does not count."""
-    plan = executable()
+def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, cuda = executable(), torch.device("cuda")
     bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
-    grown = iter([10**9, 4, 6])
-
-    def run(plan: Plan, *_: object, **__: object) -> Trial:
-        return Trial(lower(plan), [], [], None, {}, 0, 0, int(plan.policy != "resident"))
+    grown = iter([4, 6])
 
     @contextlib.contextmanager
     def growth() -> Iterator[list[int]]:
         yield [next(grown)]
 
-    monkeypatch.setattr(module, "run_trial", run)
+    monkeypatch.setattr(module, "run_trial", lambda plan, *_, **__: Trial(lower(plan), [], [], None, {}, 0, 0, 1))
     monkeypatch.setattr(module, "growth", growth)
     monkeypatch.setattr(bench, "_collect", lambda *_: None)
-    bench.growths += [10**9] * 5
     subject = module.Subject(plan.model, config_of(plan.model))
     bench.run(subject, bench.plan("resident", plan.model, plan.workload), ())
-    module._measure_host_optimizer(bench, subject, plan.workload, 1)
-    assert bench.growths == [10**9] * 5 + [4, 6]
-    assert module._process_bytes(bench.growths) == 5
-    assert module._process_bytes([]) == 0
+    for turn in (1, 2):
+        module._measure_host_optimizer(bench, subject, plan.workload, turn)
+    assert bench.beside == [4, 6]
+    assert module._process_bytes(bench.beside, cuda) == 5
+    assert module._process_bytes(bench.beside, torch.device("cpu")) == 0, "the pools that stand for a device's are the process' too"
+    assert module._process_bytes([], cuda) == 0
 
 
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:

@@ -15,7 +15,7 @@ KINDS = ("cpu_update", "cpu_update:wide")
 
 @pytest.fixture
 def chunks() -> Iterator[ChunkUpdates]:
-    made = ChunkUpdates(2**23, 2, torch.device("cpu"))
+    made = ChunkUpdates(2**23, torch.bfloat16, 2)
     yield made
     made.close()
 
@@ -36,6 +36,22 @@ def test_every_part_is_updated_in_turn(chunks: ChunkUpdates, monkeypatch: pytest
 
 
 def test_a_small_state_has_no_parts() -> None:
-    small = ChunkUpdates(2**10, 1, torch.device("cpu"))
+    small = ChunkUpdates(2**10, torch.bfloat16, 1)
     assert small.measure(0.0) == {}
     small.close()
+
+
+def test_fp32_weights_have_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_updates, "_SIZES", (2**10,))
+    made = ChunkUpdates(2**12, torch.float32, 2)
+    assert made.measure(0.0).keys() == {("cpu_update", 2**10)}
+    made.close()
+
+
+def test_what_fails_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(chunk_updates.Arenas, "close", lambda _: closed.append(True))
+    monkeypatch.setattr(chunk_updates.optimizer, "workers", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ChunkUpdates(2**10, torch.bfloat16, 2)
+    assert len(closed) == 1

@@ -51,8 +51,22 @@ def test_shares_come_from_units_of_work_a_second() -> None:
 
 
 def test_what_its_spread_hides_is_no_contention() -> None:
-    speeds = {("h2d",): {"h2d": 50.0}, ("cpu",): {"cpu": 100.0}, ("h2d", "cpu"): {"h2d": 47.5, "cpu": 96.0}}
-    assert contention.kept(speeds, {"contention.h2d.cpu": 0.09, "contention.cpu.h2d": 0.03}) == {"h2d": {"cpu": 1.0}, "cpu": {"h2d": 0.96}}
+    """An update beside loads of 0.80, its parts 52 % apart, is hidden; the cores beside the link of 0.804, 22 % apart, are not (H200 machines)."""
+    speeds = {("h2d",): {"h2d": 50.0}, ("cpu",): {"cpu": 100.0}, ("h2d", "cpu"): {"h2d": 39.9, "cpu": 80.4}}
+    assert contention.kept(speeds, {"contention.h2d.cpu": 0.517, "contention.cpu.h2d": 0.216}) == {"h2d": {"cpu": 1.0}, "cpu": {"h2d": 0.804}}
+
+
+def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[tuple[str, ...], int] = {}
+    monkeypatch.setattr(contention, "run_together", lambda work, _, __, windows: ran.update({tuple(work): windows}))
+    work = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), lambda: None)
+    contention._measure_together(work, {}, torch.device("cpu"))
+    assert len(ran) == 5 + 10
+    contention._measure_together(work, {}, torch.device("cuda"))
+    assert len(ran) == 5 + 10 + 1
+    longer = {"h2d", "d2h", "cpu"}
+    assert all(windows == (2 if set(lanes) <= longer else 1) for lanes, windows in ran.items())
+    assert ran["h2d", "d2h", "cpu"] == 2
 
 
 def test_turns_are_what_an_update_waits_and_compute_loses() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +164,15 @@ def test_a_failing_op_is_named_and_ends_the_step(executable: Callable[..., Plan]
         assert ended, "a step after the failure runs to its end"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background job, as of a nightly run, begins with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_in_a_step_ends_it_promptly(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
     ran: list[str] = []
     with session(executable(chunk_bytes=2**20)) as running:

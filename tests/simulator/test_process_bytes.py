@@ -71,3 +71,10 @@ def test_a_verdict_lists_it() -> None:
         verdict = judge(SMALL, with_process(MORE), Workload(batch=8, sequence=1024), policies=[policy])
         assert verdict.pools.get("host.process", 0) == expected
         assert sum(size for pool, size in verdict.pools.items() if pool.startswith("host.")) == verdict.host_peak_bytes == sum(verdict.classes["host"].values())
+
+
+def test_every_gpu_has_a_process() -> None:
+    one, none = (judge(SMALL, with_process(size), Workload(batch=8, sequence=1024), policies=["double_buffer"], gpus=8).several for size in (MORE, 0))
+    assert one is not None
+    assert none is not None
+    assert one.host_peak_bytes - none.host_peak_bytes == 8 * MORE

@@ -147,6 +147,9 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
     assert all_three["cpu"] == 650_000
     assert all_three["compute"] == 900_000
     assert rates(True, "h2d", "d2h", "cpu")["h2d"] < all_three["h2d"] == pytest.approx(720_000, rel=1e-3)
+    alone = Sharing({"cpu": {"h2d": 1.0, "d2h": 1.0, "h2d+d2h": 0.65}})
+    assert all(alone.demand(lane, 2**20, 1000) for lane in ("h2d", "d2h", "cpu")), "who is named in a three alone is seen too"
+    assert alone.rates((Demand("h2d"), Demand("d2h"), Demand("cpu"))) == (PARTS, PARTS, 650_000)
     without = Sharing({lane: {other: rate for other, rate in others.items() if "+" not in other} for lane, others in pairs.items()})
     assert without.rates((Demand("h2d"), Demand("d2h"), Demand("cpu")))[2] == 480_000
 
