@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from megatrain.experiments import options
+from megatrain.experiments.uncollected import uncollected
 from megatrain.simulator.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def with_cores(hardware: HardwareSpec, cores: int | None) -> HardwareSpec:
     )  # fmt: skip
 
 
+@uncollected()
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments import report
     from megatrain.simulator.hardware import HardwareSpec

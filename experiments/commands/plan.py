@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatrain.experiments import options, report
 from megatrain.experiments.commands import check
+from megatrain.experiments.uncollected import uncollected
 from megatrain.simulator.errors import UserError
 
 
@@ -20,6 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="PLAN", help="the plan to write, e.g. plan.toml")
 
 
+@uncollected()
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.simulator.hardware import HardwareSpec

@@ -176,9 +176,9 @@ def test_two_processes_with_other_hash_seeds_write_the_same_plan(tmp_path: Path)
     assert (tmp_path / "1.txt").read_text() == (tmp_path / "2.txt").read_text()
 
 
-@pytest.mark.parametrize(("step_tokens", "seconds"), [(32768, 2), (131072, 3)])
+@pytest.mark.parametrize(("step_tokens", "seconds"), [(32768, 4), (131072, 6)])
 def test_a_plan_of_14_billion_takes_little_time_and_says_why(step_tokens: int, seconds: float) -> None:
-    """In processor time; some 0.8 and 1.4 s of a quiet core, and twice that is allowed here, where others work beside."""
+    """In processor time; some 0.8 and 1.7 s of a quiet core, and more than twice that is allowed here, where others work beside and the collector walks a large heap."""
     start = time.process_time()
     model = ModelSpec.load("qwen2.5-14b")
     choice = best_split(model, H200, Workload(batch=1, sequence=1024), step_tokens)[0]
