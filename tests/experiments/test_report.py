@@ -204,7 +204,11 @@ def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Re
     assert page.locator("#kinds button[aria-pressed=true]").inner_text() == "forward"
 
 
-_RECORD = """() => { window.written = []; const fill = CanvasRenderingContext2D.prototype.fillText;
+# what each canvas shows: a page that still settles draws it again, and then at another width
+_RECORD = """() => { window.written = []; const { fillText: fill, clearRect: clear } = CanvasRenderingContext2D.prototype;
+  CanvasRenderingContext2D.prototype.clearRect = function (...all) {
+    window.written = window.written.filter((each) => each.row[0] !== this.canvas.id); clear.call(this, ...all);
+  };
   CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
     const wide = this.measureText(text).width, from = { left: x, center: x - wide / 2, right: x - wide }[this.textAlign];
     window.written.push({ text, row: [this.canvas.id, y], edge: this.canvas.clientWidth, from, to: from + wide }); fill.call(this, text, x, y);
