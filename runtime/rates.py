@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.contention import Contention, measure_contention, run_together
 from megatrain.runtime.layers.templates import Templates
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.memory.host_memory import HostMemory, map_pages
 from megatrain.runtime.repeats import Measured, Work, rounded, spread, synchronize, timed
 from megatrain.simulator.hardware import FixedCosts
 from megatrain.simulator.schedule import Buffer, Schedule
@@ -204,7 +203,7 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
     if cuda:
         events = iter([torch.cuda.Event(enable_timing=True) for _ in range(_ROUNDS * _CALLS)])
         recorded = enqueued(lambda: next(events).record())
-    pieces = torch.frombuffer(mmap.mmap(-1, _TOUCHED_BYTES), dtype=torch.uint8).chunk(_PIECES)
+    pieces = torch.frombuffer(map_pages(_TOUCHED_BYTES), dtype=torch.uint8).chunk(_PIECES)
     memory = HostMemory(registered=cuda)
     touched = piecewise(lambda piece: piece.fill_(1))
     registered = piecewise(memory.register) if cuda else [0.0]

@@ -1,7 +1,7 @@
 """Calibrates once, then executes plans that were not calibrated on: `python -m megatrain.experiments.prove --out DIR`.
 
-DIR gets `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with a line for each case that ran, `timelines.jsonl` with its middle step, and
-`summary.json`. Run again it goes on where it was: a calibration that is there is taken as it is, and so are plans and rows. `python -m
+DIR gets `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with a line for each visit of a case, `timelines.jsonl` with its middle step, and
+`summary.json`. Cases are visited twice, minutes apart: how far a plan's two visits lie apart is what a machine allows to be foretold. Run again it goes on where it was: a calibration that is there is taken as it is, and so are plans and rows. `python -m
 megatrain.experiments.prove.show DIR` makes tables and a picture of it.
 """
 
@@ -50,6 +50,7 @@ def parser() -> options.OneLineParser:
     made.add_argument("--suite", default="h200", metavar="NAME", help="which cases: h200 (default), or tiny, to try the script on a CPU")
     made.add_argument("--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these")
     made.add_argument("--seconds", type=options.real("--seconds"), metavar="N", help="start no case that would end later than so many seconds from now")
+    made.add_argument("--visits", type=options.whole("--visits"), default=2, metavar="N", help="execute all cases, then all again, so often (default 2)")
     made.add_argument("--plan-only", action="store_true", help="calibrate and plan, execute nothing")
     options.add_device(made)
     return made
@@ -85,7 +86,7 @@ def plans(chosen: Suite, cases: Sequence[Case], folder: Path, hardware: Hardware
     return {case.name: found[case.name] for case in cases if case.name in found}
 
 
-def announce(cases: Sequence[Case], choices: dict[str, Choice], done: set[str]) -> None:
+def announce(cases: Sequence[Case], choices: dict[str, Choice], visits: dict[str, int]) -> None:
     """What will run, and how long it will take by its own prediction."""
     width, total = max(len(case.name) for case in cases), 0.0
     for case in cases:
@@ -93,11 +94,11 @@ def announce(cases: Sequence[Case], choices: dict[str, Choice], done: set[str]) 
         if choice is None:
             print(f"{case.name:<{width}}  left out: it does not fit, or changes nothing")
             continue
-        seconds = 0.0 if case.name in done else case_seconds(choice)
+        seconds = case_seconds(choice) * max(visits[case.name], 0)
         total += seconds
         account = choice.account
         memory = f"device {format_bytes(account.device_peak_bytes):>10}  host {format_bytes(account.host_peak_bytes):>10}"
-        print(f"{case.name:<{width}}  step {format_seconds(choice.step_seconds):>9}  {memory}  {'done' if case.name in done else f'{seconds:5.1f} s'}")
+        print(f"{case.name:<{width}}  step {format_seconds(choice.step_seconds):>9}  {memory}  {f'{seconds:5.1f} s' if seconds else 'done'}")
     print(f"{total:.0f} s in all", flush=True)
 
 
@@ -114,43 +115,57 @@ def run(args: argparse.Namespace) -> int:
     refuse_grid(chosen, cases, hardware.costs)
     choices = plans(chosen, cases, folder, hardware)
     done = {row.name: row for row in read_rows(folder / ROWS)}
-    announce(cases, choices, {name for name, row in done.items() if not row.failure})
+    announce(cases, choices, {case.name: args.visits - _visits(done, case) for case in cases})
     if args.plan_only:
         return 0
-    waiting = [case for case in cases if case.name in choices and (case.name not in done or done[case.name].failure)]
-    memory = KeptMemory(registered=device.type == "cuda")
-    try:
-        accounts = [choices[case.name].account for case in waiting]
-        if most := max((account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in accounts), default=0):
-            memory.reserve(most)
-        if waiting:
-            load_libraries(next(iter(suite("tiny").models.values())), device)
-        for case in waiting:
-            if twin := _twin(choices[case.name], done.values()):
-                row = msgspec.structs.replace(twin, name=case.name, policy=case.policy, variant=case.variant, same_as=twin.name)
-                append_row(folder / ROWS, row)
-                done[case.name] = row
-                continue
-            seconds = case_seconds(choices[case.name])
-            if time.monotonic() + seconds > deadline:
-                print(f"{case.name}: left for the next run, {seconds:.0f} s would be too long", flush=True)
-                continue
-            began = time.monotonic()
-            row, timeline = executed(case, choices[case.name], hardware, device, memory)
-            if timeline:  # before its row: a case that is done has one
-                append_row(folder / TIMELINES, timeline)
-            append_row(folder / ROWS, row)
-            done[case.name] = row
-            told = row.failure or f"predicted {format_seconds(choices[case.name].step_seconds)}, measured {format_seconds(row.step_seconds or 0)}"
-            print(f"{case.name}: {told}; {time.monotonic() - began:.1f} of {seconds:.1f} s", flush=True)
-    finally:
-        memory.free()
+    _execute([case for case in cases if case.name in choices], choices, done, args, hardware, device, deadline)
     return tell(folder, [row for row in done.values() if row.name in {case.name for case in cases}])
 
 
-def _twin(choice: Choice, rows: Iterable[Row]) -> Row | None:
-    """The row of the same plan, where it was executed."""
-    return next((row for row in rows if row.plan == choice.plan and not row.failure and not row.same_as), None)
+def _execute(
+    cases: Sequence[Case], choices: dict[str, Choice], done: dict[str, Row], args: argparse.Namespace, hardware: HardwareSpec, device: torch.device, deadline: float
+) -> None:  # fmt: skip
+    """All cases once, then all again, as often as is asked for; rows go into the folder, and into `done`."""
+    waiting = [(visit, case) for visit in range(args.visits) for case in cases if _visits(done, case) <= visit]
+    if not waiting:
+        return
+    memory = KeptMemory(registered=device.type == "cuda")
+    try:
+        accounts = [choices[case.name].account for _, case in waiting]
+        if most := max(account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in accounts):
+            memory.reserve(most)
+        load_libraries(next(iter(suite("tiny").models.values())), device)
+        for _, case in waiting:
+            choice = choices[case.name]
+            if twin := _twin(case, choice, done.values()):
+                row = msgspec.structs.replace(twin, name=case.name, policy=case.policy, variant=case.variant, same_as=twin.name)
+            else:
+                seconds = case_seconds(choice)
+                if time.monotonic() + seconds > deadline:
+                    print(f"{case.name}: left for the next run, {seconds:.0f} s would be too long", flush=True)
+                    continue
+                began = time.monotonic()
+                row, timeline = executed(case, choice, hardware, device, memory, done.get(case.name))
+                if timeline:  # before its row: a case that is done has one
+                    append_row(args.out / TIMELINES, timeline)
+                told = row.failure or f"predicted {format_seconds(choice.step_seconds)}, measured {format_seconds(row.step_seconds or 0)}"
+                print(f"{case.name}: {told}; {time.monotonic() - began:.1f} of {seconds:.1f} s", flush=True)
+            if row != done.get(case.name):
+                append_row(args.out / ROWS, row)
+                done[case.name] = row
+    finally:
+        memory.free()
+
+
+def _visits(done: dict[str, Row], case: Case) -> int:
+    """How often it ran, none of which failed last."""
+    row = done.get(case.name)
+    return row.visits if row and not row.failure else 0
+
+
+def _twin(case: Case, choice: Choice, rows: Iterable[Row]) -> Row | None:
+    """Another case's row of the same plan, where it was executed."""
+    return next((row for row in rows if row.name != case.name and row.plan == choice.plan and not row.failure and not row.same_as), None)
 
 
 def tell(folder: Path, rows: list[Row]) -> int:

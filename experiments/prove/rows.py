@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -28,8 +29,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """another case, whose plan is this one: executed once"""
     steps: tuple[float, ...] = ()
     """each steady step, by the clock"""
+    earlier: tuple[tuple[float, ...], ...] = ()
+    """the same of earlier visits, each of them minutes before the next: a shared machine's host is another one by then"""
     step_seconds: float | None = None
-    """their median"""
+    """the median of a visit; of several visits their medians' median"""
     device_peak_bytes: int | None = None
     host_bytes: int | None = None
     """the plan's pools, and by how much the process grew besides"""
@@ -40,6 +43,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """op kind -> (predicted, measured) seconds in a step"""
     machine: str = ""
     date: str = ""
+
+    def visited(self, steps: tuple[float, ...]) -> Row:
+        """With the steady steps of one more visit."""
+        earlier = (*self.earlier, self.steps) if self.steps else ()
+        typical = statistics.median(statistics.median(visit) for visit in (*earlier, steps))
+        return msgspec.structs.replace(self, steps=steps, earlier=earlier, step_seconds=typical, failure="")
+
+    @property
+    def visits(self) -> int:
+        """How often it was executed, with other cases in between."""
+        return len(self.earlier) + bool(self.steps)
 
     @property
     def group(self) -> str:

@@ -36,6 +36,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """signed"""
     step_bias: float | None
     """mean of the signed errors"""
+    visits_apart: float | None = None
+    """of cases executed more than once: how far their slowest visit lies from their fastest, the median"""
+    visits_apart_worst: float | None = None
     device_mape: float | None
     device_worst: float | None
     device_smallest: float | None
@@ -91,6 +94,12 @@ def step_error(row: Row) -> float:
     return row.plan.prediction.step_seconds / row.step_seconds - 1
 
 
+def visits_apart(row: Row) -> float:
+    """How much slower the slowest visit was than the fastest."""
+    typical = [statistics.median(steps) for steps in (*row.earlier, row.steps)]
+    return max(typical) / min(typical) - 1
+
+
 def device_error(row: Row) -> float:
     assert row.plan.prediction is not None
     assert row.device_peak_bytes is not None
@@ -112,6 +121,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
     steps, devices = [step_error(row) for row in once], [device_error(row) for row in once]
     hosts = [error for row in once if (error := host_error(row)) is not None]
     replays = [row.replay_error for row in once if row.replay_error is not None]
+    apart = [visits_apart(row) for row in once if row.visits > 1]
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in ran:
         groups[row.group].append(row)
@@ -121,6 +131,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
     return Summary(
         cases=len(rows), executed=len(once), failed=len(rows) - len(ran),
         step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
+        visits_apart=statistics.median(apart) if apart else None, visits_apart_worst=max(apart, default=None),
         device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
         host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
         tau={name: _tau(found, TIE) for name, found in policies.items() if len(found) >= 3},
@@ -158,6 +169,8 @@ def format_summary(rows: Sequence[Row], summary: Summary) -> str:
     lines += ["", f"{summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed"]
     for what, value, target, met in summary.targets():
         lines.append(f"{what:<34} {format_value(what, value):>9}   target {target:<9} {judged(value, met)}")
+    if summary.visits_apart is not None:
+        lines.append(f"visits of one plan lie apart by {signed_percent(summary.visits_apart)} (median), {signed_percent(summary.visits_apart_worst)} (worst)")
     lines += [f"tau {name}: {value:.2f}, {summary.tau_strict[name]:.2f} without ties" for name, value in summary.tau.items()]
     lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
     return "\n".join(lines)

@@ -17,6 +17,15 @@ PIECE_BYTES = 2**28
 _THREADS = 16
 
 
+def map_pages(size: int) -> mmap.mmap:
+    """`size` bytes of zeros, on huge pages where the system has them. A forked process has no part in it. Raises OSError or ValueError."""
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is shared, Python's default, gets 4 KiB pages only, whatever is advised
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # the optimizer walks seven streams at once; and a fork would copy what is registered
+        if hasattr(mmap, advice):
+            mapped.madvise(getattr(mmap, advice))
+    return mapped
+
+
 class HostMemory:
     """Allocates; knows what is registered, and unregisters it."""
 
@@ -38,10 +47,7 @@ class HostMemory:
         A copy may not cross the seam between two registrations, so seams lie between buffers. Raises OSError or ValueError where there is no such
         address space, RuntimeError where registering fails; what had been registered until then is for `close`.
         """
-        mapped = mmap.mmap(-1, max(sum(parts), 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # the optimizer walks seven streams at once: with 4 KiB pages it would wait for the page tables
-        pages = torch.frombuffer(mapped, dtype=torch.uint8)
+        pages = torch.frombuffer(map_pages(max(sum(parts), 1)), dtype=torch.uint8)
         pieces = [pages[start:end] for start, end in _pieces(parts)]
         threads = min(_THREADS, len(os.sched_getaffinity(0)), max(len(pieces), 1))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="touch", initializer=torch.set_num_threads, initargs=(1,))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.memory.host_memory import HostMemory, map_pages
 
 _LEAST_BYTES = 2**28  # of a slab: small pools share one
 _PAGE_BYTES = 4096
@@ -50,9 +50,7 @@ class KeptMemory(HostMemory):
 
     def _grow(self, size: int) -> int:
         """A new slab; its pages are touched by all threads that PyTorch has."""
-        mapped = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # as in HostMemory
+        mapped = map_pages(size)
         slab = torch.frombuffer(mapped, dtype=torch.uint8)
         self._prepare(slab)
         self._slabs.append((mapped, slab))

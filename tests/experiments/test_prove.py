@@ -120,7 +120,7 @@ def test_a_cut_off_proof_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prove, "suite", lambda _: small)
     monkeypatch.setattr(prove, "calibrate", calibrate)
     folder = tmp_path / "out"
-    words = ["--suite", "tiny", "--device", "cpu", "--out", str(folder)]
+    words = ["--suite", "tiny", "--device", "cpu", "--visits", "1", "--out", str(folder)]
     assert prove.main([*words, "--seconds", "0.001"]) == 0
     assert "left for the next run" in capsys.readouterr().out
     assert not (folder / "rows.jsonl").exists()
@@ -163,6 +163,16 @@ def test_a_cut_off_proof_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "again.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (failed, *again)))
     assert read_rows(folder / "again.jsonl") == again, "a case that failed and ran again is what it was last"
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), "what was there is as it was"
+    # one more visit of each, which the next command needs not repeat
+    for _ in range(2):
+        assert prove.main([*words, "--visits", "2"]) == 0
+        assert "visits of one plan lie apart by +" in capsys.readouterr().out
+    visited = read_rows(path)
+    assert [row.visits for row in visited] == [2, 2, 2]
+    assert [row.earlier for row in visited] == [(row.steps,) for row in again]
+    assert visited[1] == msgspec.structs.replace(visited[0], name=visited[1].name, policy="overlapped", same_as=visited[0].name)
+    assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
+    assert len(timelines.read_bytes().splitlines()) == 4
 
 
 def row(case: str, predicted: float, measured: float, **changes: Any) -> Row:
@@ -194,6 +204,18 @@ def test_errors_have_their_sign_and_what_misses_is_said() -> None:
     assert met["replay, worst"]
     assert "MISSED" in format_summary(rows, summary)
     assert not any(ok for *_, ok in summarize([]).targets()), "what was not measured is not met"
+
+
+def test_several_visits_count_as_one_step() -> None:
+    first = row("a", 1.0, 1.0)
+    both = msgspec.structs.replace(first, failure="it died").visited((1.1, 1.3, 1.2))
+    assert (both.earlier, both.visits, both.failure) == (((1.0,),), 2, "")
+    assert both.step_seconds == pytest.approx(1.1), "between the visits, however many steps each had"
+    assert both.visited((9.0,)).step_seconds == pytest.approx(1.2)
+    assert summarize([first]).visits_apart is None
+    summary = summarize([both, row("b", 1.0, 2.0).visited((1.0,)), row("c", 1.0, 1.0).visited((1.0,)), row("d", 1.0, 1.0)])
+    assert (summary.visits_apart, summary.visits_apart_worst) == (pytest.approx(0.2), pytest.approx(1.0))
+    assert row("e", 1.0, 1.0, steps=()).visited((2.0,)).visits == 1, "after one that failed"
 
 
 def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
