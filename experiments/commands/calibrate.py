@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     console, began = Console(), time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(f"{time.monotonic() - began:6.1f} s  measuring {what}", highlight=False, markup=False)
+        console.print(f"{time.monotonic() - began:6.1f} s  measuring {what}", highlight=False, markup=False, soft_wrap=True)
 
     with console.status("measuring"):
         hardware = calibrate(
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f} GB/s, "
         f"both at once {hardware.duplex_fraction:.0%} each; matrix product {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward "
-        f"{100 * hardware.linear_efficiency:.2g} % of it; CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; "
+        f"{hardware.linear_efficiency:.0%} of it; CPU AdamW {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; "
         f"it took {time.monotonic() - began:.0f} s"
     )
     return _compare(earlier, hardware, str(args.again)) if earlier else 0
@@ -114,5 +114,6 @@ def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
     for difference in found.differences[:_TOLD]:
         print(f"  {difference.name}: {signed_percent(difference.change)}, where {difference.allowed:.1%} is allowed")
     if found.noisy:
-        print("the machine is noisy: its speed changed between the two by more than within either; predictions from either are as far off")
-    return int(found.noisy)
+        whose = " and the ".join(found.noisy)
+        print(f"the machine is noisy: the speed of the {whose} changed between the two by more than within either; predictions from either are as far off")
+    return int(bool(found.noisy))

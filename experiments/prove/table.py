@@ -23,6 +23,7 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = [
         f"{machines}, {dates}: {summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed. Errors are (predicted - measured) / measured.",
         _targets(summary),
+        *_visits(once, summary),
         _grouped("policy", once, lambda row: row.plan.policy),
         _grouped("model", once, lambda row: row.model),
         _order(summary),
@@ -41,6 +42,14 @@ def _lines(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) ->
 def _targets(summary: Summary) -> str:
     rows = [[what, format_value(what, value), target, judged(value, met).replace("MISSED", "**MISSED**")] for what, value, target, met in summary.targets()]
     return _lines(["target", "value", "aimed at", ""], rows)
+
+
+def _visits(rows: Sequence[Row], summary: Summary) -> list[str]:
+    """How far the machine itself repeats a step."""
+    if summary.visits_apart is None:
+        return []
+    again, worst = sum(row.visits > 1 for row in rows), signed_percent(summary.visits_apart_worst)
+    return [f"{again} plans were executed again minutes later: their visits lie {signed_percent(summary.visits_apart)} apart in the median, {worst} at most."]
 
 
 def _grouped(name: str, rows: Sequence[Row], key: Callable[[Row], str]) -> str:

@@ -84,6 +84,12 @@ def test_every_case_and_every_target_is_in_the_table(rows: list[Row]) -> None:
     assert [" | ".join(line.split(" | ")[4:6]) for line in kinds] == ["-20.0 % | -20.0 %", "- | -"], "nothing was measured of embed"
 
 
+def test_what_ran_again_is_told(rows: list[Row]) -> None:
+    assert "executed again" not in markdown(rows)
+    again = [row.visited((1.05 * (row.step_seconds or 0),)) if row.step_seconds and not row.same_as else row for row in rows]
+    assert " plans were executed again minutes later: their visits lie +5.0 % apart in the median, +5.0 % at most." in markdown(again)
+
+
 def test_tables_and_picture_need_the_rows_alone(rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in (msgspec.structs.replace(rows[0], failure="no room", step_seconds=None), *rows):  # the first one failed and ran later
         append_row(tmp_path / "rows.jsonl", row)

@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory import arenas as arenas_module
 from megatrain.runtime.memory import host_memory
 from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.memory.kept_memory import KeptMemory
 from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.warm_up import WARM_UP_STEPS
@@ -28,6 +30,7 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.policies._layerwise import gradient_bytes
 
 CPU = torch.device("cpu")
+SMAPS = Path("/proc/self/smaps")
 CLASSES = ("weights", "low", "moments", "gradients")
 
 
@@ -70,6 +73,29 @@ def _as_on_a_gpu(self: Any, pool: str, parts: list[int]) -> torch.UntypedStorage
         return self.host_memory.allocate(parts, self._progress.add)
     self._progress.add(sum(parts))
     return torch.zeros(sum(parts), dtype=torch.uint8).untyped_storage()
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="Linux tells what a page is")
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept: bool) -> None:
+    """Python's own mapping is shared, of which the kernel makes no huge pages, whatever it is advised."""
+    memory = KeptMemory(registered=False) if kept else HostMemory(registered=False)
+    storage = memory.allocate([2**24], lambda _: None)
+    flags = next(mapping for mapping in _mappings() if mapping["start"] <= storage.data_ptr() < mapping["end"])["flags"]
+    assert {"hg", "dc"} <= flags, "proc(5): huge pages advised; not copied by a fork"
+    assert "sh" not in flags
+    memory.close()
+
+
+def _mappings() -> Iterator[dict[str, Any]]:
+    mapping: dict[str, Any] = {}
+    for line in SMAPS.read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            start, end = (int(address, 16) for address in first.split("-"))
+            mapping = {"start": start, "end": end}
+        elif first == "VmFlags:":
+            yield mapping | {"flags": set(rest.split())}
 
 
 @pytest.mark.parametrize("policy", policies.names())

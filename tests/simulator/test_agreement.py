@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from megatrain.simulator.agreement import agreement
 from megatrain.simulator.hardware import CostTable, FixedCosts, HardwareSpec, Turns, Workspace
 
 LIBRARY = HardwareSpec.load("h200")
+RUNS = Path(__file__).parents[2] / "experiments" / "results" / "h200-prove" / "runs"
 
 
 def machine(factor: float, stated: float, slow: int = 0, **changes: Any) -> HardwareSpec:
@@ -25,10 +27,10 @@ def machine(factor: float, stated: float, slow: int = 0, **changes: Any) -> Hard
 
 def test_numbers_agree_within_both_spreads() -> None:
     found = agreement(machine(1, 0.03), machine(1.07, 0.03))
-    assert (found.compared, found.differences, found.noisy) == (21, (), False)
+    assert (found.compared, found.differences, found.noisy) == (21, (), ())
     beyond = agreement(machine(1, 0.03), machine(1.09, 0.03))
     assert len(beyond.differences) == 21
-    assert beyond.noisy
+    assert beyond.noisy == ("host", "device")
 
 
 def test_one_number_that_moved_is_told_and_is_no_noise() -> None:
@@ -36,7 +38,26 @@ def test_one_number_that_moved_is_told_and_is_no_noise() -> None:
     assert [difference.name for difference in found.differences] == ["norm 1", "norm 2"]
     assert found.differences[0].change == 0.5
     assert not found.noisy
-    assert agreement(machine(1, 0.03), machine(1, 0.03, slow=3)).noisy
+    assert agreement(machine(1, 0.03), machine(1, 0.03, slow=3)).noisy == ("host",)
+
+
+def test_a_part_is_noisy_by_its_own_numbers() -> None:
+    """Three of the host's twenty moved, of a table with a hundred layers that did not."""
+    shapes = {f"a/{rows}x1-bf16": (rows, 10**6 * rows) for rows in range(1, 101)}
+    more: dict[str, Any] = {
+        "compute": {"forward": shapes},
+        "spread": {f"norm {size}": 0.03 for size in range(1, 21)} | {f"forward {shape}": 0.0 for shape in shapes},
+    }
+    found = agreement(machine(1, 0.03, **more), machine(1, 0.03, slow=3, **more))
+    assert (found.compared, len(found.differences), found.noisy) == (120, 3, ("host",))
+
+
+def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
+    first, later = (HardwareSpec.load(str(RUNS / f"seventh-hardware{name}.toml")) for name in ("", "-later"))
+    found = agreement(first, later)
+    assert len(found.differences) < found.compared / 20
+    assert "host" in found.noisy
+    assert "device" not in found.noisy
 
 
 LANES: dict[str, Any] = {
