@@ -94,7 +94,6 @@ class _Bench:
         """what compute ops are scaled by"""
         self.beside: list[int] = []
         """bytes that the process took beside its pools while the host's optimizer ran, each time"""
-        self.chunks: ChunkUpdates | None = None
 
     def plan(self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None) -> Plan:
         knobs = Knobs(weight_slots=1 if policy == "sequential" else 2, placement=placement or Placement())
@@ -129,13 +128,6 @@ class _Bench:
         key = _key(op, wide=op.kind in WIDE_KINDS and gradient_bytes(plan, op.layer) > DTYPE_BYTES[plan.workload.dtype])
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount
-
-    def close(self) -> None:
-        try:
-            self.memory.free()
-        finally:
-            if self.chunks is not None:
-                self.chunks.close()
 
     def layers(self, subject: Subject, workload: Workload, base: Workload) -> _Layers | None:
         """One point of the grid: everything whose time or memory hangs on the tokens. None where it does not fit.
@@ -174,7 +166,8 @@ def calibrate(
     limits = (device_bytes or machine.usable_device_bytes(device), host_bytes or machine.host_bytes())
     workload, *grid = (msgspec.structs.replace(point, accumulation=1) for point in (workload, *grid))
     bench, subject, small = _Bench(device, limits, progress), Subject(model, config), model.shortest(_LAYERS)
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(bench.memory.free)
         quick = msgspec.structs.replace(workload, batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)), compiled=False)
         most = bench.plan("sequential", small, msgspec.structs.replace(quick, accumulation=2))
         needed = sum(buffer.allocated for buffer in lower(most).buffers if buffer.place == "host")
@@ -183,7 +176,8 @@ def calibrate(
             with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
                 bench.memory.reserve(needed)
         count = min(sum(layer.elements for layer in small.decoders), max(limits[1] - needed, 0) // BYTES)
-        bench.chunks = ChunkUpdates(count, TORCH_DTYPE[workload.dtype], lane_threads(device)["cpu"]) if count else None
+        chunks = ChunkUpdates(max(count, 1), TORCH_DTYPE[workload.dtype], lane_threads(device)["cpu"])
+        held.callback(chunks.close)
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
@@ -191,14 +185,12 @@ def calibrate(
         every = -(-len(wanted) // (_HOST_TURNS - 1))
         for number, (each, point) in enumerate(wanted):
             if number % every == 0:
-                _measure_host_optimizer(bench, subject, quick, 1 + number // every)
+                _measure_host_optimizer(bench, chunks, subject, quick, 1 + number // every)
             progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
             points.append(bench.layers(each, point, workload))
-        _measure_host_optimizer(bench, subject, quick, 1 + -(-len(wanted) // every))
+        _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(wanted) // every))
         progress("copies and rates")
-        rates = measure_rates(small, workload, config, device, lane_threads(device))
-    finally:
-        bench.close()
+        rates = measure_rates(small, workload, config, device, lane_threads(device), chunks.in_turn())
     table = _table(bench, rates, together, [point for point in points if point], workload.loss_chunk, device)
     described = machine.describe(device)
     h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
@@ -215,7 +207,7 @@ def calibrate(
     )  # fmt: skip
 
 
-def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload, turn: int) -> None:
+def _measure_host_optimizer(bench: _Bench, chunks: ChunkUpdates, subject: Subject, workload: Workload, turn: int) -> None:
     """Its ops on the host's cores, which do not hang on the tokens: whole layers and chunks of them. What is measured in several turns is pooled: the host's speed
     wanders, and the spread says by how much.
     """
@@ -226,7 +218,7 @@ def _measure_host_optimizer(bench: _Bench, subject: Subject, workload: Workload,
             work = msgspec.structs.replace(workload, accumulation=accumulation)
             bench.run(subject, bench.plan("sequential", small, work), kinds, seconds=_HOST_SECONDS)
     bench.beside += grown
-    for key, durations in (bench.chunks.measure(_HOST_SECONDS) if bench.chunks else {}).items():
+    for key, durations in chunks.measure(_HOST_SECONDS).items():
         bench.samples.setdefault(key, []).extend(durations)
 
 

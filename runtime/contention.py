@@ -51,10 +51,12 @@ class Contention(NamedTuple):
 
 
 def measure_contention(
-    templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, threads: dict[str, int], device: torch.device, workers: optimizer.Workers
+    templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, threads: dict[str, int], device: torch.device, host_update: Work
 ) -> Contention:
-    """Of work on `layer`, whose weights and sums are in `arenas`, as are buffers of `largest` bytes to copy from and to."""
-    work, cuda = _lane_work(templates, arenas, layer, largest, device, workers), device.type == "cuda"
+    """Of work on `layer`, whose weights and sums are in `arenas`, as are buffers of `largest` bytes to copy from and to. `host_update`: a unit of the cpu lane's,
+    an update, most of what it does, and what asks most of DRAM.
+    """
+    work, cuda = _lane_work(templates, arenas, layer, largest, device) | {"cpu": host_update}, device.type == "cuda"
     runs = _measure_together(work, threads, device)
     whole, *parts = [{lanes: {lane: rates[turn] for lane, rates in found.items()} for lanes, found in runs.items()} for turn in range(1 + _PARTS)]
     spreads = {f"contention.{lane}.{other}": spread([shares(part)[lane, other] for part in parts]) for lane, other in shares(whole)}
@@ -135,8 +137,8 @@ def _rates(stamps: list[float], begin: float, end: float) -> Rates:
     return (units / seconds, *(float(rate) for rate in np.diff(done) * _PARTS / seconds))
 
 
-def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device, workers: optimizer.Workers) -> dict[str, Work]:
-    """A unit of what each lane does while others are busy. On the cpu lane an update, most of what it does, and what asks most of DRAM."""
+def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: int, device: torch.device) -> dict[str, Work]:
+    """A unit of what each lane but the host's does while others are busy."""
     work, model = templates.workload, templates.model
     width = templates.dtype.itemsize
     weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
@@ -158,7 +160,6 @@ def _lane_work(templates: Templates, arenas: Arenas, layer: LayerSpec, largest: 
         "update": _update(_updated(layer), device),
         "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
         "d2h": lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True),
-        "cpu": _update(_updated(layer), torch.device("cpu"), workers),
     }
 
 
@@ -167,11 +168,11 @@ def _updated(layer: LayerSpec) -> int:
     return min(layer.elements, _UPDATED)
 
 
-def _update(count: int, device: torch.device, workers: optimizer.Workers = optimizer.ALONE) -> Work:
+def _update(count: int, device: torch.device) -> Work:
     """AdamW on `count` parameters of the device."""
     state, residual = torch.zeros(2, count, device=device), torch.zeros(count, dtype=torch.int16, device=device)
     master, gradient = (torch.randn(count, device=device).to(torch.bfloat16) for _ in range(2))
-    return lambda: optimizer.update(master, residual, state, gradient, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None, workers=workers)
+    return lambda: optimizer.update(master, residual, state, gradient, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None)
 
 
 def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:

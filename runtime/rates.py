@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from megatrain.runtime import optimizer
 from megatrain.runtime.contention import Contention, measure_contention, run_together
 from megatrain.runtime.layers.templates import Templates
 from megatrain.runtime.memory.arenas import Arenas
@@ -52,15 +51,17 @@ class Rates:
     """where the number will stand: `KIND BYTES` of a copy, or a key of HardwareSpec or CostTable -> interquartile range over median"""
 
 
-def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int]) -> Rates:
-    """Some 20 s. `model` gives the sizes of the layer and the optimizer step that stand for the compute and cpu lanes."""
+def measure_rates(
+    model: ModelSpec, workload: Workload, config: PretrainedConfig, device: torch.device, threads: dict[str, int], host_update: Work
+) -> Rates:  # fmt: skip
+    """Some 20 s. `model` gives the sizes of the layer that stands for the compute lane, `host_update` is what the cpu lane does beside others."""
     layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
     largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
     sizes = {"host.weights:0": largest, "host.gradients:0": largest, "device.weights:0": largest, "device.gradients:0": largest}
     sizes["device.layer:0"] = width * layer.elements
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
-    workers, own_threads = optimizer.workers(threads["cpu"]), torch.get_num_threads()
+    own_threads = torch.get_num_threads()
     try:
         for name, size in sizes.items():  # touched, and not zeros: a product of zeros runs 13 % too fast; bytes below 60 keep floats finite
             arenas.flat(name, torch.uint8, size).random_(1, 60)
@@ -77,7 +78,7 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
             duplex.append((size, round(typical)))
         torch.set_num_threads(threads["compute"])
         templates = Templates(model, workload, config, device)
-        contention = measure_contention(templates, arenas, layer, largest, threads, device, workers)
+        contention = measure_contention(templates, arenas, layer, largest, threads, device, host_update)
         host = torch.device("cpu")
         measured = {
             f"peak_tflops.{workload.dtype}": _matmul(templates.dtype, device),
@@ -93,7 +94,6 @@ def measure_rates(model: ModelSpec, workload: Workload, config: PretrainedConfig
         return Rates(copies, duplex, contention, matmul, device_rate, host_rate, thread_rate, adam, fixed, spreads)
     finally:
         torch.set_num_threads(own_threads)
-        workers.close()
         arenas.close()
 
 

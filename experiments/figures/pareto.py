@@ -23,7 +23,7 @@ WORK = Workload(batch=32, sequence=1024)
 INTERVALS = (1, 2, 4, 7)
 SLOTS = {"sequential": (1,), "double_buffer": (2,), "k_buffer": (1, 3, 4, 8)}
 SLABS = (0, 2, 12)
-DEVICE_GIB = (*range(18, 60, 3), *range(60, 140, 8), 139)
+DEVICE_GIB = (*range(18, 60, 3), *range(60, 130, 8), 133)
 
 
 def simulate() -> Any:

@@ -16,7 +16,7 @@ from megatrain.simulator.workload import Workload
 
 MODEL, MACHINE, SEQUENCE = "qwen2.5-7b", "h200-4x", 1024
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-DEVICE_GIB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 139)
+DEVICE_GIB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 133)
 
 
 def simulate() -> Any:

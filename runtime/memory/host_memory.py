@@ -5,6 +5,7 @@ PyTorch's caching host allocator rounds each block up to a power of two, which w
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ def map_pages(size: int) -> mmap.mmap:
     """`size` bytes of zeros, on huge pages where the system has them. A forked process has no part in it. Raises OSError or ValueError."""
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is shared, Python's default, gets 4 KiB pages only, whatever is advised
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # the optimizer walks seven streams at once; and a fork would copy what is registered
-        if hasattr(mmap, advice):
+        with contextlib.suppress(AttributeError, OSError):  # not on every system, nor in every kernel
             mapped.madvise(getattr(mmap, advice))
     return mapped
 

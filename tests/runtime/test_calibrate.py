@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
     subject = module.Subject(plan.model, config_of(plan.model))
     bench.run(subject, bench.plan("resident", plan.model, plan.workload), ())
     for turn in (1, 2):
-        module._measure_host_optimizer(bench, subject, plan.workload, turn)
+        module._measure_host_optimizer(bench, SimpleNamespace(measure=lambda _: {}), subject, plan.workload, turn)
     assert bench.beside == [4, 6]
     assert module._process_bytes(bench.beside, cuda) == 5
     assert module._process_bytes(bench.beside, torch.device("cpu")) == 0, "the pools that stand for a device's are the process' too"

@@ -35,6 +35,21 @@ def test_every_part_is_updated_in_turn(chunks: ChunkUpdates, monkeypatch: pytest
     assert chunks._weights.isfinite().all()
 
 
+@pytest.mark.parametrize(("count", "most", "parts"), [(2**12, 2**10, [2**10] * 4), (2**12, 2**25, [2**11] * 2), (3000, 2**10, [2**10] * 2), (1, 2**10, [1])])
+def test_beside_other_lanes_no_part_stays_in_the_cache(count: int, most: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_updates, "_BESIDE", most)
+    made = ChunkUpdates(count, torch.bfloat16, 1)
+    update, seen = made.in_turn(), list[int]()
+    for _ in parts:
+        before = made._moments[1].clone()
+        update()
+        changed = (made._moments[1] != before).nonzero()
+        seen.append(int(changed[-1] - changed[0]) + 1)
+    assert seen == pytest.approx(parts, rel=0.02), "the first and last gradient may be zero"
+    assert (made._moments[1] > 0).float().sum() > 0.99 * sum(parts)
+    made.close()
+
+
 def test_a_small_state_has_no_parts() -> None:
     small = ChunkUpdates(2**10, torch.bfloat16, 1)
     assert small.measure(0.0) == {}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime import contention, optimizer
+from megatrain.runtime import contention
+from megatrain.runtime.chunk_updates import ChunkUpdates
 from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.repeats import spread
@@ -87,15 +88,15 @@ def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> An
     sizes = {f"{place}.{what}:0": largest for place in ("host", "device") for what in ("weights", "gradients")}
     sizes["device.layer:0"] = 4 * layer.elements
     schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
-    arenas, workers = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62), optimizer.workers(1)
-    yield Templates(plan.model, plan.workload, config_of(plan.model), device), arenas, layer, largest, workers
-    workers.close()
+    arenas, chunks = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62), ChunkUpdates(2**11, torch.float32, 1)
+    yield Templates(plan.model, plan.workload, config_of(plan.model), device), arenas, layer, largest, chunks.in_turn()
+    chunks.close()
     arenas.close()
 
 
 def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
-    templates, arenas, layer, largest, workers = tiny
-    found = contention.measure_contention(templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), workers)
+    templates, arenas, layer, largest, host_update = tiny
+    found = contention.measure_contention(templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), host_update)
     assert found.spread.keys() == {f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other}
     assert max(found.spread.values()) > 0
     assert found.turns is None, "what only a GPU has"
@@ -103,9 +104,9 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
 
 def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
     """On the CPU, where they mean nothing: the code that measures them on a GPU."""
-    templates, arenas, layer, largest, workers = tiny
+    templates, arenas, layer, largest, _ = tiny
     threads = dict.fromkeys(LANES, 1)
-    work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"), workers)
+    work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"))
     turns, spreads = contention._measure_turns(templates, arenas, layer, work["compute"], threads, torch.device("cpu"))
     assert isinstance(turns, Turns)
     assert spreads.keys() == {"turns.wait_ns", "turns.forward_loss", "turns.backward_loss"}
