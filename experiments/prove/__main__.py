@@ -1,13 +1,15 @@
 """Calibrates once, then executes plans that were not calibrated on: `python -m megatrain.experiments.prove --out DIR`.
 
 DIR gets `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with a line for each visit of a case, `timelines.jsonl` with its middle step, and
-`summary.json`. Cases are visited twice, minutes apart: how far a plan's two visits lie apart is what a machine allows to be foretold. Run again it goes on where it was: a calibration that is there is taken as it is, and so are plans and rows. `python -m
-megatrain.experiments.prove.show DIR` makes tables and a picture of it.
+`summary.json`. Each case is visited twice, minutes apart: how far the visits of one plan lie apart is what a machine allows to be foretold. Run again it goes on
+where it was: a calibration that is there is taken as it is, and so are plans and rows. `python -m megatrain.experiments.prove.show DIR` makes tables and a
+picture of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +21,7 @@ import torch
 from megatrain.experiments import options
 from megatrain.experiments.hardware_file import write_hardware
 from megatrain.experiments.prove.measure import case_seconds, executed, load_libraries, planned
-from megatrain.experiments.prove.rows import Row, read_rows
+from megatrain.experiments.prove.rows import Row, by_case, read_visits
 from megatrain.experiments.prove.suites import Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, summarize
 from megatrain.experiments.row_file import append_row
@@ -86,7 +88,7 @@ def plans(chosen: Suite, cases: Sequence[Case], folder: Path, hardware: Hardware
     return {case.name: found[case.name] for case in cases if case.name in found}
 
 
-def announce(cases: Sequence[Case], choices: dict[str, Choice], visits: dict[str, int]) -> None:
+def announce(cases: Sequence[Case], choices: dict[str, Choice], rows: Sequence[Row], visits: int) -> None:
     """What will run, and how long it will take by its own prediction."""
     width, total = max(len(case.name) for case in cases), 0.0
     for case in cases:
@@ -94,7 +96,7 @@ def announce(cases: Sequence[Case], choices: dict[str, Choice], visits: dict[str
         if choice is None:
             print(f"{case.name:<{width}}  left out: it does not fit, or changes nothing")
             continue
-        seconds = case_seconds(choice) * max(visits[case.name], 0)
+        seconds = case_seconds(choice) * max(visits - _visits(rows, case, choice), 0)
         total += seconds
         account = choice.account
         memory = f"device {format_bytes(account.device_peak_bytes):>10}  host {format_bytes(account.host_peak_bytes):>10}"
@@ -114,30 +116,31 @@ def run(args: argparse.Namespace) -> int:
     hardware = measured_machine(chosen, folder, device)
     refuse_grid(chosen, cases, hardware.costs)
     choices = plans(chosen, cases, folder, hardware)
-    done = {row.name: row for row in read_rows(folder / ROWS)}
-    announce(cases, choices, {case.name: args.visits - _visits(done, case) for case in cases})
+    rows = read_visits(folder / ROWS)
+    announce(cases, choices, rows, args.visits)
     if args.plan_only:
         return 0
-    _execute([case for case in cases if case.name in choices], choices, done, args, hardware, device, deadline)
-    return tell(folder, [row for row in done.values() if row.name in {case.name for case in cases}])
+    _execute([case for case in cases if case.name in choices], choices, rows, args, hardware, device, deadline)
+    return tell(folder, [row for row in by_case(rows) if row.name in {case.name for case in cases}])
 
 
 def _execute(
-    cases: Sequence[Case], choices: dict[str, Choice], done: dict[str, Row], args: argparse.Namespace, hardware: HardwareSpec, device: torch.device, deadline: float
+    cases: Sequence[Case], choices: dict[str, Choice], rows: list[Row], args: argparse.Namespace, hardware: HardwareSpec, device: torch.device, deadline: float
 ) -> None:  # fmt: skip
-    """All cases once, then all again, as often as is asked for; rows go into the folder, and into `done`."""
-    waiting = [(visit, case) for visit in range(args.visits) for case in cases if _visits(done, case) <= visit]
+    """All cases once, then all again, as often as is asked for; each visit's row goes into the folder, and onto `rows`. What failed waits for the next command."""
+    waiting = [choices[case.name].account for case in cases if _visits(rows, case, choices[case.name]) < args.visits]
     if not waiting:
         return
-    memory = KeptMemory(registered=device.type == "cuda")
+    memory, died = KeptMemory(registered=device.type == "cuda"), set[str]()
     try:
-        accounts = [choices[case.name].account for _, case in waiting]
-        if most := max(account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in accounts):
+        if most := max(account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in waiting):
             memory.reserve(most)
         load_libraries(next(iter(suite("tiny").models.values())), device)
-        for _, case in waiting:
+        for visit, case in itertools.product(range(args.visits), cases):
             choice = choices[case.name]
-            if twin := _twin(case, choice, done.values()):
+            if case.name in died or _visits(rows, case, choice) > visit:
+                continue
+            if twin := _twin(case, choice, rows):
                 row = msgspec.structs.replace(twin, name=case.name, policy=case.policy, variant=case.variant, same_as=twin.name)
             else:
                 seconds = case_seconds(choice)
@@ -145,26 +148,27 @@ def _execute(
                     print(f"{case.name}: left for the next run, {seconds:.0f} s would be too long", flush=True)
                     continue
                 began = time.monotonic()
-                row, timeline = executed(case, choice, hardware, device, memory, done.get(case.name))
+                row, timeline = executed(case, choice, hardware, device, memory)
                 if timeline:  # before its row: a case that is done has one
                     append_row(args.out / TIMELINES, timeline)
                 told = row.failure or f"predicted {format_seconds(choice.step_seconds)}, measured {format_seconds(row.step_seconds or 0)}"
                 print(f"{case.name}: {told}; {time.monotonic() - began:.1f} of {seconds:.1f} s", flush=True)
-            if row != done.get(case.name):
-                append_row(args.out / ROWS, row)
-                done[case.name] = row
+                if row.failure:
+                    died.add(case.name)
+            append_row(args.out / ROWS, row)
+            rows.append(row)
     finally:
         memory.free()
 
 
-def _visits(done: dict[str, Row], case: Case) -> int:
-    """How often it ran, none of which failed last."""
-    row = done.get(case.name)
-    return row.visits if row and not row.failure else 0
+def _visits(rows: Iterable[Row], case: Case, choice: Choice) -> int:
+    """How often this plan of the case was measured; of one that is another case's plan there is nothing to measure."""
+    row = next((row for row in by_case(rows) if row.name == case.name and row.plan == choice.plan), None)
+    return 0 if row is None else sys.maxsize if row.same_as else len(row.visits)
 
 
 def _twin(case: Case, choice: Choice, rows: Iterable[Row]) -> Row | None:
-    """Another case's row of the same plan, where it was executed."""
+    """Another case's visit with the same plan, that was measured."""
     return next((row for row in rows if row.name != case.name and row.plan == choice.plan and not row.failure and not row.same_as), None)
 
 

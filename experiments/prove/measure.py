@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import msgspec
@@ -57,12 +58,10 @@ def case_seconds(choice: Choice) -> float:
     return _START_SECONDS + weights / _BYTES_PER_S + seconds * WARM_UP_STEPS + max(STEPS * seconds, SECONDS + seconds)
 
 
-def executed(
-    case: Case, choice: Choice, hardware: HardwareSpec, device: torch.device, memory: KeptMemory, before: Row | None = None
-) -> tuple[Row, StoredTimeline | None]:  # fmt: skip
-    """Its steps, and the middle one op by op; where it fails, why, and None. `before`: the row of the visits before this one."""
+def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.device, memory: KeptMemory) -> tuple[Row, StoredTimeline | None]:
+    """Its steps, and the middle one op by op; where it fails, why, and None."""
     plan = choice.plan
-    row = before or Row(
+    row = Row(
         name=case.name, model=case.model, policy=case.policy, variant=case.variant, plan=plan, extrapolated=choice.extrapolated,
         machine=str(machine.describe(device)["device"]), date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
@@ -78,8 +77,8 @@ def executed(
     measured = trial.timelines[middle]
     report = compared(trial.schedule, measured, costs).errors
     row = msgspec.structs.replace(
-        row.visited(tuple(round(seconds, 6) for seconds in trial.seconds)), device_peak_bytes=max(trial.device_peak_bytes, row.device_peak_bytes or 0),
-        host_bytes=max(trial.host_bytes + (grown[0] if grown else 0), row.host_bytes or 0), host_pool_bytes=trial.host_bytes,
+        row, steps=tuple(round(seconds, 6) for seconds in trial.seconds), step_seconds=statistics.median(trial.seconds),
+        device_peak_bytes=trial.device_peak_bytes, host_bytes=trial.host_bytes + (grown[0] if grown else 0), host_pool_bytes=trial.host_bytes,
         replay_error=report.engine_error, kinds={kind.kind: (kind.predicted_seconds, kind.measured_seconds) for kind in report.kinds},
     )  # fmt: skip
     return row, StoredTimeline.of(case.name, measured, trial.schedule)

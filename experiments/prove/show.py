@@ -42,7 +42,7 @@ def parser() -> options.OneLineParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = list({row.name: row for row in read_rows(args.folder / "rows.jsonl")}.values())  # one that failed and ran later stands there twice
+    rows = read_rows(args.folder / "rows.jsonl")
     if not rows:
         raise UserError(str(args.folder / "rows.jsonl"), found="no rows", allowed="a folder of `python -m megatrain.experiments.prove`", fix="check the path")
     if args.case:

@@ -36,8 +36,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """signed"""
     step_bias: float | None
     """mean of the signed errors"""
+    visited_again: int = 0
+    """plans that were executed more than once, with others in between"""
     visits_apart: float | None = None
-    """of cases executed more than once: how far their slowest visit lies from their fastest, the median"""
+    """how much slower than their fastest visit their slowest was, the median"""
     visits_apart_worst: float | None = None
     device_mape: float | None
     device_worst: float | None
@@ -96,8 +98,7 @@ def step_error(row: Row) -> float:
 
 def visits_apart(row: Row) -> float:
     """How much slower the slowest visit was than the fastest."""
-    typical = [statistics.median(steps) for steps in (*row.earlier, row.steps)]
-    return max(typical) / min(typical) - 1
+    return max(row.visits) / min(row.visits) - 1
 
 
 def device_error(row: Row) -> float:
@@ -121,7 +122,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
     steps, devices = [step_error(row) for row in once], [device_error(row) for row in once]
     hosts = [error for row in once if (error := host_error(row)) is not None]
     replays = [row.replay_error for row in once if row.replay_error is not None]
-    apart = [visits_apart(row) for row in once if row.visits > 1]
+    apart = [visits_apart(row) for row in once if len(row.visits) > 1]
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in ran:
         groups[row.group].append(row)
@@ -131,7 +132,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
     return Summary(
         cases=len(rows), executed=len(once), failed=len(rows) - len(ran),
         step_mape=_mean(map(abs, steps)), step_worst=max(steps, key=abs, default=None), step_bias=_mean(steps),
-        visits_apart=statistics.median(apart) if apart else None, visits_apart_worst=max(apart, default=None),
+        visited_again=len(apart), visits_apart=statistics.median(apart) if apart else None, visits_apart_worst=max(apart, default=None),
         device_mape=_mean(map(abs, devices)), device_worst=max(devices, key=abs, default=None), device_smallest=min(devices, default=None),
         host_worst=max(hosts, key=abs, default=None), replay_worst=max(replays, key=abs, default=None),
         tau={name: _tau(found, TIE) for name, found in policies.items() if len(found) >= 3},
@@ -170,7 +171,10 @@ def format_summary(rows: Sequence[Row], summary: Summary) -> str:
     for what, value, target, met in summary.targets():
         lines.append(f"{what:<34} {format_value(what, value):>9}   target {target:<9} {judged(value, met)}")
     if summary.visits_apart is not None:
-        lines.append(f"visits of one plan lie apart by {signed_percent(summary.visits_apart)} (median), {signed_percent(summary.visits_apart_worst)} (worst)")
+        worst = signed_percent(summary.visits_apart_worst)
+        lines.append(
+            f"executed again: {summary.visited_again} of the plans; visits lie {signed_percent(summary.visits_apart)} apart in the median, {worst} at most"
+        )
     lines += [f"tau {name}: {value:.2f}, {summary.tau_strict[name]:.2f} without ties" for name, value in summary.tau.items()]
     lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = [
         f"{machines}, {dates}: {summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed. Errors are (predicted - measured) / measured.",
         _targets(summary),
-        *_visits(once, summary),
+        *_visits(summary),
         _grouped("policy", once, lambda row: row.plan.policy),
         _grouped("model", once, lambda row: row.model),
         _order(summary),
@@ -44,12 +44,12 @@ def _targets(summary: Summary) -> str:
     return _lines(["target", "value", "aimed at", ""], rows)
 
 
-def _visits(rows: Sequence[Row], summary: Summary) -> list[str]:
+def _visits(summary: Summary) -> list[str]:
     """How far the machine itself repeats a step."""
     if summary.visits_apart is None:
         return []
-    again, worst = sum(row.visits > 1 for row in rows), signed_percent(summary.visits_apart_worst)
-    return [f"{again} plans were executed again minutes later: their visits lie {signed_percent(summary.visits_apart)} apart in the median, {worst} at most."]
+    apart, worst = signed_percent(summary.visits_apart), signed_percent(summary.visits_apart_worst)
+    return [f"Executed again minutes later: {summary.visited_again} of the plans. Visits lie {apart} apart in the median, {worst} at most."]
 
 
 def _grouped(name: str, rows: Sequence[Row], key: Callable[[Row], str]) -> str:
@@ -101,7 +101,8 @@ def _cases(rows: Sequence[Row]) -> str:
         times = [format_seconds(row.plan.prediction.step_seconds), format_seconds(row.step_seconds)]
         errors = [signed_percent(error) for error in (step_error(row), device_error(row), host_error(row), row.replay_error)]
         note = f"the plan of {_beside(row.name, row.same_as)}" if row.same_as else f"is {row.plan.policy}" if row.policy == BEST else ""
-        lines.append([row.name, *times, *errors, note])
+        notes = [note, *(f"another visit failed: {each.replace('|', '/')}" for each in row.failures)]
+        lines.append([row.name, *times, *errors, "; ".join(filter(None, notes))])
     return _lines(["case", "predicted", "measured", "step", "device", "host", "replay", ""], lines)
 
 

@@ -19,7 +19,9 @@ _THREADS = 16
 
 
 def map_pages(size: int) -> mmap.mmap:
-    """`size` bytes of zeros, on huge pages where the system has them. A forked process has no part in it. Raises OSError or ValueError."""
+    """`size` bytes of zeros, on huge pages where the system has them. Not for a process that forks meanwhile: the other one has no part in it, and would
+    unmap the addresses. Raises OSError or ValueError.
+    """
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is shared, Python's default, gets 4 KiB pages only, whatever is advised
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # the optimizer walks seven streams at once; and a fork would copy what is registered
         with contextlib.suppress(AttributeError, OSError):  # not on every system, nor in every kernel

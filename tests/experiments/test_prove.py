@@ -14,15 +14,17 @@ from megatrain.experiments.prove import rows as records
 from megatrain.experiments.prove.again import moved
 from megatrain.experiments.prove.compared import compared, replay_error
 from megatrain.experiments.prove.measure import planned
-from megatrain.experiments.prove.rows import Row, read_rows
+from megatrain.experiments.prove.rows import Row, by_case, read_rows
 from megatrain.experiments.prove.suites import BEST, Case, Suite, refuse_grid, suite
 from megatrain.experiments.prove.summary import format_summary, kendall_tau, summarize
 from megatrain.experiments.prove.timelines import StoredTimeline, read_timelines
 from megatrain.experiments.row_file import append_row
 from megatrain.experiments.script import ended
+from megatrain.simulator.assessment import Choice
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import write_toml
 from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Plan, Prediction
 from megatrain.simulator.policies import lower
@@ -159,20 +161,90 @@ def test_a_cut_off_proof_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
     again = read_rows(path)
     assert [row.name for row in again] == [row.name for row in rows]
-    failed = msgspec.structs.replace(again[0], failure="it died", step_seconds=None)
-    (folder / "again.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (failed, *again)))
-    assert read_rows(folder / "again.jsonl") == again, "a case that failed and ran again is what it was last"
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), "what was there is as it was"
     # one more visit of each, which the next command needs not repeat
     for _ in range(2):
         assert prove.main([*words, "--visits", "2"]) == 0
-        assert "visits of one plan lie apart by +" in capsys.readouterr().out
+        assert "executed again: 2 of the plans; visits lie +" in capsys.readouterr().out
     visited = read_rows(path)
-    assert [row.visits for row in visited] == [2, 2, 2]
-    assert [row.earlier for row in visited] == [(row.steps,) for row in again]
+    assert [len(row.visits) for row in visited] == [2, 2, 2]
+    assert [row.visits[0] for row in visited] == [row.step_seconds for row in again]
     assert visited[1] == msgspec.structs.replace(visited[0], name=visited[1].name, policy="overlapped", same_as=visited[0].name)
     assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
-    assert len(timelines.read_bytes().splitlines()) == 4
+    assert (len(path.read_bytes().splitlines()), len(timelines.read_bytes().splitlines())) == (5, 4), "a line a visit; a plan that is another case's has none"
+
+
+class Machine:
+    """Executes nothing: steps of a second in the first visit, of two in the next; some visits fail."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, cases: tuple[Case, ...]) -> None:
+        self.folder, self.ran, self.fails = folder, list[str](), set[int]()
+        write_toml(folder / "hardware.toml", HardwareSpec.load("h200"), "")
+        monkeypatch.setattr(prove, "suite", lambda _: suite("tiny")._replace(cases=cases))
+        monkeypatch.setattr(prove, "load_libraries", lambda *_: None)
+        monkeypatch.setattr(prove, "executed", self.executed)
+
+    def executed(self, case: Case, choice: Choice, *_: Any) -> tuple[Row, None]:
+        self.ran.append(case.name)
+        seconds, failure = 1.0 + (self.ran.count(case.name) - 1), "no room" if len(self.ran) in self.fails else ""
+        steps = {} if failure else {"steps": (seconds,), "step_seconds": seconds, "device_peak_bytes": int(seconds), "host_bytes": 1, "host_pool_bytes": 1}
+        return Row(name=case.name, model=case.model, policy=case.policy, plan=choice.plan, machine="a machine", failure=failure, **steps), None
+
+    def prove(self, *words: str) -> list[Row]:
+        assert prove.main(["--device", "cpu", "--out", str(self.folder), *words]) == 0
+        return read_rows(self.folder / "rows.jsonl")
+
+
+TWINS = (Case("tiny", 4, 16, BEST), Case("tiny", 4, 16, "overlapped"), Case("tiny", 3, 16, "k_buffer", accumulation=2))
+
+
+def test_a_visit_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, TWINS)
+    best, twin, other = (case.name for case in TWINS)
+    machine.fails = {3}  # the first case's second visit
+    rows = machine.prove()
+    assert machine.ran == [best, other, best, other]
+    assert [(row.name, row.visits, row.failures, row.failure) for row in rows] == [
+        (best, (1.0,), ("no room",), ""), (twin, (1.0,), ("no room",), ""), (other, (1.0, 2.0), (), "")
+    ]  # fmt: skip
+    assert rows[1].same_as == best
+    assert summarize(rows).executed == 2
+    rows = machine.prove()
+    assert machine.ran[4:] == [best], "what failed runs again with the next command, and nothing else does"
+    assert [row.visits for row in rows] == [(1.0, 3.0), (1.0, 3.0), (1.0, 2.0)]
+    assert [row.step_seconds for row in rows] == [2.0, 2.0, 1.5]
+    assert rows[1].device_peak_bytes == 3
+    machine.prove()
+    assert len(machine.ran) == 5
+
+
+def test_a_case_that_fails_at_once_waits_for_the_next_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, TWINS)
+    machine.fails = {1, 2}  # the best plan, and the same plan of the next case
+    rows = machine.prove()
+    assert machine.ran == [TWINS[0].name, TWINS[1].name, TWINS[2].name, TWINS[2].name]
+    assert [row.failure for row in rows] == ["no room", "no room", ""]
+    assert [row.visits for row in machine.prove()] == [(2.0, 3.0), (2.0, 3.0), (1.0, 2.0)]
+
+
+def test_a_part_of_the_cases_and_the_others_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, TWINS)
+    machine.prove("--cases", "best", "--visits", "1")
+    machine.prove("--cases", "overlapped")
+    assert machine.ran == [TWINS[0].name], "its plan was executed as another case's"
+    machine.prove("--cases", "overlapped")
+    assert [row.visits for row in machine.prove()] == [(1.0, 2.0)] * 3
+
+
+def test_visits_of_another_plan_or_machine_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, TWINS[2:])
+    machine.prove()
+    lines = (tmp_path / "rows.jsonl").read_bytes()
+    for change in ({"machine": "another"}, {"plan": msgspec.structs.replace(machine.prove()[0].plan, source="another")}):
+        first, second = (msgspec.json.decode(line, type=Row) for line in lines.splitlines())
+        kept = (msgspec.structs.replace(first, **change), second)
+        (tmp_path / "rows.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        assert [row.visits for row in read_rows(tmp_path / "rows.jsonl")] == [(2.0,)]
 
 
 def row(case: str, predicted: float, measured: float, **changes: Any) -> Row:
@@ -208,14 +280,15 @@ def test_errors_have_their_sign_and_what_misses_is_said() -> None:
 
 def test_several_visits_count_as_one_step() -> None:
     first = row("a", 1.0, 1.0)
-    both = msgspec.structs.replace(first, failure="it died").visited((1.1, 1.3, 1.2))
-    assert (both.earlier, both.visits, both.failure) == (((1.0,),), 2, "")
+    (both,) = by_case([first, row("a", 1.0, 1.2, steps=(1.1, 1.2, 1.3))])
+    assert (both.visits, both.steps) == ((1.0, 1.2), (1.1, 1.2, 1.3))
     assert both.step_seconds == pytest.approx(1.1), "between the visits, however many steps each had"
-    assert both.visited((9.0,)).step_seconds == pytest.approx(1.2)
     assert summarize([first]).visits_apart is None
-    summary = summarize([both, row("b", 1.0, 2.0).visited((1.0,)), row("c", 1.0, 1.0).visited((1.0,)), row("d", 1.0, 1.0)])
+    summary = summarize(
+        by_case([first, row("b", 1.0, 2.0), row("c", 1.0, 1.0), row("d", 1.0, 1.0), row("a", 1.0, 1.2), row("b", 1.0, 1.0), row("c", 1.0, 1.0)])
+    )
+    assert (summary.cases, summary.visited_again) == (4, 3)
     assert (summary.visits_apart, summary.visits_apart_worst) == (pytest.approx(0.2), pytest.approx(1.0))
-    assert row("e", 1.0, 1.0, steps=()).visited((2.0,)).visits == 1, "after one that failed"
 
 
 def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:

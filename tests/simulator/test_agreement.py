@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatrain.simulator import agreement as agreement_module
 from megatrain.simulator.agreement import agreement
 from megatrain.simulator.hardware import CostTable, FixedCosts, HardwareSpec, Turns, Workspace
 
@@ -50,6 +51,14 @@ def test_a_part_is_noisy_by_its_own_numbers() -> None:
     }
     found = agreement(machine(1, 0.03, **more), machine(1, 0.03, slow=3, **more))
     assert (found.compared, len(found.differences), found.noisy) == (120, 3, ("host",))
+
+
+def test_whose_number_each_is() -> None:
+    names = {name: agreement_module._part(name) for name in agreement_module._numbers(HardwareSpec.load(str(RUNS / "seventh-hardware.toml")))}
+    of = {part: {name.split()[0] for name, whose in names.items() if whose == part} for part in ("host", "link", "device")}
+    assert of["host"] >= {"cpu_update", "cpu_update:wide", "norm", "ratios:wide", "accumulate_gradients:add", "fixed.first_touch_gb_per_s", "step_overhead_ns"}
+    assert of["link"] >= {"load_weights", "save_gradients", "duplex_curve", "contention.h2d.d2h+cpu", "dispatch_ns.d2h"}
+    assert of["device"] >= {"forward", "head", "norm@compute", "ratios:wide@update", "update", "workspace.layer", "peak_tflops.bf16", "contention.update.cpu"}
 
 
 def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
