@@ -1,8 +1,8 @@
 """Verdict: all that `megatrain check` says of a model on a machine, computed once and only formatted afterwards.
 
 `judge` searches for the best plan, plays it for what is exposed, finds how much more would fit, and tries what would help. `brief` is the same
-of one choice without what has to be tried. Predictions only: how far off they may be is `step_seconds_low` to `step_seconds_high` where the
-machine was not calibrated, and `extrapolated` names ops whose cost lies outside of what was measured.
+of one choice without what has to be tried. Predictions only: how far off they may be is `step_seconds_low` to `step_seconds_high`, by what a datasheet's
+rates are worth or by the spreads of a calibration, and `extrapolated` names ops whose cost lies outside of what was measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatrain.simulator.assessment import Choice, RunnerUp, assess, varied
 from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.changed import Changed
+from megatrain.simulator.costs.within_spread import faster, slower
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import makespan_ns
@@ -70,7 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """the lane with the most work, or the largest pool of the place that is too small"""
     step_seconds: float
     step_seconds_low: float | None
-    """None where the machine was calibrated, as the next"""
+    """None where nothing says, as the next: a calibration without spreads, a plan that does not fit"""
     step_seconds_high: float | None
     tokens_per_second: float
     tflops_6n: float
@@ -220,14 +221,13 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
     classes: dict[str, dict[str, int]] = {place: defaultdict(int) for place in PLACES}
     for pool, size in account.pools.items():
         classes[pool.partition(".")[0]][class_of(pool)] += size
-    uncertainty = None if hardware.costs else hardware.uncertainty
+    low, high = _range(choice, hardware)
     verdict = Verdict(
         model=plan.model.name, parameters=plan.model.parameters, active_parameters=plan.model.active_parameters,
         hardware=hardware.name, unified=hardware.unified, workload=work, policy=plan.policy,
         knobs={} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__}, prediction_only=peer,
         feasible=choice.feasible, binding=limits.binding if choice.feasible else account.binding, step_seconds=seconds,
-        step_seconds_low=None if uncertainty is None else seconds * (1 - uncertainty),
-        step_seconds_high=None if uncertainty is None else seconds * (1 + uncertainty),
+        step_seconds_low=low, step_seconds_high=high,
         tokens_per_second=tokens_per_second(work, seconds), tflops_6n=tflops_6n(plan.model, work, seconds),
         tflops_6n_active=tflops_6n(plan.model, work, seconds) * plan.model.active_parameters / plan.model.parameters,
         mfu=mfu(plan.model, work, seconds, peak) if peak else None, lower_bound_seconds=limits.lower_bound_ns / 1e9, lower_bound_lane=limits.latest,
@@ -236,10 +236,26 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
         device_peak_bytes=account.device_peak_bytes, device_limit_bytes=account.device_limit_bytes,
         host_peak_bytes=account.host_peak_bytes, host_limit_bytes=account.host_limit_bytes, pools=dict(account.pools),
         classes={place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in classes.items()},
-        calibrated=hardware.costs.date if hardware.costs else "", uncertainty=uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
+        calibrated=hardware.costs.date if hardware.costs else "", uncertainty=None if hardware.costs else hardware.uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
         documents=_documents(plan.model, work), reason="" if choice.feasible else account.advice, runner_up=choice.runner_up,
     )  # fmt: skip
     return verdict if tokens is None else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+
+
+def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float | None]:
+    """Seconds that the step may take, at least and at most."""
+    seconds, table, plan = choice.step_seconds, hardware.costs, choice.plan
+    if table is None:
+        return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
+    if not table.spread or not choice.feasible:
+        return None, None
+    few = varied(plan, accumulation=2)  # of more than two micro-batches, the ratio of two is taken as that of all
+    schedule = policy_library.lower(few)
+    least, usual, most = (
+        makespan_ns(schedule, cost_model(msgspec.structs.replace(hardware, costs=costs), few.model, few.workload))
+        for costs in (faster(table), table, slower(table))
+    )
+    return seconds * least / usual, seconds * most / usual
 
 
 def _documents(model: ModelSpec, work: Workload) -> str:
