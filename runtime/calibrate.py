@@ -59,6 +59,7 @@ _STEPS = 3
 _SECONDS = 1.5  # of steps at least, under each plan: a shared machine's speed wanders within seconds
 _HOST_SECONDS = 1.0  # of the host's optimizer, which is run several times: its speed wanders by a tenth within minutes
 _HOST_TURNS = 4
+_LEAST_UPDATED = 2**23  # parameters, 150 MB, whatever the host's limit: what updates fewer beside a copy measures Python's lock
 _QUICK_TOKENS = 4096  # of a micro-batch where only the optimizer's ops are timed, which do not hang on it, nor on compiled layers
 _UNCERTAINTY = 0.10  # of what is predicted from the rates instead of the table: the layers and copies were measured here
 _MARGIN_BYTES = 2**21  # one small block of PyTorch's allocator
@@ -176,7 +177,9 @@ def calibrate(
             with contextlib.suppress(RuntimeError, OSError, ValueError):  # likewise
                 bench.memory.reserve(needed)
         count = min(sum(layer.elements for layer in small.decoders), max(limits[1] - needed, 0) // BYTES)
-        chunks = ChunkUpdates(max(count, 1), TORCH_DTYPE[workload.dtype], lane_threads(device)["cpu"])
+        chunks = ChunkUpdates(
+            max(count, min(sum(layer.elements for layer in small.decoders), _LEAST_UPDATED)), TORCH_DTYPE[workload.dtype], lane_threads(device)["cpu"]
+        )
         held.callback(chunks.close)
         _measure_optimizer(bench, subject, quick)
         progress("lanes together")

@@ -7,6 +7,7 @@ In a step the next part is there when one is done. In a plan of which one op run
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 
@@ -20,7 +21,6 @@ from megatrain.simulator.schedule import Buffer, Schedule
 
 _SIZES = (2**14, 2**22, 2**24, 2**25)  # parameters: one block of the kernel, and what plans copy at a time
 _MOST = 2**26  # parameters: 1.2 GB, four times what a processor keeps in its cache
-_BESIDE = 2**25  # parameters of a part that is updated beside other lanes, at most
 _LEAST = 5  # updates of one size
 _ANY = 2**62  # bytes: the caller's limit is in the number of parameters
 BYTES = 18
@@ -38,8 +38,11 @@ class ChunkUpdates:
         buffers = tuple(Buffer(id=f"host.{name}:0", bytes=width * self._count, persistent=True) for name, width in widths.items())
         schedule = Schedule(policy="rates", buffers=buffers, ops=())
         self._arenas = Arenas(schedule, torch.device("cpu"), device_limit_bytes=_ANY, host_limit_bytes=_ANY)
+        self._held = contextlib.ExitStack()
+        self._held.callback(self._arenas.close)
         try:
             self._workers = optimizer.workers(threads)
+            self._held.callback(self._workers.close)
             self._weights, self._moments = self._flat("weights", dtype), self._arenas.tensor("host.moments:0", torch.float32, (2, self._count))
             self._low = self._flat("low", torch.int16) if "low" in widths else None
             self._gradients = {"cpu_update": self._flat("gradients", dtype)}
@@ -49,7 +52,7 @@ class ChunkUpdates:
             for tensor in (self._weights, *self._gradients.values()):
                 tensor.uniform_(-0.02, 0.02)
         except BaseException:
-            self._arenas.close()
+            self._held.close()
             raise
 
     def _flat(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -71,16 +74,16 @@ class ChunkUpdates:
         return found
 
     def in_turn(self) -> Work:
-        """Updates the next part of two or more, all of them in turn: one alone may partly stay in the processor's cache, out of which others drive it. An
-        H200's cores kept 0.47 of their speed beside both directions of the link by one part of 0.5 GB over and over, and 0.6 to 0.8 in steps
+        """Updates one half of the state, then the other: what is updated over and over may partly stay in the processor's cache, out of which others drive
+        it. An H200's cores kept 0.47 of their speed beside both directions of the link by 0.5 GB in one place, and 0.6 to 0.8 in steps
         (experiments/results/h200-prove: `half stays`).
         """
-        size = max(min(_BESIDE, self._count // 2), 1)
-        starts = itertools.cycle(range(0, self._count - size + 1, size))
+        half = max(self._count // 2, 1)
+        starts = itertools.cycle((0, self._count - half))
 
         def update() -> None:
             start = next(starts)
-            self._update(slice(start, start + size), self._gradients["cpu_update"])
+            self._update(slice(start, start + half), self._gradients["cpu_update"])
 
         return update
 
@@ -93,5 +96,5 @@ class ChunkUpdates:
         return time.perf_counter_ns() - begin
 
     def close(self) -> None:
-        self._workers.close()
-        self._arenas.close()
+        """Ends the threads and frees the memory."""
+        self._held.close()

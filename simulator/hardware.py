@@ -136,7 +136,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Op.shape -> peak device bytes besides the planned pools and the saved activations"""
     spread: dict[str, float] = {}
     """`KIND SIZE` of a curve, `KIND SHAPE` of compute, a key of this table or of HardwareSpec (`contention.h2d.cpu`, `duplex_curve 1048576`) ->
-    interquartile range over median; for the reader, and for `megatrain calibrate --again`"""
+    interquartile range over median: for the reader, for `megatrain calibrate --again`, and for how far a step may be off"""
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():

@@ -15,9 +15,9 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
 from megatrain.simulator.assessment import Choice, RunnerUp, assess, varied
 from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
-from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs import Calibrated, CostModel, cost_model
 from megatrain.simulator.costs.changed import Changed
-from megatrain.simulator.costs.within_spread import faster, slower
+from megatrain.simulator.costs.within_spread import WithinSpread
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import makespan_ns
@@ -247,14 +247,13 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
     seconds, table, plan = choice.step_seconds, hardware.costs, choice.plan
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
-    if not table.spread or not choice.feasible:
-        return None, None
     few = varied(plan, accumulation=2)  # of more than two micro-batches, the ratio of two is taken as that of all
+    costs = cost_model(hardware, few.model, few.workload)
+    if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
+        return None, None
     schedule = policy_library.lower(few)
-    least, usual, most = (
-        makespan_ns(schedule, cost_model(msgspec.structs.replace(hardware, costs=costs), few.model, few.workload))
-        for costs in (faster(table), table, slower(table))
-    )
+    usual = makespan_ns(schedule, costs)
+    least, most = (makespan_ns(schedule, WithinSpread(costs, hardware.uncertainty, longer=longer)) for longer in (False, True))
     return seconds * least / usual, seconds * most / usual
 
 

@@ -131,14 +131,14 @@ def _execute(
     waiting = [choices[case.name].account for case in cases if _visits(rows, case, choices[case.name]) < args.visits]
     if not waiting:
         return
-    memory, died = KeptMemory(registered=device.type == "cuda"), set[str]()
+    memory, later = KeptMemory(registered=device.type == "cuda"), set[str]()
     try:
         if most := max(account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in waiting):
             memory.reserve(most)
         load_libraries(next(iter(suite("tiny").models.values())), device)
         for visit, case in itertools.product(range(args.visits), cases):
             choice = choices[case.name]
-            if case.name in died or _visits(rows, case, choice) > visit:
+            if case.name in later or _visits(rows, case, choice) > visit:
                 continue
             if twin := _twin(case, choice, rows):
                 row = msgspec.structs.replace(twin, name=case.name, policy=case.policy, variant=case.variant, same_as=twin.name)
@@ -146,6 +146,7 @@ def _execute(
                 seconds = case_seconds(choice)
                 if time.monotonic() + seconds > deadline:
                     print(f"{case.name}: left for the next run, {seconds:.0f} s would be too long", flush=True)
+                    later.add(case.name)
                     continue
                 began = time.monotonic()
                 row, timeline = executed(case, choice, hardware, device, memory)
@@ -154,7 +155,7 @@ def _execute(
                 told = row.failure or f"predicted {format_seconds(choice.step_seconds)}, measured {format_seconds(row.step_seconds or 0)}"
                 print(f"{case.name}: {told}; {time.monotonic() - began:.1f} of {seconds:.1f} s", flush=True)
                 if row.failure:
-                    died.add(case.name)
+                    later.add(case.name)
             append_row(args.out / ROWS, row)
             rows.append(row)
     finally:

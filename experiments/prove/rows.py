@@ -71,6 +71,8 @@ def by_case(visits: Iterable[Row]) -> list[Row]:
         original = cases.get(row.same_as)
         if original and original.plan == row.plan:
             cases[name] = msgspec.structs.replace(original, name=name, policy=row.policy, variant=row.variant, same_as=row.same_as)
+        elif row.same_as:  # the other has another plan by now
+            cases[name] = msgspec.structs.replace(row, same_as="")
     return list(cases.values())
 
 

@@ -66,7 +66,7 @@ class Calibrated(Shared):
         key = (kind, op.lane, op.adds, size) if op.layer.isdigit() else (f"{kind} {op.layer}", op.lane, op.adds, size)
         if key not in self._known:
             if not isinstance(size, str):
-                self._known[key] = interpolate(self._curve(op), size)
+                self._known[key] = interpolate(self.table.curves[self._curve(op)], size)
             elif (other := _other_packing(size)) and not self._has(kind, size) and self._has(kind, other):
                 self._known[key] = self._as_packed(op, other)
             elif is_kept(size) and size not in self.table.compute.get(kind, {}) and self._datasheet is not None:
@@ -120,7 +120,22 @@ class Calibrated(Shared):
             return 0
         return round(self._elementwise.summed_bytes(op) / self._datasheet.hardware.device_gb_per_s)
 
-    def _curve(self, op: Op) -> tuple[tuple[int, int], ...]:
+    def spread(self, op: Op) -> float:
+        """Of the measured number nearest to what `op` takes: the interquartile range of its repeats over their median; 0 where none is known."""
+        if op.shape:
+            name = "head" if op.kind in UNMEASURED_KINDS and op.kind not in self.table.compute else op.kind
+            shapes = self.table.compute.get(name, {})
+            size = _tokens(op.shape)[0]
+            sizes = {known: _tokens(known)[0] for known in shapes if (_layer(known), _dtype(known)) == (_layer(op.shape), _dtype(op.shape))}
+        else:
+            name = self._curve(op)
+            size = op.bytes if op.kind in COPY_KINDS else op.parameters
+            sizes = {str(known): known for known, _ in self.table.curves[name]}
+        spreads = {known: self.table.spread[f"{name} {known}"] for known in sizes if f"{name} {known}" in self.table.spread}
+        return spreads[min(spreads, key=lambda known: abs(sizes[known] - size))] if spreads else 0.0
+
+    def _curve(self, op: Op) -> str:
+        """The name of its curve."""
         kind, curves = op.kind, self.table.curves
         if kind in COPY_KINDS:
             kind = "load_weights" if op.lane == "h2d" else "save_gradients"
@@ -130,7 +145,7 @@ class Calibrated(Shared):
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(f"costs of {self.table.measured_on}: curves", found=f"nothing for `{kind}` on lane {op.lane}", allowed=_list(curves), fix=FIX)
-        return curves[name]
+        return name
 
     def _compute(self, kind: str, shape: str, amount: int) -> tuple[int, bool]:
         share = kind in UNMEASURED_KINDS and kind not in self.table.compute  # the loss is the head without its backward: of its time, the share of its FLOPs

@@ -187,7 +187,11 @@ class Machine:
     def executed(self, case: Case, choice: Choice, *_: Any) -> tuple[Row, None]:
         self.ran.append(case.name)
         seconds, failure = 1.0 + (self.ran.count(case.name) - 1), "no room" if len(self.ran) in self.fails else ""
-        steps = {} if failure else {"steps": (seconds,), "step_seconds": seconds, "device_peak_bytes": int(seconds), "host_bytes": 1, "host_pool_bytes": 1}
+        steps = (
+            {}
+            if failure
+            else {"steps": (seconds,), "step_seconds": seconds, "device_peak_bytes": int(seconds), "host_bytes": 9 - int(seconds), "host_pool_bytes": 1}
+        )
         return Row(name=case.name, model=case.model, policy=case.policy, plan=choice.plan, machine="a machine", failure=failure, **steps), None
 
     def prove(self, *words: str) -> list[Row]:
@@ -213,7 +217,7 @@ def test_a_visit_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     assert machine.ran[4:] == [best], "what failed runs again with the next command, and nothing else does"
     assert [row.visits for row in rows] == [(1.0, 3.0), (1.0, 3.0), (1.0, 2.0)]
     assert [row.step_seconds for row in rows] == [2.0, 2.0, 1.5]
-    assert rows[1].device_peak_bytes == 3
+    assert (rows[1].device_peak_bytes, rows[1].host_bytes) == (3, 8), "the highest of each"
     machine.prove()
     assert len(machine.ran) == 5
 
@@ -239,12 +243,38 @@ def test_a_part_of_the_cases_and_the_others_later(tmp_path: Path, monkeypatch: p
 def test_visits_of_another_plan_or_machine_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS[2:])
     machine.prove()
-    lines = (tmp_path / "rows.jsonl").read_bytes()
-    for change in ({"machine": "another"}, {"plan": msgspec.structs.replace(machine.prove()[0].plan, source="another")}):
-        first, second = (msgspec.json.decode(line, type=Row) for line in lines.splitlines())
-        kept = (msgspec.structs.replace(first, **change), second)
-        (tmp_path / "rows.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
-        assert [row.visits for row in read_rows(tmp_path / "rows.jsonl")] == [(2.0,)]
+    path = tmp_path / "rows.jsonl"
+    first, second = (msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines())
+    for change in ({"machine": "another"}, {"plan": msgspec.structs.replace(first.plan, source="another")}):
+        other = msgspec.structs.replace(first, **change)
+        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (other, second)))
+        assert [row.visits for row in read_rows(path)] == [(2.0,)]
+    path.write_bytes(msgspec.json.encode(other) + b"\n")
+    assert [row.visits for row in machine.prove()] == [(3.0, 4.0)], "what ran had another plan"
+
+
+def test_a_plan_that_is_no_longer_another_cases_is_a_plan_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, TWINS)
+    best, twin, other = machine.prove()
+    moved_on = msgspec.structs.replace(best, plan=other.plan, visits=(), failures=(), step_seconds=5.0)
+    rows = by_case([msgspec.structs.replace(best, visits=(), failures=()), msgspec.structs.replace(twin, visits=(), failures=()), moved_on])
+    assert [(row.same_as, row.step_seconds) for row in rows] == [("", 5.0), ("", 1.5)]
+
+
+def test_what_would_end_too_late_is_left_in_either_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(tmp_path, monkeypatch, TWINS)
+    monkeypatch.setattr(prove, "case_seconds", lambda _: 1e9 if len(machine.ran) >= 3 else 0.0)
+    machine.prove("--seconds", "60")
+    assert machine.ran == [TWINS[0].name, TWINS[2].name, TWINS[0].name]
+    assert capsys.readouterr().out.count("left for the next run") == 1
+    machine.prove("--seconds", "60")
+    assert capsys.readouterr().out.count("left for the next run") == 1
+    monkeypatch.setattr(prove, "case_seconds", lambda _: 7.0)
+    machine.prove()
+    assert machine.ran[3:] == [TWINS[2].name]
+    printed = capsys.readouterr().out
+    assert printed.count("done") == 2, "the first, and what has its plan"
+    assert "7 s in all" in printed
 
 
 def row(case: str, predicted: float, measured: float, **changes: Any) -> Row:

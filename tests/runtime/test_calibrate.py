@@ -126,6 +126,17 @@ def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan])
         module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
 
 
+def test_a_calibration_that_fails_leaves_nothing_behind(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, closed = executable(), list[str]()
+    monkeypatch.setattr(module, "_measure_optimizer", lambda *_: 1 / 0)
+    for name, kind, method in (("slabs", module.KeptMemory, "free"), ("parts", module.ChunkUpdates, "close")):
+        usual = getattr(kind, method)
+        monkeypatch.setattr(kind, method, lambda self, name=name, usual=usual: (closed.append(name), usual(self)))
+    with pytest.raises(ZeroDivisionError):
+        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**33)
+    assert sorted(closed) == ["parts", "slabs"]
+
+
 def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plan, cuda = executable(), torch.device("cuda")
     bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)

@@ -96,7 +96,14 @@ def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> An
 
 def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
     templates, arenas, layer, largest, host_update = tiny
-    found = contention.measure_contention(templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), host_update)
+    updates = []
+
+    def counted() -> None:
+        host_update()
+        updates.append(1)
+
+    found = contention.measure_contention(templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted)
+    assert len(updates) >= 5 * len(LANES), "alone, and beside each other lane"
     assert found.spread.keys() == {f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other}
     assert max(found.spread.values()) > 0
     assert found.turns is None, "what only a GPU has"

@@ -8,28 +8,60 @@ import msgspec
 import pytest
 import small_model
 
+from megatrain.simulator import policies
 from megatrain.simulator.assessment import Choice, assess
-from megatrain.simulator.costs import cost_model
-from megatrain.simulator.costs.within_spread import faster, slower
+from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.costs.within_spread import WithinSpread
 from megatrain.simulator.files import convert, read_json
-from megatrain.simulator.hardware import CostTable, HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import brief, judge
 from megatrain.simulator.workload import Workload
 
 PROOF = Path(__file__).parents[2] / "experiments" / "results" / "h200-prove"
-TABLE = CostTable(
-    measured_on="", date="", curves={"norm": ((0, 0), (10, 1), (20, 400))}, compute={"forward": {"a/1x1-bf16": (7, 1000)}},
-    spread={"norm 20": 0.25, "norm 10": 0.9, "forward a/1x1-bf16": 1.5, "gone 7": 3.0},
-)  # fmt: skip
+MACHINES = [PROOF / "hardware.toml", *(PROOF / "runs" / f"{name}-hardware.toml" for name in ("fifth", "seventh", "default"))]
 
 
-def test_each_number_by_its_own_spread() -> None:
-    assert slower(TABLE).curves == {"norm": ((0, 0), (10, 2), (20, 500))}
-    assert faster(TABLE).curves == {"norm": ((0, 0), (10, 1), (20, 320))}, "nothing takes no time that took some"
-    assert slower(TABLE).compute == {"forward": {"a/1x1-bf16": (7, 2500)}}
-    assert faster(TABLE).compute == {"forward": {"a/1x1-bf16": (7, 400)}}
-    assert slower(msgspec.structs.replace(TABLE, spread={})).curves == TABLE.curves
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_no_op_is_shorter_on_the_slower_machine(path: Path) -> None:
+    """Sizes between, below and beyond those that were measured, and another system's, which nobody measured."""
+    hardware, model = HardwareSpec.load(str(path)), ModelSpec.load("qwen2.5-0.5b").with_layers(2)
+    for policy in (*policies.names(), "zero3_offload"):
+        for batch in (1, 48):
+            work = Workload(batch=batch, sequence=512)
+            plan = Plan(
+                policy=policy,
+                hardware="",
+                source="",
+                device_limit_bytes=2**40,
+                host_limit_bytes=2**40,
+                model=model,
+                workload=work,
+                knobs=Knobs(weight_slots=1 if policy == "sequential" else 2),
+            )
+            costs = cost_model(hardware, model, work)
+            assert isinstance(costs, Calibrated)
+            short, long = (WithinSpread(costs, 0.1, longer=longer) for longer in (False, True))
+            for op in policies.lower(plan).ops:
+                usual = costs.duration_ns(op)
+                assert short.duration_ns(op) <= usual <= long.duration_ns(op)
+                if costs.extrapolated(op):
+                    assert long.duration_ns(op) == round(usual * 1.1)
+
+
+def test_the_spread_of_the_nearest_number(machine: HardwareSpec, plan: Plan) -> None:
+    assert machine.costs is not None
+    costs = cost_model(machine, plan.model, plan.workload)
+    assert isinstance(costs, Calibrated)
+    told = machine.costs.spread
+    update = next(op for op in policies.lower(plan).ops if op.kind == "cpu_update")
+    curve = costs._curve(update)
+    for parameters, nearest in ((9 * 10**6, 2**22), (12 * 10**6, 2**24), (10, 2**14)):
+        assert costs.spread(msgspec.structs.replace(update, parameters=parameters)) == told[f"{curve} {nearest}"]
+    (forward,) = {costs.spread(op) for op in policies.lower(plan).ops if op.kind == "forward"}
+    near = [spread for name, spread in told.items() if name.startswith("forward llama") and "/3x2048-" in name]
+    assert [forward] == near, "of 8,192 tokens"
 
 
 class Stored(msgspec.Struct, frozen=True):
