@@ -1,7 +1,7 @@
 """Contention: units of each lane's work a second, alone and while other lanes are busy, and how much they slow each other.
 
-Every pair of lanes runs for a window of time, those that share the host's DRAM for two, and so do the three together: with both directions of the link busy the cores keep more than
-both pairs' shares multiplied, and the link less. A number comes from the whole windows; its spread from windows cut into equal parts, with the number
+Every pair of lanes runs for a window of time, those that share the host's DRAM for two, and so do the three together: with both directions of the link busy
+the cores keep more than both pairs' shares multiplied, and the link less. A number comes from the whole windows; its spread from windows cut into equal parts, with the number
 worked out anew from the first part of each, from the second, and so on.
 """
 

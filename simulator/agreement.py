@@ -3,7 +3,7 @@
 A number is a median or a mean, and its spread the interquartile range of its repeats over their median. Two agree where they differ by no more than both
 spreads and a fiftieth; a part of the machine is noisy where more than a tenth of its numbers do not: then its speed changed between the two, by more than
 within either. Of each part by itself, for few of the numbers are the host's: the cores of an H200's machine were 20 % faster ten minutes later, which 4 % of
-all numbers told (experiments/results/h200-prove/runs/seventh-hardware*.toml). Bytes are counted, not timed: they have no spread, and may differ by the
+all numbers told (experiments/results/h200-prove/runs/seventh). Bytes are counted, not timed: they have no spread, and may differ by the
 fiftieth alone. Numbers that are derived from others are not compared.
 """
 

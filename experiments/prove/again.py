@@ -1,4 +1,6 @@
-"""Again: stored rows predicted by today's simulator, from the calibration beside them, and their steps replayed by it; which of them came out worse."""
+"""Again: stored rows predicted by today's simulator, from the calibration beside them, and their steps replayed by it; which of them came out worse, and
+how many lie where the calibration's spreads say.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from megatrain.simulator.error_table import signed_percent
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.policies import lower
+from megatrain.simulator.verdict import brief
 
 TOLERANCE = 0.001
 """by which an error may grow: rounding"""
@@ -56,6 +59,19 @@ def row_of(row: Row, hardware: HardwareSpec, stored: StoredTimeline | None) -> R
     schedule = lower(plan)
     replay = replay_error(schedule, stored.timeline(schedule), costs) if stored else row.replay_error
     return msgspec.structs.replace(row, plan=assess(plan, costs).plan, replay_error=replay)
+
+
+def within_range(rows: Iterable[Row], hardware: HardwareSpec) -> tuple[int, int]:
+    """(measured steps that lie in the range which the calibration's spreads give, measured steps)."""
+    found = []
+    for row in rows:
+        if row.failure or row.same_as or row.step_seconds is None:
+            continue
+        told = brief(assess(row.plan, cost_model(hardware, row.plan.model, row.plan.workload)), hardware)
+        found.append(
+            told.step_seconds_low is not None and told.step_seconds_high is not None and told.step_seconds_low <= row.step_seconds <= told.step_seconds_high
+        )
+    return sum(found), len(found)
 
 
 def moved_in(folder: Path) -> list[str]:

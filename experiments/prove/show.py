@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.experiments import options
+from megatrain.experiments.prove.again import within_range
 from megatrain.experiments.prove.compared import compared
 from megatrain.experiments.prove.picture import draw
 from megatrain.experiments.prove.rows import Row, read_rows
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     draw(rows, out / "errors.png")
     write_text(out / "table.md", markdown(rows))
     write_json(out / "summary.json", summarize(rows))
+    if (hardware := args.folder / "hardware.toml").exists():
+        print("{} of {} steps lie in the range that the spreads of the calibration give".format(*within_range(rows, HardwareSpec.load(str(hardware)))))
     print(f"wrote table.md, summary.json and errors.png into {out}")
     return 0
 

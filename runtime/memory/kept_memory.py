@@ -1,7 +1,8 @@
 """Host memory that outlives an executor: touched and registered once, handed to one executor after the other.
 
-Touching and registering what a calibration needs takes 2.5 s on an H200's host, and 2.8 to 8.2 s with small pages (experiments/results/h200-prove: prove.log,
-runs/*.log): who runs many plans in one process, as calibration does, would wait longer for memory than for steps. An executor that closes gives its share back; `free` gives back everything.
+Touching and registering what a calibration needs takes 2.5 s on an H200's host, and 2.8 to 8.2 s with small pages (experiments/results/h200-prove: prove.log and
+all logs): who runs many plans in one process, as calibration does, would wait longer for memory than for steps. An executor that closes gives its share back;
+`free` gives back everything.
 """
 
 from __future__ import annotations

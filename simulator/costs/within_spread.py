@@ -13,7 +13,7 @@ from megatrain.simulator.schedule import Op
 
 
 class WithinSpread(Changed):
-    """`costs`, with every op longer, or shorter, by the spread of the measured number nearest to it; by `uncertainty` at least where it is extrapolated."""
+    """`costs`, with every op longer, or shorter, by the spread of the measured number nearest to it; by `uncertainty` where it is extrapolated."""
 
     def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
         super().__init__(costs, lambda op: op)

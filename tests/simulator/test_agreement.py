@@ -54,7 +54,7 @@ def test_a_part_is_noisy_by_its_own_numbers() -> None:
 
 
 def test_whose_number_each_is() -> None:
-    names = {name: agreement_module._part(name) for name in agreement_module._numbers(HardwareSpec.load(str(RUNS / "seventh-hardware.toml")))}
+    names = {name: agreement_module._part(name) for name in agreement_module._numbers(HardwareSpec.load(str(RUNS / "seventh" / "hardware.toml")))}
     of = {part: {name.split()[0] for name, whose in names.items() if whose == part} for part in ("host", "link", "device")}
     assert of["host"] >= {"cpu_update", "cpu_update:wide", "norm", "ratios:wide", "accumulate_gradients:add", "fixed.first_touch_gb_per_s", "step_overhead_ns"}
     assert of["link"] >= {"load_weights", "save_gradients", "duplex_curve", "contention.h2d.d2h+cpu", "dispatch_ns.d2h"}
@@ -62,7 +62,7 @@ def test_whose_number_each_is() -> None:
 
 
 def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
-    first, later = (HardwareSpec.load(str(RUNS / f"seventh-hardware{name}.toml")) for name in ("", "-later"))
+    first, later = (HardwareSpec.load(str(RUNS / "seventh" / f"hardware{name}.toml")) for name in ("", "-later"))
     found = agreement(first, later)
     assert len(found.differences) < found.compared / 20
     assert "host" in found.noisy

@@ -20,10 +20,10 @@ from megatrain.simulator.verdict import brief, judge
 from megatrain.simulator.workload import Workload
 
 PROOF = Path(__file__).parents[2] / "experiments" / "results" / "h200-prove"
-MACHINES = [PROOF / "hardware.toml", *(PROOF / "runs" / f"{name}-hardware.toml" for name in ("fifth", "seventh", "default"))]
+MACHINES = [PROOF / name for name in ("hardware.toml", "runs/fifth-hardware.toml", "runs/seventh/hardware.toml", "runs/default-hardware.toml")]
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_op_is_shorter_on_the_slower_machine(path: Path) -> None:
     """Sizes between, below and beyond those that were measured, and another system's, which nobody measured."""
     hardware, model = HardwareSpec.load(str(path)), ModelSpec.load("qwen2.5-0.5b").with_layers(2)
