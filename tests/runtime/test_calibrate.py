@@ -137,6 +137,15 @@ def test_a_calibration_that_fails_leaves_nothing_behind(executable: Callable[...
     assert sorted(closed) == ["parts", "slabs"]
 
 
+def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the host's limit: beside updates of a few parameters a copy waits for Python's lock."""
+    plan, made = executable(), list[int]()
+    monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**12, device_bytes=2**33)
+    assert made == [sum(layer.elements for layer in plan.model.shortest(module._LAYERS).decoders)]
+
+
 def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plan, cuda = executable(), torch.device("cuda")
     bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
