@@ -1,10 +1,11 @@
-"""Steadiness: a step like those before it takes no memory anew. No cudaMalloc, no retry after one that failed, no registration of host memory.
+"""Steadiness: checks that a steady step takes no new memory: no device memory from the driver, no retry after a failed allocation, no registration of host memory.
 
-A cudaMalloc waits for the whole device, and a registration takes a second for a few GiB: either would stand in a timeline as an op's own time.
+Taking device memory waits for the whole device, and registering a few GiB of host memory takes a second. Either would be measured as an op's own time.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,57 +15,69 @@ import torch
 from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 
-_SETTLING = 8
-"""times that PyTorch's allocator may still take device memory afterwards: which of its free pieces fit may hang on the order in which lanes use them. On an H200
-a plan of 133 GiB did in four of its steady steps; what allocates again and again is past this soon
+_log = logging.getLogger(__name__)
+
+_SETTLING_STEPS = 8
+"""Steady steps of a run that may take device memory. Which free block PyTorch's allocator picks depends on the order in which lanes allocate, so a plan that
+fills the device may need a few more steps until every order fits: on an H200 a plan of 133 GiB took memory in four steady steps. A leak takes memory in every
+step and soon exceeds this number.
 """
 
 
 class Taken(NamedTuple):
-    """Since the process began."""
+    """What this process has taken since it began."""
 
-    device_allocations: int
-    """cudaMalloc"""
+    device_bytes: int
+    """bytes that PyTorch's allocator reserved. Counted in bytes because the number of calls depends on the allocator: to reserve 256 MiB is one cudaMalloc,
+    and three or four mappings with expandable segments"""
     retries: int
-    """of those, after freeing what PyTorch kept"""
+    """allocations that succeeded only after the allocator freed its cache"""
     registrations: int
+    """registrations of host memory"""
 
 
 class Steadiness:
-    """Watches steps, one after the other."""
+    """Watches the steps of one executor."""
 
     def __init__(self, device: torch.device, host_memory: HostMemory) -> None:
         self._device, self._host_memory = device, host_memory
         self._alike = 0
-        self._late = 0
+        self._settling = 0
         self._freed = 0
 
     def _counts(self) -> tuple[Taken, int]:
-        """And how often PyTorch gave memory back to the device (cudaFree). The whole of `memory_stats` would take ten times as long."""
+        """What was taken so far, and the bytes that PyTorch's allocator has given back to the device. Reads the nested statistics because the flat
+        `memory_stats` takes ten times as long.
+        """
         stats = torch.cuda.memory_stats_as_nested_dict(self._device) if self._device.type == "cuda" else {}
-        taken = Taken(stats.get("num_device_alloc", 0), stats.get("num_alloc_retries", 0), self._host_memory.registrations)
-        return taken, stats.get("num_device_free", 0)
+        reserved = stats["reserved_bytes"]["all"] if stats else {"allocated": 0, "freed": 0}
+        return Taken(reserved["allocated"], stats.get("num_alloc_retries", 0), self._host_memory.registrations), reserved["freed"]
 
     @contextmanager
     def step(self, *, alike: bool) -> Iterator[None]:
-        """`alike`: its tensors have the shapes of every other step's. Raises AssertionError where it is a steady one, and took memory; of the
-        device beyond what settling takes.
+        """Surrounds one step. `alike`: its tensors have the shapes of every other step's.
 
-        Where memory was freed since the last step (an evaluation that filled the device, say), the next steps may take it again.
+        A steady step that takes device memory is logged. Raises AssertionError where more than `_SETTLING_STEPS` of them do, and where a steady step
+        retries an allocation or registers host memory. If memory was freed since the last step, for example by an evaluation that filled the device,
+        the next steps count as warm-up.
         """
         before, freed = self._counts()
         if freed != self._freed:
-            self._alike = self._late = 0
+            self._alike = self._settling = 0
         steady = alike and self._alike >= WARM_UP_STEPS
         self._alike += alike
         try:
             yield
         except BaseException:
-            self._alike = self._late = 0
+            self._alike = self._settling = 0
             raise
         after, self._freed = self._counts()
-        if steady:
-            self._late += after.device_allocations - before.device_allocations
-        if steady and (after[1:] != before[1:] or self._late > _SETTLING):
-            self._alike = self._late = 0
+        if not steady or after == before:
+            return
+        grown = after.device_bytes - before.device_bytes
+        if grown:
+            self._settling += 1
+            _log.warning("a steady step took %s bytes of device memory; so far %s of this run's steps did", f"{grown:,}", self._settling)
+        if after[1:] != before[1:] or self._settling > _SETTLING_STEPS:
+            self._alike = self._settling = 0
             raise AssertionError(f"a steady step allocated: {before} before it, {after} after it")

@@ -207,48 +207,56 @@ def test_a_steady_step_that_takes_memory_is_an_error(executable: Callable[..., P
         takes(5)
 
 
-def test_the_device_s_counters_are_what_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's, under their names; memory that was given back between steps may be taken again."""
-    stats = {"num_device_alloc": 7, "num_alloc_retries": 0, "num_device_free": 3}
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Plays one step that a `Steadiness` watches, with PyTorch's counters raised as named: `took` and, before the step,
+    `freed` in bytes, `retried` in times."""
+    reserved = {"allocated": 7 * 2**20, "freed": 2**20}
+    stats = {"reserved_bytes": {"all": reserved}, "num_alloc_retries": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
     watch = Steadiness(torch.device("cuda", 0), HostMemory(registered=False))
 
-    def step(*, alike: bool = True, **changes: int) -> None:
+    def step(*, alike: bool = True, took: int = 0, freed: int = 0, retried: int = 0) -> None:
+        reserved["freed"] += freed
         with watch.step(alike=alike):
-            stats.update({name: stats[name] + change for name, change in changes.items()})
+            reserved["allocated"] += took
+            stats["num_alloc_retries"] = int(str(stats["num_alloc_retries"])) + retried
 
     for _ in range(WARM_UP_STEPS):
-        step(num_device_alloc=1)
-    step()
+        step(took=2**20)
+    return step
+
+
+def test_a_retried_allocation_is_an_error_at_once(watched: Callable[..., None]) -> None:
+    watched()
     with pytest.raises(AssertionError, match="retries"):
-        step(num_alloc_retries=1)
-    for _ in range(WARM_UP_STEPS):
-        step(num_device_alloc=1)
-    for _ in range(8):  # it may settle
-        step(num_device_alloc=1)
-        step()
-    with pytest.raises(AssertionError, match="device_allocations"):
-        step(num_device_alloc=1)
-    step(num_device_alloc=1)
-    step()
-    stats["num_device_free"] += 1
-    step(num_device_alloc=1)
-    step()
-    step(alike=False, num_device_alloc=1)
-    step()
+        watched(retried=1)
 
 
-def test_watching_costs_nothing_to_speak_of() -> None:
-    """Less than 20 us a step, without a GPU; the best of five, on a machine with other work."""
-    import timeit
+def test_device_memory_taken_again_and_again_is_an_error(watched: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    """Each steady step that takes memory counts once, however many bytes it takes, and is logged."""
+    for number in range(1, 9):
+        watched(took=2**20 * number)
+        watched()
+        assert caplog.messages[-1] == f"a steady step took {2**20 * number:,} bytes of device memory; so far {number} of this run's steps did"
+    with pytest.raises(AssertionError, match="device_bytes"):
+        watched(took=1)
+    watched(took=2**20)  # an error begins a new warm-up
 
-    watch = Steadiness(CPU, HostMemory(registered=False))
 
-    def step() -> None:
-        with watch.step(alike=True):
-            pass
+def test_memory_that_was_freed_may_be_taken_again(watched: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    watched()
+    watched(freed=2**20, took=2**20)
+    for _ in range(WARM_UP_STEPS - 1):
+        watched(took=2**20)
+    assert caplog.messages == []
+    watched(took=2**20)
+    assert len(caplog.messages) == 1
 
-    assert min(timeit.repeat(step, number=1000, repeat=5)) / 1000 < 20e-6
+
+def test_a_step_of_other_shapes_may_take_memory(watched: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    watched(alike=False, took=2**20)
+    assert caplog.messages == []
 
 
 def test_steady_steps_do_not_grow_the_process(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
