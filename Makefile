@@ -1,4 +1,4 @@
-# make demo | figures | test | lint | format | venv
+# make demo | figures | test | lint | format | speed | venv
 #
 # The first of them makes .venv with the first Python >= 3.11 found; PYTHON=/path/to/python names another. The same command later
 # installs again only when pyproject.toml or constraints.txt has changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are obeyed.
@@ -17,7 +17,7 @@ PYTHON ?= $(shell for program in 'import venv, ensurepip; $(NEW)' '$(NEW)'; do f
 	$$name -c "$$program" >/dev/null 2>&1 && { command -v $$name; exit; }; done; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo figures test lint format venv
+.PHONY: help demo figures test lint format speed venv
 
 help:
 	@echo "make demo    train a small model whose weights stream, and compare the prediction with the measurement"
@@ -25,6 +25,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy, import rules"
 	@echo "make format  rewrite the code in the house format"
+	@echo "make speed   time the command and planning, and compare with the stored result"
 	@echo "make venv    make or refresh $(VENV); PYTHON=... chooses the interpreter, SYSTEM_TORCH=1 keeps its torch"
 
 demo: venv
@@ -45,6 +46,9 @@ lint: venv
 format: venv
 	$(RUN) ruff check --fix-only --quiet .
 	$(RUN) ruff format .
+
+speed: venv
+	$(RUN) megatrain.experiments.benchmarks.speed
 
 venv: $(STAMP)
 

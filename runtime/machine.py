@@ -83,7 +83,8 @@ def forget_device_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as the system gives it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -96,8 +97,8 @@ def _processor() -> str:
 def describe(device: torch.device) -> dict[str, object]:
     """The machine and the software, as plain values for a file."""
     described: dict[str, object] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, memory pool as device",
-        "device_bytes": device_bytes(device), "processor": _processor(), "cores": cores(), "host_bytes": host_bytes(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, memory pool as device",
+        "device_bytes": device_bytes(device), "processor": processor(), "cores": cores(), "host_bytes": host_bytes(),
         "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(), "torch": str(torch.__version__),
         "transformers": transformers.__version__,
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -33,13 +32,11 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
             for _ in range(PIECES):
                 landing.copy_(source, non_blocking=True)
             done.record()
-        start = time.perf_counter()
         mirror.wait()
-        seconds, still_copying = time.perf_counter() - start, not done.query()
+        still_copying = not done.query()
         assert mirror.landed.tolist() == [number] * 4
         torch.cuda.synchronize()
-    assert still_copying, "otherwise nothing was overtaken"
-    assert seconds < 0.005
+    assert still_copying, "the mirror waited for the copies that were queued before it"
 
 
 def test_what_was_enqueued_before_is_what_lands() -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -150,17 +149,17 @@ class Registrar:
 torch.cuda.cudart = Registrar
 arenas.HostMemory = lambda **_: HostMemory(registered=True)
 plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
-told = {}
+told, ran = {}, []
 try:
     with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), schedule=lower(plan)) as executor:
         for task in executor.tasks.values():
-            task.run = lambda: time.sleep(0.2)
+            task.run = lambda: (time.sleep(0.2), ran.append(1))
         told["registered before"] = len(registered)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        begin = time.monotonic()
+        told["tasks"] = len(executor.tasks)
         executor.step([Batch(*torch.zeros(2, 2, 16, dtype=torch.int64))], rate=0.0, number=1)
 except KeyboardInterrupt:
-    told |= {"seconds": time.monotonic() - begin, "registered": len(registered)}
+    told |= {"ran": len(ran), "registered": len(registered)}
     told["lanes"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("lane-")]
     print(json.dumps(told))
     sys.exit(130)
@@ -171,12 +170,10 @@ def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(executable
     """SIGINT in the middle of a step, in a process of its own: no hang, nothing registered, no lane, the status that the program says."""
     import msgspec
 
-    begin = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", PROGRAM], input=msgspec.json.encode(executable("overlapped")), capture_output=True, timeout=60, check=False)
     assert ended.returncode == 130, ended.stderr.decode()
     told = json.loads(ended.stdout)
     assert told["registered before"] > 0
     assert told["registered"] == 0
     assert told["lanes"] == []
-    assert 0.4 < told["seconds"] < 3
-    assert time.monotonic() - begin < 55
+    assert 0 < told["ran"] < told["tasks"]

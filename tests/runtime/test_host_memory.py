@@ -210,7 +210,8 @@ def test_a_steady_step_that_takes_memory_is_an_error(executable: Callable[..., P
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Plays one step that a `Steadiness` watches, with PyTorch's counters raised as named: `took` and, before the step,
-    `freed` in bytes, `retried` in times."""
+    `freed` in bytes, `retried` in times.
+    """
     reserved = {"allocated": 7 * 2**20, "freed": 2**20}
     stats = {"reserved_bytes": {"all": reserved}, "num_alloc_retries": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -171,8 +170,8 @@ KEYS = sorted(
 
 
 def survives(config: object) -> None:
-    """A spec, whole, or a line; soon."""
-    start, spec, message = time.perf_counter(), None, ""
+    """Reads `config`: the result is a whole spec or one line."""
+    spec, message = None, ""
     try:
         spec = ModelSpec.from_config(config, "config.json")
     except UserError as error:
@@ -185,7 +184,6 @@ def survives(config: object) -> None:
         assert spec.saved("0", 8, "bf16").store > 0
         assert spec.shortest(1).layers <= spec.layers
         tomli_w.dumps(msgspec.to_builtins(spec))
-    assert time.perf_counter() - start < 2
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
