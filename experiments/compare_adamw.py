@@ -30,7 +30,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import DataOptions, open_data
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.checkpoint_names import hub_name
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import describe, device_bytes, host_bytes
 from megatrain.runtime.optimizer import AdamW
@@ -72,12 +72,10 @@ class Class(msgspec.Struct, frozen=True, kw_only=True):
 def run_ours(plan: Plan, config: PretrainedConfig, feed: Feed, rates: Sequence[float], device: torch.device) -> Run:
     begin, losses = time.perf_counter(), []
     with Executor(plan, config, SETTINGS, device) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
-        state.load(random_weights(0, device))
+        executor.state.load(random_weights(0, device))
         for number, rate in enumerate(rates, 1):
             losses.append(executor.step([feed(number)], rate=rate, number=number).loss)
-        executor.drain()
-        weights = {hub_name(layer.name, name): master.cpu() for layer in plan.model.stack.values() for name, master in state.masters(layer).items()}
+        weights = {hub_name(layer.name, name): master.cpu() for layer in plan.model.stack.values() for name, master in executor.state.masters(layer).items()}
     return Run(losses=losses, weights=weights, seconds=time.perf_counter() - begin)
 
 

@@ -25,7 +25,7 @@ def checksum(plan: Plan, schedule: Schedule, arenas: Arenas) -> int:
 
     Layers that `schedule` does not keep are left out. Waits for the device.
     """
-    state, width = ModelState(plan, schedule, arenas), DTYPE_BYTES[plan.workload.dtype]
+    state, width = ModelState(plan, schedule, lambda: arenas), DTYPE_BYTES[plan.workload.dtype]
     parts = []
     for layer in plan.model.stack.values():
         for name, size in (("weights", width), ("low", 4 - width)):

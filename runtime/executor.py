@@ -20,6 +20,7 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.checksum import checksum
+from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.lanes import DEVICE_LANES, Crew, HostMark, Lane, LaneError, Origin, StreamMark, Task
 from megatrain.runtime.layers.attention import refuse_attention
@@ -111,15 +112,17 @@ class Executor:
         self._threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(self._threads["cpu"])
         limits = {"device_limit_bytes": plan.device_limit_bytes, "host_limit_bytes": plan.host_limit_bytes}
-        self.arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate, host_memory=host_memory)
-        self._steadiness = Steadiness(device, self.arenas.host_memory)
+        self._arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate, host_memory=host_memory)
+        self._steadiness = Steadiness(device, self._arenas.host_memory)
         try:
             keeps = any(buffer.pool == ATTENTION for buffer in self.schedule.buffers)
             self.templates = Templates(plan.model, plan.workload, config, device, keeps=keeps)
-            self._binder = Binder(plan, self.schedule, self.arenas, self.templates, settings, self._host_workers, self._state)
+            self._binder = Binder(plan, self.schedule, self._arenas, self.templates, settings, self._host_workers, self._state)
             self._streams = {name: torch.cuda.Stream(device) if device.type == "cuda" and name in DEVICE_LANES else None for name in self.schedule.lanes}
             self._step = self._program(self.schedule)
             self.tasks.update({task.op: task for queue in self._step.queues.values() for task in queue})
+            self.state = ModelState(plan, self.schedule, self.memory, self.templates.persistent)
+            """weights and moments after every step so far; reading them applies the update that the last step owes"""
             self._crew = Crew([Lane(name, queue, self._threads[name], self._streams[name]) for name, queue in self._step.queues.items()])
         except BaseException:
             self._free()
@@ -146,7 +149,8 @@ class Executor:
         self._step = _Program(self.schedule, {}, {})
         self._state.saved.clear()
         self._state.mirrors.clear()
-        self.arenas.close()
+        self._owed = None
+        self._arenas.close()
 
     def _program(self, schedule: Schedule) -> _Program:
         """Binds `schedule`, whose lanes are among the step's."""
@@ -174,7 +178,7 @@ class Executor:
         others may be updated. Without clipping only losses are looked at.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
-        seen = self.checksum() if deterministic and not self._drain else None
+        seen = self._checksum() if deterministic and not self._drain else None
         begin = time.perf_counter()
         with self._steadiness.step(alike=all(batch.documents is None for batch in batches)):
             self._take(batches)
@@ -187,7 +191,7 @@ class Executor:
             where = f", layers not updated: {', '.join(left)}" if left else ""
             raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower the learning rate or look at the data")
         self._owed = (rate, number) if self._drain else None
-        return StepResult(loss, norm, seconds, timeline, self.checksum() if deterministic and self._drain else seen)
+        return StepResult(loss, norm, seconds, timeline, self._checksum() if deterministic and self._drain else seen)
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """The loss of `accumulation` micro-batches, forward only, by the weights that every step so far makes: an owed update is applied first.
@@ -204,16 +208,38 @@ class Executor:
         return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
 
     def drain(self) -> None:
-        """Applies the update that the last step owes, if any: before saving, evaluating and stopping."""
+        """Applies the update that the last step owes, if any. `state`, `memory`, `checksum` and `evaluate` do so themselves.
+
+        The next step then finds its update applied already. It computes the same bits, but that update no longer overlaps its forward pass.
+        """
         owed = self._drain
         if owed is None or self._owed is None:
             return
         self._state.update_at, self._owed = self._owed, None
         self._play(self._beside("drain", lambda: owed))
 
+    def memory(self) -> Arenas:
+        """The pools, with the update that the last step owes applied. The only way in from outside: what it gives is right until the next step."""
+        self.drain()
+        return self._arenas
+
+    @property
+    def pool_bytes(self) -> dict[str, int]:
+        """Allocated bytes by pool."""
+        return dict(self._arenas.pool_bytes)
+
+    def allocated(self, place: str) -> int:
+        """Bytes of all pools on `device` or `host`."""
+        return self._arenas.total(place)
+
     def checksum(self) -> int:
-        """Of all weights as they lie now, without the update that the last step may owe."""
-        return checksum(self.plan, self.schedule, self.arenas)
+        """The checksum of all weights after every step so far (`checksum.py`)."""
+        self.drain()
+        return self._checksum()
+
+    def _checksum(self) -> int:
+        """Of the weights as they lie now, without the update that the last step may owe."""
+        return checksum(self.plan, self.schedule, self._arenas)
 
     def _take(self, batches: Sequence[Batch]) -> int:
         """Copies the micro-batches to where ops read them; returns how many tokens have a label."""
@@ -239,7 +265,7 @@ class Executor:
             self._crew.play(program.queues)
             self._synchronize()
         except LaneError as failure:
-            refusal = out_of_memory(failure, self.arenas)
+            refusal = out_of_memory(failure, self._arenas)
             if refusal is None:
                 raise
         if refusal is not None:
@@ -279,7 +305,7 @@ class Executor:
     def _each(self, pool: str, keys: Iterable[str], count: int = 1) -> list[torch.Tensor]:
         """[count] fp32 of each of the pool's buffers, on whichever side it is."""
         places = {key: next(place for place in ("host", "device") if f"{place}.{pool}:{key}" in self.schedule.buffer) for key in keys}
-        return [self.arenas.flat(f"{place}.{pool}:{key}", torch.float32, count) for key, place in places.items()]
+        return [self._arenas.flat(f"{place}.{pool}:{key}", torch.float32, count) for key, place in places.items()]
 
     def _scalar(self, pool: str, key: str) -> torch.Tensor:
-        return self.arenas.flat(f"{pool}:{key}", torch.float32, 1)[0]
+        return self._arenas.flat(f"{pool}:{key}", torch.float32, 1)[0]

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from megatrain.runtime import machine
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.warm_up import WARM_UP_STEPS
@@ -57,7 +57,7 @@ def run_trial(
     before = torch.cuda.memory_allocated(device) if cuda else 0
     generator = torch.Generator().manual_seed(0)
     with Executor(plan, config, AdamW(), device, schedule=schedule or lower(plan), host_memory=host_memory) as executor:
-        ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0, device))
+        executor.state.load(random_weights(0, device))
         timelines: list[Timeline] = []
         times: list[float] = []
         number, steady_since = 0, 0.0
@@ -69,7 +69,7 @@ def run_trial(
             elif number > WARM_UP_STEPS:
                 timelines.append(result.timeline)
                 times.append(result.seconds)
-        pools = executor.arenas.total("device")
+        pools = executor.allocated("device")
         highest = torch.cuda.max_memory_allocated(device) - before if cuda else pools
         peaks: dict[str, int] = {}
         growth: dict[str, int] = {}
@@ -78,7 +78,7 @@ def run_trial(
             executor.step(_batches(plan, generator), rate=_RATE, number=number + 1)
             peaks = {kind: peak - before - pools for kind, peak in peaks.items()}
         loss = _evaluated(executor, plan, generator) if evaluates else None
-        return Trial(executor.schedule, timelines, times, loss, peaks, growth.get("recompute", 0), highest, executor.arenas.total("host"))
+        return Trial(executor.schedule, timelines, times, loss, peaks, growth.get("recompute", 0), highest, executor.allocated("host"))
 
 
 def _evaluated(executor: Executor, plan: Plan, generator: torch.Generator) -> tuple[Op, list[int]]:

@@ -55,7 +55,7 @@ def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callabl
 
     from megatrain.runtime.batch import Batch
     from megatrain.runtime.executor import Executor
-    from megatrain.runtime.files.model_files import ModelState, random_weights
+    from megatrain.runtime.files.model_files import random_weights
     from megatrain.runtime.layers.templates import config_of
     from megatrain.runtime.optimizer import AdamW
 
@@ -64,7 +64,7 @@ def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callabl
         plan = make_plan(policy, layers=4, accumulation=2, dtype="fp32")
         threads = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
         with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), schedule=policies.lower(plan), threads=threads) as executor:
-            ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
+            executor.state.load(random_weights(0))
             batch = torch.arange(64).view(2, 2, 16)
             results.append(
                 [(step.loss, step.gradient_norm) for step in (executor.step([Batch(batch[0], batch[1])] * 2, rate=1e-2, number=n) for n in (1, 2, 3))]

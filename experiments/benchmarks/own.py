@@ -10,7 +10,7 @@ from megatrain.experiments.allocation_bar import allocation_bar
 from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Reading, random_tokens, repeat
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, Weights, random_weights
+from megatrain.runtime.files.model_files import Weights, random_weights
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.templates import config_of, layer_tensors
 from megatrain.runtime.machine import forget_device_memory
@@ -37,7 +37,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
         if ceiling:
             fill(executor, weights)
         else:
-            ModelState(plan, schedule, executor.arenas, executor.templates.persistent).load(weights)
+            executor.state.load(weights)
 
         def step(number: int) -> Reading:
             batches = [Batch(ids, labels) for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)]
@@ -45,7 +45,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
             return Reading(seconds=result.seconds, loss=result.loss, gradient_norm=result.gradient_norm)
 
         readings = repeat(step, steps, system)
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else executor.arenas.total("device")
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else executor.allocated("device")
         notes = "compute ops alone" if ceiling else f"policy {plan.policy}, {'compiled' if plan.workload.compiled else 'eager'} layers"
         return Measured(system=system, notes=notes, steps=readings, ops=len(schedule.ops), device_peak_bytes=peak, host_peak_bytes=host_peak_bytes())
 
@@ -55,7 +55,7 @@ def fill(executor: Executor, weights: Weights) -> None:
 
     Zeros would not do: a product on them runs 13 % faster (H200).
     """
-    plan, arenas, dtype = executor.plan, executor.arenas, TORCH_DTYPE[executor.plan.workload.dtype]
+    plan, arenas, dtype = executor.plan, executor.memory(), TORCH_DTYPE[executor.plan.workload.dtype]
     filled: set[str] = set()
     for op in executor.schedule.ops:
         buffer, *others = op.reads

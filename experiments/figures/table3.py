@@ -24,7 +24,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.executor import Executor, lane_threads
-from megatrain.runtime.files.model_files import ModelState, hub_name, random_weights
+from megatrain.runtime.files.model_files import hub_name, random_weights
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW, round_to_bf16
 from megatrain.runtime.reference import Masters, Reference
@@ -95,12 +95,10 @@ def reference(kind: type[Reference], start: Masters, corpus: Corpus, steps: int,
 def own(plan: Plan, start: Masters, corpus: Corpus) -> Run:
     threads = dict.fromkeys(lane_threads(torch.device("cpu")), 1)
     with Executor(plan, config_of(MODEL), SETTINGS, torch.device("cpu"), threads=threads) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas)
-        state.load(lambda layer, name, shape: start[layer][name].view(shape))
+        executor.state.load(lambda layer, name, shape: start[layer][name].view(shape))
 
         def masters() -> Masters:
-            executor.drain()
-            return {layer.name: state.masters(layer) for layer in MODEL.stack.values()}
+            return {layer.name: executor.state.masters(layer) for layer in MODEL.stack.values()}
 
         for number in range(1, STEPS + 1):
             yield executor.step(corpus.step(number), rate=RATE, number=number).loss, masters

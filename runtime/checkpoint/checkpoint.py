@@ -18,7 +18,6 @@ import torch
 from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, Run, Shard
 from megatrain.runtime.checkpoint.randomness import RandomState
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
 from megatrain.runtime.hyperparameters import AdamW
@@ -35,13 +34,12 @@ class CheckpointError(RunError):
     """A checkpoint could not be written; what was there before is as it was."""
 
 
-def save(executor: Executor, state: ModelState, run: Run, folder: Path) -> None:
-    """Applies the update that the last step owes, then writes the checkpoint `folder`, replacing one of that name: whole, or not at all.
+def save(executor: Executor, run: Run, folder: Path) -> None:
+    """Writes the checkpoint `folder`, replacing one of that name: whole, or not at all.
 
     Holds one piece of a tensor in host memory besides what is there. Raises CheckpointError where it cannot be written.
     """
-    executor.drain()
-    tensors = state.tensors()
+    tensors = executor.state.tensors()
     try:
         if not folder.parent.is_dir():
             folder.parent.mkdir(parents=True)
@@ -70,16 +68,15 @@ def save(executor: Executor, state: ModelState, run: Run, folder: Path) -> None:
         raise
 
 
-def restore(executor: Executor, state: ModelState, folder: Path, settings: Mapping[str, Any]) -> Run:
+def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Run:
     """Fills weights and moments and sets the random generators; returns where the run stood. The executor's plan may be another one of the same workload.
 
     Raises MalformedFile where the checkpoint is not as it was written, and UserError where it is another model's, workload's, optimizer's or of other
     `settings`, before anything is changed. Files are verified while they are read: after a MalformedFile the state is undefined until another restore.
     """
-    executor.drain()
     manifest = Manifest.load(folder)
     refuse_another(manifest, executor.plan, executor.settings, settings, folder)
-    tensors = state.tensors()
+    tensors = executor.state.tensors()
     named = [name for shard in manifest.shards for name in shard.tensors]
     if sorted(named) != sorted(tensors):
         differs = sorted(set(named) ^ set(tensors)) or sorted(name for name in set(named) if named.count(name) > 1)

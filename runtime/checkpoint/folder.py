@@ -13,7 +13,6 @@ from typing import Any
 from megatrain.runtime.checkpoint.checkpoint import ASIDE, check_sizes, refuse_another, restore, save, verify
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.simulator.errors import UserError
@@ -44,7 +43,7 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, executor: Executor, state: ModelState, run: Run) -> Path:
+    def save(self, executor: Executor, run: Run) -> Path:
         """Saves, then removes what is no longer kept, and what is of a later step: it was left behind when the run went back to an earlier one.
 
         A step that was just saved or restored is not saved again. Raises CheckpointError.
@@ -52,7 +51,7 @@ class Checkpoints:
         path = self.path(run.step)
         if self._current != run.step:
             self._recover()
-            save(executor, state, run, path)
+            save(executor, run, path)
             self._current = run.step
             self._prune()
         return path
@@ -72,7 +71,7 @@ class Checkpoints:
             check_sizes(path, manifest)
             refuse_another(manifest, plan, optimizer, settings, path, known=known)
 
-    def restore(self, executor: Executor, state: ModelState, settings: Mapping[str, Any], step: int | None = None) -> Run | None:
+    def restore(self, executor: Executor, settings: Mapping[str, Any], step: int | None = None) -> Run | None:
         """The newest checkpoint, or that of `step`, into the executor; None where there is none yet.
 
         Raises UserError for one that is not as it was written, and offers the newest sound one before it, for one of another run, and for a `step`
@@ -84,7 +83,7 @@ class Checkpoints:
             return None
         with self._offering(chosen):
             self._manifest(self.path(chosen), chosen)
-            run = restore(executor, state, self.path(chosen), settings)
+            run = restore(executor, self.path(chosen), settings)
         self._current = chosen
         return run
 

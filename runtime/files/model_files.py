@@ -129,9 +129,9 @@ def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.
 class ModelState:
     """A schedule's persistent model state, wherever the schedule keeps it: fp32 masters in, fp32 masters out."""
 
-    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> None:
-        """`buffers`: what decoder layers have besides parameters that belongs into a checkpoint, by layer and name: `Templates.persistent`."""
-        self._plan, self._schedule, self._arenas, self._buffers = plan, schedule, arenas, buffers or {}
+    def __init__(self, plan: Plan, schedule: Schedule, memory: Callable[[], Arenas], buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> None:
+        """`memory`: called at every access, gives the schedule's pools with no update owed: `Executor.memory`. `buffers`: what decoder layers have besides parameters that belongs into a checkpoint, by layer and name: `Templates.persistent`."""
+        self._plan, self._schedule, self._memory, self._buffers = plan, schedule, memory, buffers or {}
         self._dtype = TORCH_DTYPE[plan.workload.dtype]
 
     def home(self, name: str, layer: str) -> str | None:
@@ -148,8 +148,9 @@ class ModelState:
     def _planes(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         weights, low = self.home("weights", layer.name), self.home("low", layer.name)
         assert weights is not None
-        flat = self._arenas.flat(weights, self._dtype, layer.elements)
-        return flat, None if low is None else self._arenas.flat(low, torch.int16, layer.elements)
+        memory = self._memory()
+        flat = memory.flat(weights, self._dtype, layer.elements)
+        return flat, None if low is None else memory.flat(low, torch.int16, layer.elements)
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
         """Writes every layer's weights and buffers and zeroes its moments; `progress` hears of each layer's parameters."""
@@ -168,7 +169,7 @@ class ModelState:
                 offset += tensor.padded
             moments = self.home("moments", layer.name)
             assert moments is not None
-            self._arenas.flat(moments, torch.float32, 2 * layer.elements).zero_()
+            self._memory().flat(moments, torch.float32, 2 * layer.elements).zero_()
             progress(layer.parameters)
         self.load_buffers(weights)
 
@@ -179,7 +180,10 @@ class ModelState:
                 buffer.copy_(weights(layer, name, tuple(buffer.shape)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of the state where it lies, flat, by `LAYER.CLASS`: what a checkpoint holds, the same for every plan of a model and a workload."""
+        """All of the state where it lies, flat, by `LAYER.CLASS`: what a checkpoint holds, the same for every plan of a model and a workload.
+
+        Not copies: they change, or become out of date, with the next step.
+        """
         found = {}
         for layer in self._plan.model.stack.values():
             high, low = self._planes(layer)
@@ -188,7 +192,7 @@ class ModelState:
                 found[f"{layer.name}.low"] = low
             moments = self.home("moments", layer.name)
             assert moments is not None
-            found[f"{layer.name}.moments"] = self._arenas.tensor(moments, torch.float32, (2, layer.elements))
+            found[f"{layer.name}.moments"] = self._memory().tensor(moments, torch.float32, (2, layer.elements))
         return found
 
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:

@@ -65,16 +65,20 @@ class Callback:
         """Weights are loaded, no step is done. One that restores a checkpoint sets `trainer.first_step`."""
 
     def on_step(self, trainer: Trainer, step: Step) -> None:
-        """After every optimizer step."""
+        """After every optimizer step.
+
+        Where the plan leaves a step's update to the next step, reading `trainer.state` applies it at once. The bits stay the same, but
+        the next step has nothing to hide behind its forward pass and is slower.
+        """
 
     def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """After every evaluation."""
 
     def on_save(self, trainer: Trainer, number: int) -> None:
-        """After step `number` a checkpoint was due, and is written where there is a run folder. No update is owed: the time to save more."""
+        """After step `number` a checkpoint was due, and is written where there is a run folder: the time to save more."""
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """No further step comes, because of `error` where there is one. The weights are still there."""
+        """No further step comes, because of `error` where there is one. The weights, with every update, are still there."""
 
 
 class CallbackError(RunError):

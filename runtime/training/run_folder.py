@@ -112,8 +112,8 @@ def append(metrics: Path, row: Mapping[str, object]) -> None:
 
 def measured_memory(executor: Executor, before: int) -> dict[str, object]:
     """Bytes: each pool as allocated, and with CUDA the most that was allocated on the device, less what was there `before`."""
-    sizes: dict[str, object] = {"pools": dict(executor.arenas.pool_bytes)}
-    sizes.update({f"{place}_pool_bytes": executor.arenas.total(place) for place in ("device", "host")})
+    sizes: dict[str, object] = {"pools": executor.pool_bytes}
+    sizes.update({f"{place}_pool_bytes": executor.allocated(place) for place in ("device", "host")})
     if executor.device.type == "cuda":
         sizes["device_peak_bytes"] = torch.cuda.max_memory_allocated(executor.device) - before
     return sizes

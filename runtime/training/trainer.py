@@ -59,7 +59,6 @@ class Trainer:
     """One training. While it runs, callbacks find here `plan`, `config`, `device`, `executor`, `state`, `model_config` and `timelines`."""
 
     executor: Executor
-    state: ModelState
 
     def __init__(
         self, plan: Plan | Path | str, model: Path | str | None, data: Source | Path | str | None, config: Config, *, out: Path | str | None = None,
@@ -115,6 +114,11 @@ class Trainer:
         """The steady step whose duration is the median."""
         return median_timeline(self.timelines)
 
+    @property
+    def state(self) -> ModelState:
+        """Weights and moments after every step so far, while the training runs."""
+        return self.executor.state
+
     def stop(self, reason: str) -> None:
         """Ends the training after this step, as if it were the last: evaluated and saved. From a callback."""
         self._stopped = reason
@@ -146,7 +150,6 @@ class Trainer:
             self.plan, self.model_config, self.config.optimizer, self.device, schedule=self.schedule,
             on_allocate=lambda done, total: self._tell("on_allocate", done, total),
         ) as self.executor:  # fmt: skip
-            self.state = ModelState(self.plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
             self._load(buffers_alone=self._restore())
             try:
                 self._tell("on_start", self)
@@ -189,7 +192,7 @@ class Trainer:
         """Whether there was a checkpoint to go on from."""
         if self._checkpoints is None or self._resume is None:
             return False
-        run = self._checkpoints.restore(self.executor, self.state, self._settings, None if self._resume == "newest" else self._resume)
+        run = self._checkpoints.restore(self.executor, self._settings, None if self._resume == "newest" else self._resume)
         if run is None:
             self._tell("on_note", "no checkpoint yet: the run begins")
             return False
@@ -269,10 +272,9 @@ class Trainer:
 
     def _save(self, run: Run) -> None:
         """A checkpoint, and whatever callbacks save. Raises CheckpointError unless the config says to go on."""
-        self.executor.drain()
         try:
             if self._checkpoints is not None:
-                self._checkpoints.save(self.executor, self.state, run)
+                self._checkpoints.save(self.executor, run)
         except CheckpointError as error:
             if self.config.saving.on_failure == "stop":
                 raise

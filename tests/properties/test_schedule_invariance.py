@@ -19,7 +19,7 @@ from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.hyperparameters import AdamW, Group
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.reference import Reference
@@ -133,7 +133,7 @@ def as_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def execute(plan: Plan) -> Trained:
     """The runtime's answer."""
     with Executor(plan, config_of(plan.model), SETTINGS, CPU, threads=ONE_THREAD) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
+        state = executor.state
         state.load(random_weights(0))
         results = [executor.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)]
         executor.drain()
@@ -142,7 +142,7 @@ def execute(plan: Plan) -> Trained:
             tensors |= {f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()}
             home = state.home("moments", layer.name)
             assert home is not None
-            for order, moments in enumerate(executor.arenas.tensor(home, torch.float32, (2, layer.elements)), 1):
+            for order, moments in enumerate(executor.memory().tensor(home, torch.float32, (2, layer.elements)), 1):
                 tensors |= {f"{layer.name} {name} moment {order}": moment for name, moment in by_tensor(layer, moments).items()}
         return Trained([result.loss for result in results], [result.gradient_norm for result in results], as_bits(tensors))
 

@@ -15,7 +15,7 @@ from whole_models import SEQUENCE, weights
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, Weights, random_weights
+from megatrain.runtime.files.model_files import Weights, random_weights
 from megatrain.runtime.lanes import Task
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW
@@ -62,7 +62,7 @@ class Session:
     def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int], settings: AdamW) -> None:
         self.plan = plan
         self.executor = Executor(plan, config_of(plan.model), settings, torch.device("cpu"), schedule=schedule, threads=threads)
-        self.state = ModelState(plan, self.executor.schedule, self.executor.arenas, self.executor.templates.persistent)
+        self.state = self.executor.state
         try:
             self.state.load(weights)
         except BaseException:

@@ -26,7 +26,7 @@ from megatrain.runtime.checkpoint import checkpoint  # noqa: E402
 from megatrain.runtime.checkpoint.folder import Checkpoints  # noqa: E402
 from megatrain.runtime.checkpoint.manifest import Run  # noqa: E402
 from megatrain.runtime.executor import Executor  # noqa: E402
-from megatrain.runtime.files.model_files import ModelState, random_weights  # noqa: E402
+from megatrain.runtime.files.model_files import random_weights  # noqa: E402
 from megatrain.runtime.layers.templates import config_of  # noqa: E402
 from megatrain.runtime.optimizer import AdamW  # noqa: E402
 from megatrain.runtime.training.interruption import Interruption  # noqa: E402
@@ -54,8 +54,8 @@ def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_
     checkpoint.write_tensors = watched
     checkpoints = Checkpoints(Path(folder), keep_last=2)
     with Interruption() as interruption, _executor(policy) as executor:
-        state = ModelState(executor.plan, executor.schedule, executor.arenas, executor.templates.persistent)
-        found = checkpoints.restore(executor, state, {})
+        state = executor.state
+        found = checkpoints.restore(executor, {})
         if found is None:
             state.load(random_weights(0))
         done = 0 if found is None else found.step
@@ -66,7 +66,7 @@ def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_
             say("step", number, result.loss.hex(), float(result.gradient_norm or 0).hex())
             if number % every == 0 or interruption or number == steps:
                 say("saving", number)
-                checkpoints.save(executor, state, Run(step=number, loss=result.loss))
+                checkpoints.save(executor, Run(step=number, loss=result.loss))
                 say("saved", number)
             if interruption:
                 raise interruption.error()

@@ -47,7 +47,7 @@ def saved(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=9)
         for step in (1, 2):
             running.step(step)
-            checkpoints.save(running.executor, running.state, run_of(step))
+            checkpoints.save(running.executor, run_of(step))
     return plan, tmp_path / "checkpoints"
 
 
@@ -83,12 +83,12 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
                 result = running.step(step)
                 losses.append((result.loss, result.gradient_norm))
                 if step == 2 and name != "double_buffer":  # that one never saves
-                    save(running.executor, running.state, run_of(step), tmp_path / name)
+                    save(running.executor, run_of(step), tmp_path / name)
             expected[name] = (losses, everything(running))
     assert all(found == expected["double_buffer"] for found in expected.values())
     for old, new in itertools.pairwise([*list(plans)[1:], "overlapped", "double_buffer"]):
         with session(plans[new]) as running:
-            assert restore(running.executor, running.state, tmp_path / old, SETTINGS) == run_of(2)
+            assert restore(running.executor, tmp_path / old, SETTINGS) == run_of(2)
             result = running.step(3)
             assert (result.loss, result.gradient_norm) == expected[new][0][2], f"{old} -> {new}"
             assert everything(running) == expected[new][1], f"{old} -> {new}"
@@ -99,10 +99,10 @@ def test_a_running_executor_goes_back(saved: tuple[Plan, Path], session: Callabl
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder)
-        checkpoints.restore(running.executor, running.state, SETTINGS)
+        checkpoints.restore(running.executor, SETTINGS)
         before = everything(running)
         running.step(3)
-        checkpoints.restore(running.executor, running.state, SETTINGS)
+        checkpoints.restore(running.executor, SETTINGS)
         assert everything(running) == before
 
 
@@ -113,10 +113,10 @@ def test_the_random_generators_go_on_where_they_were(saved: tuple[Plan, Path], s
         return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
     with session(plan) as running:
-        save(running.executor, running.state, run_of(1), tmp_path / "one")
+        save(running.executor, run_of(1), tmp_path / "one")
         expected = draw()
         draw()
-        restore(running.executor, running.state, tmp_path / "one", SETTINGS)
+        restore(running.executor, tmp_path / "one", SETTINGS)
         assert draw() == expected
 
 
@@ -126,8 +126,8 @@ def test_the_files_are_safetensors_of_bounded_size(
     plan, folder = saved
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
     with session(plan) as running:
-        Checkpoints(folder).restore(running.executor, running.state, SETTINGS)
-        save(running.executor, running.state, run_of(2), tmp_path / "sharded")
+        Checkpoints(folder).restore(running.executor, SETTINGS)
+        save(running.executor, run_of(2), tmp_path / "sharded")
         tensors = running.state.tensors()
         files = sorted((tmp_path / "sharded").glob("state-*.safetensors"))
         assert len(files) > 3
@@ -136,7 +136,7 @@ def test_the_files_are_safetensors_of_bounded_size(
         assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
         before = everything(running)
         running.step(3)
-        restore(running.executor, running.state, tmp_path / "sharded", SETTINGS)
+        restore(running.executor, tmp_path / "sharded", SETTINGS)
         assert everything(running) == before
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
 
@@ -149,7 +149,7 @@ def test_the_last_and_the_best_are_kept(saved: tuple[Plan, Path], session: Calla
     with session(plan) as running:
         checkpoints = Checkpoints(tmp_path / "kept", keep_last=2, keep_best=2)
         for step, loss in enumerate([3.0, 1.0, None, 2.0, float("nan"), 4.0, 5.0], 1):
-            path = checkpoints.save(running.executor, running.state, run_of(step, loss))
+            path = checkpoints.save(running.executor, run_of(step, loss))
             assert path.is_dir()
     assert checkpoints.steps() == [2, 4, 6, 7]
     assert len(list((tmp_path / "kept").iterdir())) == 4
@@ -160,19 +160,19 @@ def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(saved: tuple
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder, keep_last=9)
-        assert checkpoints.restore(running.executor, running.state, SETTINGS, step=1) == run_of(1)
+        assert checkpoints.restore(running.executor, SETTINGS, step=1) == run_of(1)
         assert checkpoints.steps() == [1, 2]
         everything_at_1 = everything(running)
         running.step(2)
-        checkpoints.save(running.executor, running.state, run_of(2, 0.5))  # in the place of the other one
+        checkpoints.save(running.executor, run_of(2, 0.5))  # in the place of the other one
         assert everything(running) != everything_at_1
     assert checkpoints.steps() == [1, 2]
     assert verify(checkpoints.path(2)).run.loss == 0.5
     with session(plan) as running:
         checkpoints = Checkpoints(folder)
-        checkpoints.restore(running.executor, running.state, SETTINGS, step=1)
+        checkpoints.restore(running.executor, SETTINGS, step=1)
         assert Checkpoints(folder).steps() == [1, 2]
-        checkpoints.save(running.executor, running.state, run_of(1))
+        checkpoints.save(running.executor, run_of(1))
         assert checkpoints.steps() == [1, 2], "nothing was saved: step 1 is what is there"
 
 
@@ -182,7 +182,7 @@ def test_half_a_checkpoint_is_never_picked_up(saved: tuple[Plan, Path], session:
     shutil.copytree(folder / "step-00000002", folder / left)
     assert Checkpoints(folder).steps() == [1, 2]
     with session(plan) as running:
-        assert Checkpoints(folder).restore(running.executor, running.state, SETTINGS) == run_of(2)
+        assert Checkpoints(folder).restore(running.executor, SETTINGS) == run_of(2)
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
@@ -190,15 +190,15 @@ def test_one_that_was_being_replaced_is_moved_back(saved: tuple[Plan, Path], ses
     plan, folder = saved
     (folder / "step-00000002").rename(folder / ".replaced-step-00000002")
     with session(plan) as running:
-        assert Checkpoints(folder).restore(running.executor, running.state, SETTINGS) == run_of(2)
+        assert Checkpoints(folder).restore(running.executor, SETTINGS) == run_of(2)
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
 def test_no_checkpoint_yet(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
     with session(saved[0]) as running:
-        assert Checkpoints(tmp_path / "nowhere").restore(running.executor, running.state, SETTINGS) is None
+        assert Checkpoints(tmp_path / "nowhere").restore(running.executor, SETTINGS) is None
         with pytest.raises(UserError, match="nowhere: found no checkpoint of step 7; allowed: none yet; fix: name one of these"):
-            Checkpoints(tmp_path / "nowhere").restore(running.executor, running.state, SETTINGS, step=7)
+            Checkpoints(tmp_path / "nowhere").restore(running.executor, SETTINGS, step=7)
 
 
 @pytest.mark.parametrize("kept", [{"keep_last": 0}, {"keep_best": -1}])
@@ -273,11 +273,11 @@ def test_a_spoiled_checkpoint_is_refused_by_name_and_the_one_before_it_offered(s
     spoil(folder / "step-00000002")
     with session(plan) as running:
         with pytest.raises(UserError, match=message) as error:
-            Checkpoints(folder).restore(running.executor, running.state, SETTINGS)
+            Checkpoints(folder).restore(running.executor, SETTINGS)
         assert "step-00000002" in str(error.value)
         assert error.value.fix == "resume from step 1, the newest sound one before it"
         assert "\n" not in str(error.value)
-        assert Checkpoints(folder).restore(running.executor, running.state, SETTINGS, step=1) == run_of(1)
+        assert Checkpoints(folder).restore(running.executor, SETTINGS, step=1) == run_of(1)
 
 
 def test_of_two_spoiled_checkpoints_none_is_offered(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
@@ -285,14 +285,14 @@ def test_of_two_spoiled_checkpoints_none_is_offered(saved: tuple[Plan, Path], se
     for step in (1, 2):
         flip(state_file(folder / f"step-0000000{step}"), -1)
     with session(plan) as running, pytest.raises(UserError, match="fix: there is no sound one before it: start anew"):
-        Checkpoints(folder).restore(running.executor, running.state, SETTINGS)
+        Checkpoints(folder).restore(running.executor, SETTINGS)
 
 
 def test_another_state_of_the_generators_is_refused(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
     plan, folder = saved
     reseal(folder / "step-00000002", lambda content: content["random"]["numpy"].__setitem__(2, -5))
     with session(plan) as running, pytest.raises(UserError, match="random state: found no state of numpy's generator"):
-        Checkpoints(folder).restore(running.executor, running.state, SETTINGS)
+        Checkpoints(folder).restore(running.executor, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_another_run_is_refused_before_anything_is_changed(
     with session(executable("double_buffer", **changes)) as running:
         before = everything(running)
         with pytest.raises(UserError, match=message) as error:
-            Checkpoints(folder).restore(running.executor, running.state, settings)
+            Checkpoints(folder).restore(running.executor, settings)
         assert "sound one before" not in str(error.value)
         assert everything(running) == before
 
@@ -337,29 +337,29 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
     checkpoints = Checkpoints(small_disk / "checkpoints", keep_last=9)
     with session(plan) as running:
         running.step(1)
-        checkpoints.save(running.executor, running.state, run_of(1))
+        checkpoints.save(running.executor, run_of(1))
         before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
         (small_disk / "other").write_bytes(bytes(3_000_000))
         if not foreseen:
             monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
         running.step(2)
         with pytest.raises(CheckpointError, match=r"^checkpoint .*step-00000002 was not saved: no space left on device.*; the ones before it are as they were"):
-            checkpoints.save(running.executor, running.state, run_of(2))
+            checkpoints.save(running.executor, run_of(2))
         (small_disk / "other").unlink()
         assert {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()} == before
         assert checkpoints.steps() == [1]
         running.step(3)
-        checkpoints.save(running.executor, running.state, run_of(3))
+        checkpoints.save(running.executor, run_of(3))
         expected = everything(running)
     with session(plan) as running:
-        assert checkpoints.restore(running.executor, running.state, SETTINGS) == run_of(3)
+        assert checkpoints.restore(running.executor, SETTINGS) == run_of(3)
         assert everything(running) == expected
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with session(saved[0]) as running, pytest.raises(CheckpointError, match=r"was not saved: (not a directory|file exists)"):
-        Checkpoints(tmp_path / "file" / "checkpoints").save(running.executor, running.state, run_of(1))
+        Checkpoints(tmp_path / "file" / "checkpoints").save(running.executor, run_of(1))
 
 
 def test_an_interrupted_save_leaves_nothing(saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,5 +371,5 @@ def test_an_interrupted_save_leaves_nothing(saved: tuple[Plan, Path], session: C
 
     monkeypatch.setattr(checkpoint, "write_tensors", interrupt)
     with session(plan) as running, pytest.raises(KeyboardInterrupt):
-        Checkpoints(folder).save(running.executor, running.state, run_of(3))
+        Checkpoints(folder).save(running.executor, run_of(3))
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]

@@ -59,7 +59,7 @@ def test_one_changed_bit_or_two_exchanged_values_change_it(executable: Callable[
         whole, seen = executor.checksum(), set()
         homes = [state.home(name, layer) for layer in ("e", "0", "3") for name in ("weights", "low") if dtype == "bf16" or name == "weights"]
         for buffer in homes:
-            bits = executor.arenas.flat(buffer, torch.int16, 512)
+            bits = executor.memory().flat(buffer, torch.int16, 512)
             for place in (0, 5, 511):
                 for bit in (0, 7, 14):
                     bits[place] ^= 1 << bit

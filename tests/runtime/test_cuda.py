@@ -11,7 +11,7 @@ import torch
 from megatrain.runtime import calibrate, contention, optimizer
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.kernels.choice import Kernels, kernels
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import forget_device_memory
@@ -76,7 +76,7 @@ def test_every_schedule_gives_the_reference_s_bits(make_plan: Callable[..., Plan
 def execute(plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> tuple[list[tuple[float, float | None]], list[Master]]:
     """Losses and norms, and the masters that the steps leave."""
     with Executor(plan, config_of(plan.model), settings, torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
+        state = executor.state
         state.load(random_weights(0))
         results = [executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
         executor.drain()
@@ -253,7 +253,7 @@ def test_the_device_s_peak_is_foretold(machine: HardwareSpec, make_plan: Callabl
     forget_device_memory(device)
     before = torch.cuda.memory_allocated(device)
     with Executor(plan, config_of(MODEL), AdamW(), device) as executor:
-        ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
+        executor.state.load(random_weights(0))
         for number in range(1, 4):
             batches = [Batch(*torch.randint(MODEL.vocabulary, (2, work.batch, work.sequence))) for _ in range(accumulation)]
             executor.step(batches, rate=1e-4, number=number)

@@ -10,7 +10,7 @@ import torch
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.attention import Attention, attend, kernel_of
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import AdamW
@@ -99,7 +99,7 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of three steps, and the masters that they leave."""
     work, generator = plan.workload, torch.Generator().manual_seed(1)
     with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
+        state = executor.state
         state.load(random_weights(0))
         losses = []
         for number in range(1, 4):

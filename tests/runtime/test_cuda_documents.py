@@ -119,7 +119,7 @@ def drawn(plan: Plan, number: int) -> list[Batch]:
 def opened(plan: Plan) -> Iterator[tuple[Executor, ModelState]]:
     """With random weights in it."""
     with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
-        state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
+        state = executor.state
         state.load(random_weights(0))
         yield executor, state
 

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.mirror import Mirror
 from megatrain.runtime.optimizer import AdamW
@@ -58,7 +58,7 @@ def test_after_a_step_the_host_has_the_device_s_values(make_plan: Callable[..., 
     sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "chunk_bytes": 2**18, "clipping": clipping}
     plan = make_plan("overlapped", placement=Placement(host_updated="all"), device_limit_bytes=2**32, host_limit_bytes=2**32, **sizes)
     with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
-        ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
+        executor.state.load(random_weights(0))
         mirrors = executor._binder._mirrors
         assert mirrors
         for number in (1, 2):

@@ -12,7 +12,7 @@ import torch
 from megatrain.runtime import checksum as checksums
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.lanes import Crew
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.machine import forget_device_memory
@@ -35,7 +35,7 @@ PLANS = [
 def opened(plan: Plan) -> Executor:
     """With random weights in it."""
     executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan))
-    ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent).load(random_weights(0))
+    executor.state.load(random_weights(0))
     return executor
 
 
@@ -127,7 +127,7 @@ def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[...
         pytest.raises(UserError, match=r"^device memory, \S+ on lane compute: found no room beside pools of .*out of memory.*; fix: close what else"),
     ):
         executor.step(batches(plan, 1), rate=1e-3, number=1)
-    assert executor.arenas.host_memory.registered_bytes == 0
+    assert executor._arenas.host_memory.registered_bytes == 0
     del rest, executor
     forget_device_memory(device)
     assert torch.cuda.memory_allocated(device) == before

@@ -83,7 +83,7 @@ def test_pools_fit_to_the_byte_or_are_refused(
     peak = getattr(need, f"{place}_peak_bytes")
     largest = next(pool for pool in need.pools if pool.startswith(place))
     with session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak})) as fits:
-        assert fits.executor.arenas.total(place) == peak
+        assert fits.executor.allocated(place) == peak
     monkeypatch.setattr(Arenas, "_allocate", lambda _, pool, __: pytest.fail(f"{pool} was allocated"))
     with pytest.raises(UserError, match=f"^{place} memory: found pools of .*, of which {largest} .*; fix: raise the limit by 1 B, or ") as refusal:
         session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak - 1}))
@@ -114,7 +114,7 @@ def test_pools_are_allocated_as_the_simulator_accounts_for_them(
 ) -> None:
     plan = executable(policy, **changes)
     with session(plan) as running:
-        arenas, schedule = running.executor.arenas, running.executor.schedule
+        arenas, schedule = running.executor._arenas, running.executor.schedule
         predicted = account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
         pools = {pool: size for pool, size in predicted.pools.items() if pool not in ("device.activations", "device.workspace")}
         assert arenas.pool_bytes == pools
@@ -129,7 +129,7 @@ def test_buffers_of_a_pool_do_not_overlap(executable: Callable[..., Plan], sessi
         places = []
         for buffer in running.executor.schedule.buffers:
             if not buffer.dynamic:
-                pool, start = running.executor.arenas.start_of(buffer.id)
+                pool, start = running.executor._arenas.start_of(buffer.id)
                 places.append((pool + start, pool + start + buffer.bytes))
                 assert (pool + start) % 64 == 0, f"{buffer.id} is not aligned"
         for (_, end), (start, _) in itertools.pairwise(sorted(places)):
@@ -229,7 +229,7 @@ def test_a_layer_whose_gradient_is_not_finite_is_not_updated(executable: Callabl
         running.step(1)
         before = {layer.name: running.state.masters(layer) for layer in plan.model.stack.values()}
         backward = running.tasks["B1.m0"]
-        gradient = running.executor.arenas.flat(running.executor.schedule.by_id["B1.m0"].writes[0], torch.bfloat16, 100)
+        gradient = running.executor._arenas.flat(running.executor.schedule.by_id["B1.m0"].writes[0], torch.bfloat16, 100)
         work = backward.run
         backward.run = lambda: (work(), gradient[7].fill_(float("inf")))
         with pytest.raises(FloatingPointError, match=r"^step 2: loss \d.*, layers not updated: 1: not finite"):
@@ -253,7 +253,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callab
         for number in (1, 2):
             running.step(number)
         forward = running.tasks["F1.m0"]
-        output = running.executor.arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "F1.m0").writes[0], torch.bfloat16, 1)
+        output = running.executor._arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "F1.m0").writes[0], torch.bfloat16, 1)
         work = forward.run
         forward.run = lambda: (work(), output.fill_(float("nan")))
         with pytest.raises(FloatingPointError, match=r"^step 3: loss nan"):

@@ -45,8 +45,8 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
             running.step(2)
         told = str(refusal.value)
         total, largest = (
-            running.executor.arenas.total("device"),
-            max((pool for pool in running.executor.arenas.pool_bytes if pool.startswith("device.")), key=running.executor.arenas.pool_bytes.__getitem__),
+            running.executor.allocated("device"),
+            max((pool for pool in running.executor.pool_bytes if pool.startswith("device.")), key=running.executor.pool_bytes.__getitem__),
         )
         assert told.startswith(f"device memory, {op} on lane {lane}: found no room beside pools of ")
         assert largest in told
@@ -103,7 +103,7 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
     def state(running: Any) -> bytes:
         running.executor.drain()
         moments = [
-            running.executor.arenas.flat(running.state.home("moments", layer.name), torch.int32, 2 * layer.elements) for layer in plan.model.stack.values()
+            running.executor.memory().flat(running.state.home("moments", layer.name), torch.int32, 2 * layer.elements) for layer in plan.model.stack.values()
         ]
         return bytes(running.masters()) + b"".join(tensor.numpy().tobytes() for tensor in moments)
 
@@ -112,7 +112,7 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
             running.step(1)
             if broken:
                 before, task = state(running), running.tasks["N2"]
-                scalar = running.executor.arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "N2").writes[0], torch.float32, 1)
+                scalar = running.executor._arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "N2").writes[0], torch.float32, 1)
                 works = task.run
                 task.run = lambda: (works(), scalar.fill_(float("inf")))
                 with pytest.raises(FloatingPointError, match=r"^step 2: loss \d+\.\d+, gradient norm inf: not finite; lower the learning rate"):

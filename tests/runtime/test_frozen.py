@@ -69,9 +69,9 @@ def test_frozen_tensors_are_as_in_pytorch(
     expected, model = in_pytorch(plan, 4)
     with session(plan, weights=weights, settings=SETTINGS) as running:
         results = [running.executor.step(drawn(plan, number), rate=RATE, number=number) for number in (1, 2)]
-        save(running.executor, running.state, Run(step=2, loss=None, settings={}, progress={}), tmp_path / "saved")
+        save(running.executor, Run(step=2, loss=None, settings={}, progress={}), tmp_path / "saved")
     with session(plan, settings=SETTINGS) as running:  # other weights, until the checkpoint's are read
-        restore(running.executor, running.state, tmp_path / "saved", {})
+        restore(running.executor, tmp_path / "saved", {})
         results += [running.executor.step(drawn(plan, number), rate=RATE, number=number) for number in (3, 4)]
         running.executor.drain()
         assert [(result.loss, result.gradient_norm) for result in results] == [pytest.approx(pair, rel=1e-5) for pair in expected]
@@ -90,7 +90,7 @@ def test_frozen_tensors_have_no_moments(executable: Callable[..., Plan], session
     with session(plan, weights=weights, settings=SETTINGS) as running:
         running.executor.step(drawn(plan), rate=RATE, number=1)
         for layer in plan.model.stack.values():
-            first, second = running.executor.arenas.tensor(f"device.moments:{layer.name}", torch.float32, (2, layer.elements))
+            first, second = running.executor.memory().tensor(f"device.moments:{layer.name}", torch.float32, (2, layer.elements))
             offset = 0
             for tensor in layer.tensors:
                 here = slice(offset, offset + tensor.elements)

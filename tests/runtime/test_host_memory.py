@@ -120,15 +120,15 @@ def test_all_host_memory_is_registered_once_and_no_step_adds_to_it(
     plan = executable(policy)
     with session(plan) as running:
         executor = running.executor
-        assert sum(registrar.now.values()) == executor.arenas.total("host") == executor.arenas.host_memory.registered_bytes
+        assert sum(registrar.now.values()) == executor.allocated("host") == executor._arenas.host_memory.registered_bytes
         calls = registrar.calls
-        assert calls > 1 or not executor.arenas.total("host")
+        assert calls > 1 or not executor.allocated("host")
         for number in range(1, 5):
             running.step(number)
-        assert registrar.calls == calls == executor.arenas.host_memory.registrations
+        assert registrar.calls == calls == executor._arenas.host_memory.registrations
         for buffer in executor.schedule.buffers:
             if buffer.place == "host":  # a copy across two registrations fails
-                start = executor.arenas.flat(buffer.id, torch.uint8, 1).data_ptr()
+                start = executor._arenas.flat(buffer.id, torch.uint8, 1).data_ptr()
                 assert any(address <= start and start + buffer.bytes <= address + size for address, size in registrar.now.items())
     assert not registrar.now
 
@@ -138,11 +138,11 @@ def test_progress_goes_up_to_all_of_it(executable: Callable[..., Plan], monkeypa
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
     plan, told = executable(policy), []
     with Executor(plan, config_of(plan.model), AdamW(), CPU, on_allocate=lambda done, total: told.append((done, total))) as executor:
-        total = executor.arenas.total("host") + executor.arenas.total("device")
+        total = executor.allocated("host") + executor.allocated("device")
         assert told[-1] == (total, total)
         assert {one[1] for one in told} == {total}
         assert [one[0] for one in told] == sorted({one[0] for one in told})
-        assert len(told) > len(executor.arenas.pool_bytes), "pools of several pieces are told of more than once"
+        assert len(told) > len(executor.pool_bytes), "pools of several pieces are told of more than once"
 
 
 def test_a_failing_registration_names_the_pool_and_leaves_nothing(executable: Callable[..., Plan], session: Callable[..., Any], registrar: Registrar) -> None:
@@ -189,7 +189,7 @@ def test_memory_is_released_although_the_device_has_failed(
 def test_a_steady_step_that_takes_memory_is_an_error(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
     """The first two may; after one that was not like the others, or that failed, two more may."""
     with session(executable()) as running:
-        memory = running.executor.arenas.host_memory
+        memory = running.executor._arenas.host_memory
 
         def takes(number: int) -> None:
             task, work = running.tasks["H.m0"], running.tasks["H.m0"].run

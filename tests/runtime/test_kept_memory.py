@@ -8,7 +8,7 @@ import torch
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.files.model_files import ModelState, random_weights
+from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.memory.kept_memory import KeptMemory
@@ -43,7 +43,7 @@ def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(executable
 
     def masters(plan: Plan, kept: KeptMemory | None) -> bytes:
         with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), threads=ONE_THREAD, host_memory=kept) as executor:
-            state = ModelState(plan, executor.schedule, executor.arenas, executor.templates.persistent)
+            state = executor.state
             state.load(random_weights(0))
             generator = torch.Generator().manual_seed(0)
             for number in (1, 2):

@@ -62,7 +62,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
     plan = executable(policy, **changes)
     with session(plan) as running:
         executor = running.executor
-        own = executor.arenas
+        own = executor._arenas
         arenas: Any = SimpleNamespace(device=torch.device("cuda"), flat=own.flat, tensor=own.tensor)
         binder = Binder(plan, executor.schedule, arenas, executor.templates, AdamW(), executor._host_workers, executor._state)
         place = {buffer: own.flat(buffer, torch.float32, 1).data_ptr() for buffer in sent}

@@ -269,7 +269,7 @@ def status(key):
 plan = Plan.load(Path(sys.argv[1]))
 schedule = lower(plan)
 arenas = Arenas(schedule, torch.device("cpu"), device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
-state = ModelState(plan, schedule, arenas)
+state = ModelState(plan, schedule, lambda: arenas)
 with folder_weights(Path(sys.argv[2])) as weights:
     weights("0", "mlp.up_proj.weight", plan.model.stack["0"].tensors[5].shape)  # imports and first touches
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -205,7 +205,7 @@ def running(plan: Plan, session: Callable[..., Any], tmp_path_factory: pytest.Te
         checkpoints = Checkpoints(tmp_path_factory.mktemp("fuzzed"))
         work = plan.workload
         made.executor.step([Batch(*torch.zeros(2, work.batch, work.sequence, dtype=torch.int64)) for _ in range(work.accumulation)], rate=1e-2, number=1)
-        checkpoints.save(made.executor, made.state, Run(step=1, loss=2.0, settings={"seed": 0}))
+        checkpoints.save(made.executor, Run(step=1, loss=2.0, settings={"seed": 0}))
         (checkpoints.path(1) / "manifest.json").rename(checkpoints.folder / "good.json")
         yield made, checkpoints
     random.setstate(states[0])
@@ -225,7 +225,7 @@ def read_a_checkpoint(running: tuple[Any, Checkpoints], data: st.DataObject) -> 
         spoiled_text(good) | spoiled(json.loads(good)["content"]).map(seal) | spoiled(json.loads(good)).map(lambda value: json.dumps(value).encode())
     )
     (checkpoints.path(1) / "manifest.json").write_bytes(altered)
-    if accepted(lambda: checkpoints.restore(session.executor, session.state, {"seed": 0})):
+    if accepted(lambda: checkpoints.restore(session.executor, {"seed": 0})):
         assert checkpoints.steps() == [1]
 
 

@@ -32,13 +32,13 @@ def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
     with session(plan, weights=weights) as running:
         for step in (1, 2):
             running.step(step)
-        save(running.executor, running.state, Run(step=2, loss=None, settings={}, progress={}), tmp_path / "saved")
+        save(running.executor, Run(step=2, loss=None, settings={}, progress={}), tmp_path / "saved")
         expected = (running.step(3).loss, running.bits(0))
         (bias,) = running.state.buffers(model.stack["2"]).values()
         assert torch.equal(bias, torch.arange(8.0).sin())
     with session(plan, weights=weights) as running:
-        restore(running.executor, running.state, tmp_path / "saved", {})
+        restore(running.executor, tmp_path / "saved", {})
         assert (running.step(3).loss, running.bits(0)) == expected
     with session(plan) as running:  # without it the same checkpoint goes another way
-        restore(running.executor, running.state, tmp_path / "saved", {})
+        restore(running.executor, tmp_path / "saved", {})
         assert running.step(3).loss != expected[0]

@@ -176,7 +176,7 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(place: Path, even
     threads = threading.active_count()
     with pytest.raises(CallbackError, match=rf"^callback Broken\.{event}: ZeroDivisionError: oh$"):
         trainer.fit()
-    assert trainer.executor.arenas._place == {}
+    assert trainer.executor._arenas._place == {}
     assert threading.active_count() == threads
     assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), "the others hear of the end"
 
@@ -188,4 +188,32 @@ def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
     trainer = prepare(place, None, callbacks=[recorder], steps=1)
     trainer.fit()
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (sum(trainer.executor.arenas.pool_bytes.values()),) * 2
+    assert told[-1] == (sum(trainer.executor.pool_bytes.values()),) * 2
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(place: Path, steps: int, executable: Any, prepare: Any) -> None:
+    """Also where the plan leaves a step's update to the next step, and nothing is saved or evaluated."""
+
+    class Reader(Callback):
+        def __init__(self) -> None:
+            self.found: list[torch.Tensor] = []
+
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 2:
+                self.found.append(trainer.state.masters(trainer.plan.model.stack["1"])["mlp.up_proj.weight"])
+
+        def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+            self.found.append(trainer.state.masters(trainer.plan.model.stack["1"])["mlp.up_proj.weight"])
+
+    readers = {}
+    for policy in ("resident", "overlapped"):
+        executable(policy, vocabulary=300, dtype="fp32", accumulation=2, clipping="global").save(place / "plan.toml")
+        readers[policy] = Reader()
+        prepare(place, policy, steps=steps, callbacks=[readers[policy]]).fit()
+        prepare(place, f"{policy}-unread", steps=steps).fit()
+    one, other = readers["resident"].found, readers["overlapped"].found
+    assert len(one) == len(other) == 1 + (steps > 1)
+    assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
+    exported = {(place / name / "model" / "model.safetensors").read_bytes() for name in ("resident", "overlapped", "resident-unread", "overlapped-unread")}
+    assert len(exported) == 1

@@ -1,0 +1,109 @@
+"""Nobody outside the executor sees weights or moments that lack the last update, and looking at them changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime.checkpoint.checkpoint import restore, save
+from megatrain.runtime.checkpoint.manifest import Run
+from megatrain.runtime.checksum import checksum
+from megatrain.runtime.files.model_files import export, random_weights
+from megatrain.runtime.layers.templates import config_of
+from megatrain.simulator.plan import Plan
+
+
+def _exported(running: Any, folder: Any) -> bytes:
+    export(running.executor.state, running.plan, config_of(running.plan.model), folder / running.plan.policy)
+    return bytes((folder / running.plan.policy / "model.safetensors").read_bytes())
+
+
+def _saved(running: Any, folder: Any) -> bytes:
+    save(running.executor, Run(step=2, loss=None), folder / running.plan.policy)
+    return bytes((folder / running.plan.policy / "state-00001.safetensors").read_bytes())
+
+
+def _moments(running: Any, _: Any) -> bytes:
+    found = []
+    for layer in running.plan.model.stack.values():
+        home = running.executor.state.home("moments", layer.name)
+        found.append(running.executor.memory().flat(home, torch.float32, 2 * layer.elements).clone())
+    return bytes(torch.cat(found).numpy().tobytes())
+
+
+READERS: dict[str, Callable[[Any, Any], object]] = {
+    "masters": lambda running, _: running.masters(),
+    "export": _exported,
+    "checkpoint": _saved,
+    "checksum": lambda running, _: running.executor.checksum(),
+    "moments": _moments,
+    "evaluation": lambda running, _: running.executor.evaluate(running.batches(9)).loss,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_sees_every_step(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any, reader: str) -> None:
+    seen = []
+    for policy in ("k_buffer", "overlapped"):
+        with session(executable(policy, layers=3, clipping="global")) as running:
+            first = READERS[reader](running, tmp_path / "before")
+            for number in (1, 2):
+                running.step(number)
+            seen.append(READERS[reader](running, tmp_path / "after"))
+            assert first != seen[-1]
+    assert seen[0] == seen[1]
+
+
+def test_reading_between_steps_changes_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the weights nor of the checksum of a step, which is of the weights that its forward pass saw."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    plan = executable("overlapped", layers=3, clipping="global")
+    found = []
+    for reads_after in ((), (1, 2, 3, 4), (2,), (3, 4)):
+        with session(plan) as running:
+            told = []
+            for number in (1, 2, 3, 4):
+                result = running.step(number)
+                told.append((result.loss, result.gradient_norm, result.checksum))
+                if number in reads_after:
+                    running.masters()
+            found.append((told, running.masters()))
+    assert found == [found[0]] * 4
+
+
+def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_saw(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with session(executable("overlapped", layers=3, clipping="global")) as running:
+        executor = running.executor
+        for number in (1, 2, 3):
+            before = executor.checksum()
+            told = running.step(number).checksum
+            as_they_lie = checksum(running.plan, executor.schedule, executor._arenas)
+            assert told == as_they_lie == before
+            assert executor.checksum() != before
+
+
+def test_what_is_loaded_is_not_overwritten_by_an_owed_update(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any) -> None:
+    with session(executable("overlapped", layers=3, clipping="global")) as running:
+        start = running.masters()
+        save(running.executor, Run(step=0, loss=None), tmp_path / "start")
+        running.step(1)
+        running.state.load(random_weights(0))
+        running.executor.drain()
+        assert running.masters() == start
+        running.step(1)
+        restore(running.executor, tmp_path / "start", {})
+        running.executor.drain()
+        assert running.masters() == start
+
+
+def test_a_closed_executor_applies_nothing(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+    with session(executable("overlapped", layers=3, clipping="global")) as running:
+        running.step(1)
+    with pytest.raises(KeyError):
+        running.masters()
