@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.batch import IGNORED, Batch, refuse_batch
 from megatrain.runtime.binding import Binder, StepState
 from megatrain.runtime.checksum import checksum
 from megatrain.runtime.files.model_files import ModelState
@@ -242,9 +242,13 @@ class Executor:
         return checksum(self.plan, self.schedule, self._arenas)
 
     def _take(self, batches: Sequence[Batch]) -> int:
-        """Copies the micro-batches to where ops read them; returns how many tokens have a label."""
+        """Copies the micro-batches to where ops read them; returns how many tokens have a label. Raises UserError where they are not as planned."""
         work = self.plan.workload
-        assert len(batches) == work.accumulation, f"{len(batches)} micro-batches, the plan has {work.accumulation}"
+        if len(batches) != work.accumulation:
+            fix = "give each step as many, or make a plan with another --accumulation"
+            raise UserError("data", found=f"{len(batches)} micro-batches", allowed=f"{work.accumulation}, as planned", fix=fix)
+        for micro, batch in enumerate(batches, 1):
+            refuse_batch(batch, (work.batch, work.sequence), self.plan.model.vocabulary, f"data: micro-batch {micro}")
         labels = [trained_labels(batch) for batch in batches]
         labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)

@@ -1,0 +1,68 @@
+"""A batch that is not [batch, sequence] int64 with ids of the model's vocabulary is refused in one line, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.plan import Plan
+
+GOOD = torch.arange(32).view(2, 16)
+BAD: list[tuple[str, Any, str]] = [
+    ("ids", GOOD[:1], r"ids: found \[1, 16\] int64; allowed: \[2, 16\] int64"),
+    ("ids", GOOD[:, :1], r"ids: found \[2, 1\] int64"),
+    ("ids", GOOD[:, :15], r"ids: found \[2, 15\] int64"),
+    ("ids", GOOD[0], r"ids: found \[16\] int64"),
+    ("ids", GOOD[None], r"ids: found \[1, 2, 16\] int64"),
+    ("ids", GOOD + 0.7, r"ids: found \[2, 16\] float32"),
+    ("ids", GOOD.int(), r"ids: found \[2, 16\] int32"),
+    ("ids", GOOD.tolist(), r"ids: found a list"),
+    ("ids", GOOD.to("meta"), r"ids: found a tensor on meta"),
+    ("ids", GOOD + 225, r"ids: found ids from 225 to 256; allowed: 0 to 255"),
+    ("ids", GOOD - 1, r"ids: found ids from -1 to 30; allowed: 0 to 255"),
+    ("labels", GOOD[:1], r"labels: found \[1, 16\] int64"),
+    ("labels", GOOD.double(), r"labels: found \[2, 16\] float64"),
+    ("labels", GOOD + 250, r"labels: found ids from 250 to 281; allowed: 0 to 255, or -100"),
+    ("labels", GOOD - 1, r"labels: found ids from -1 to 30; allowed: 0 to 255, or -100"),
+    ("documents", GOOD[:1], r"documents: found \[1, 16\] int64"),
+    ("documents", GOOD.float(), r"documents: found \[2, 16\] float32"),
+    ("documents", GOOD - 2, r"documents: found numbers from -2"),
+]
+
+
+@pytest.fixture(scope="module")
+def running(executable: Callable[..., Plan], session: Callable[..., Any]) -> Any:
+    with session(executable(layers=1, accumulation=2, documents=True)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("field", "value", "message"), BAD)
+@pytest.mark.parametrize("verb", ["step", "evaluate"])
+def test_a_batch_of_another_shape_type_or_vocabulary_is_refused(running: Any, field: str, value: Any, message: str, verb: str) -> None:
+    good = Batch(GOOD, GOOD, torch.zeros_like(GOOD))
+    bad = good._replace(**{field: value})
+    play = running.executor.evaluate if verb == "evaluate" else lambda batches: running.executor.step(batches, rate=1e-3, number=1)
+    before = running.executor.checksum()
+    with pytest.raises(UserError, match=rf"^data: micro-batch 2: {message}.*; fix: [^\n]*$"):
+        play([good, bad])
+    assert running.executor.checksum() == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_as_many_micro_batches_as_the_plan_has(running: Any, count: int) -> None:
+    with pytest.raises(UserError, match=rf"^data: found {count} micro-batches; allowed: 2, as planned"):
+        running.executor.step([Batch(GOOD, GOOD)] * count, rate=1e-3, number=1)
+
+
+def test_the_first_and_the_last_id_and_ignored_labels_are_taken(running: Any) -> None:
+    ids = torch.tensor([0, 255]).repeat(2, 8)
+    labels = torch.tensor([0, 255, IGNORED, IGNORED]).repeat(2, 4)
+    padded = torch.tensor([0] * 12 + [-1] * 4).repeat(2, 1)
+    unread = labels.masked_fill(padded < 0, 256)  # a label of padding is not read
+    found = running.executor.evaluate([Batch(ids, unread, padded), Batch(ids, labels)])
+    assert found.labelled == 12 + 16
