@@ -55,7 +55,8 @@ def texts(lengths: list[int]) -> list[str]:
 
 
 ONE_A_ROW = texts([SEQUENCE] * ROWS)
-PACKED = texts([SEQUENCE, SEQUENCE, SEQUENCE // 2, SEQUENCE // 2, SEQUENCE // 3, SEQUENCE - SEQUENCE // 3])
+PACKED = texts([SEQUENCE // 2] * 2 * ROWS)
+"""two to a row, in whatever order they come"""
 
 
 def reference(folder: Path, data: list[str], *, steps: int = STEPS, max_norm: float | None = 1.0, weight_decay: float = 0.0) -> dict[str, torch.Tensor]:
