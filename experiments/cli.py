@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatrain.experiments.commands import calibrate, check, compare, export, figures, plan, report, simulate, sweep, train
 from megatrain.experiments.options import OneLineParser
-from megatrain.experiments.script import path_error
-from megatrain.simulator.errors import Interrupted, RunError, UserError
+from megatrain.experiments.script import interrupted, interruptible, path_error
+from megatrain.simulator.errors import RunError, UserError
 
 VERBS = {
     "check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "export": export, "compare": compare, "report": report,
@@ -43,10 +43,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One command: 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C, 143 after SIGTERM."""
+    """One command: 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C, 143 after SIGTERM,
+    129 after SIGHUP.
+    """
     try:
         args = parse(arguments)
-        status: int = VERBS[args.verb].run(args)
+        with interruptible():
+            status: int = VERBS[args.verb].run(args)
         sys.stdout.flush()
         return status
     except UserError as error:
@@ -64,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megatrain: {shown}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        print("megatrain: interrupted", file=sys.stderr)
-        return error.status if isinstance(error, Interrupted) else 130
+        return interrupted("megatrain", error)
 
 
 if __name__ == "__main__":

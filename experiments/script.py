@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.errors import Interrupted, UserError
 
 
 def path_error(error: OSError) -> UserError | None:
@@ -18,12 +22,43 @@ def path_error(error: OSError) -> UserError | None:
     return UserError(where, found=error.strerror.lower(), allowed="a path that can be used", fix="check the path, its permissions and the room on its disk")
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """While it is entered, SIGTERM and SIGHUP raise Interrupted in the main thread, as Ctrl-C does, so that what is half written is removed.
+
+    Later ones are ignored while that is done. A signal that is ignored or handled already stays so: `nohup` works.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in chosen:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    here = threading.current_thread() is threading.main_thread()
+    chosen = [each for each in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(each) is signal.SIG_DFL]
+    for each in chosen:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in chosen:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def interrupted(name: str, error: KeyboardInterrupt) -> int:
+    """The status after a signal, told in one line: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"{name}: interrupted", file=sys.stderr)
+    return error.status if isinstance(error, Interrupted) else 130
+
+
 def ended(name: str, run: Callable[[], int]) -> int:
     """The status of `run`; 2 for a mistake of the user or a path that cannot be used, told in one line that begins with
-    `name`; 130 after Ctrl-C, 141 where nobody reads on.
+    `name`; 130 after Ctrl-C and 143 after SIGTERM, 141 where nobody reads on.
     """
     try:
-        return run()
+        with interruptible():
+            return run()
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -35,6 +70,5 @@ def ended(name: str, run: Callable[[], int]) -> int:
             raise
         print(f"{name}: {shown}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        return interrupted(name, error)

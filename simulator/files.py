@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
+from megatrain.simulator.aside import Aside
 from megatrain.simulator.errors import UserError
 
 T = TypeVar("T")
@@ -161,22 +161,19 @@ def write_bytes(path: Path, data: bytes) -> None:
     """`data` at `path`: written aside, synced, then renamed, so that a reader sees the old file or the new one, never half of one."""
     refuse_special(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        aside = Aside(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(str(path), found=reason.lower(), allowed="a folder that can be written", fix="name another folder") from None
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)
-        os.replace(aside, path)
-    except BaseException as error:
-        Path(aside).unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+        with aside as written:
+            with written.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(written, 0o666 & ~umask)
+            os.replace(written, path)
+    except OSError as error:
         raise UserError(str(path), found=str(error.strerror).lower(), allowed="a disk with room", fix="free some space or name another folder") from None

@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from megatrain.experiments import options
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.simulator.errors import UserError
+
+if TYPE_CHECKING:
+    from megatrain.runtime.training.run_lock import RunLock
 
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "training.steps": ("--steps", {"type": options.whole("--steps")}),
@@ -107,17 +110,28 @@ def run(args: argparse.Namespace) -> int:
     plan_file, folder = places(args)
     config = config_of(args)
 
+    from megatrain.runtime.training.run_lock import RunLock
+
+    lock = RunLock(folder)
+    if args.resume is None:
+        lock.refuse_taken()
+    if not os.path.exists(folder):
+        options.check_writable(folder)
+    with lock:  # before anything that takes long is imported or done
+        return _run(args, plan_file, lock, config)
+
+
+def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
     from megatrain.experiments.pictures import draw_loss, read_record
     from megatrain.experiments.progress import ProgressBars
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.plan import Plan
 
+    folder = lock.folder
     parameters = Plan.load(plan_file).model.parameters
-    if not os.path.exists(folder):
-        options.check_writable(folder)
     bars = ProgressBars(parameters, config.training.steps)
     resume: Literal["newest"] | int | None = None if args.resume is None else args.from_step or "newest"
-    trainer = Trainer(plan_file, args.model, None, config, out=folder, resume=resume, callbacks=[bars], device=options.device(args))
+    trainer = Trainer(plan_file, args.model, None, config, out=lock, resume=resume, callbacks=[bars], device=options.device(args))
     try:
         fitted = trainer.fit()
     except FloatingPointError as error:

@@ -6,7 +6,7 @@ that was edited since is tried anew. Where a key stands twice the later line cou
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +19,7 @@ import xxhash
 import megatrain.simulator
 from megatrain.experiments.code_digest import code_digest
 from megatrain.experiments.row_file import parse_rows, write_rows
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.file_lock import FileLock
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.workload import Workload
@@ -84,26 +84,20 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         """Raises UserError for a file that holds something else, or that another sweep writes."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, open(path, "a+b")  # noqa: SIM115  # closed by __exit__
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise UserError(str(path), found="open in another sweep", allowed="one at a time", fix="wait for it, or name another --out") from None
-        try:
+        self._path = path
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(FileLock(path.with_name(f".{path.name}.lock"), what=f"{path.name}", fix="wait for that sweep, or name another --out"))
+            self._file = stack.enter_context(path.open("a+b"))
             self.rows = self._read()
-        except BaseException:
-            self._file.close()
-            raise
+            self._held = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._held:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def _read(self) -> dict[str, Row]:
         self._file.seek(0)

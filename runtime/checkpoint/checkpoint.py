@@ -27,6 +27,8 @@ from megatrain.simulator.plan import Plan
 SHARD_BYTES = 4 * 10**9
 ASIDE = ".saving-"
 """what a folder's name begins with until it is whole"""
+REPLACED = ".replaced-"
+"""what its name begins with while another one takes its place"""
 _OVERHEAD_BYTES = 2**20  # manifest and headers
 
 
@@ -128,8 +130,8 @@ def sync(folder: Path) -> None:
 
 
 def replace(aside: Path, folder: Path) -> None:
-    """Renames `aside` to `folder`; one that stands there is moved away first, under a name from which `Checkpoints` moves it back after a crash."""
-    old = folder.with_name(f".replaced-{folder.name}")
+    """Renames `aside` to `folder`; one that stands there is moved away first, under a name from which `put_back` moves it back after a crash."""
+    old = _moved_away(folder)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -141,6 +143,18 @@ def replace(aside: Path, folder: Path) -> None:
         raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Undoes a `replace` that was cut off: the folder that stood there before is there again, unless the new one is there."""
+    old = _moved_away(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _moved_away(folder: Path) -> Path:
+    return folder.with_name(f"{REPLACED}{folder.name}")
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.runtime.checkpoint.checkpoint import ASIDE, check_sizes, refuse_another, restore, save, verify
+from megatrain.runtime.checkpoint.checkpoint import ASIDE, REPLACED, check_sizes, put_back, refuse_another, restore, save, verify
 from megatrain.runtime.checkpoint.manifest import Manifest, Run
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.tensor_file import MalformedFile
@@ -20,7 +20,6 @@ from megatrain.simulator.plan import Plan
 
 _NAME = re.compile(r"step-(\d{8})")
 _REMOVING = ".removing-"
-_REPLACED = ".replaced-"
 
 
 class Checkpoints:
@@ -145,9 +144,8 @@ class Checkpoints:
 
     def _recover(self) -> None:
         """Removes what a save or a removal that was cut off has left, and moves back what it had moved away."""
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            whole = path.with_name(path.name.removeprefix(_REPLACED))
-            if path.name.startswith(_REPLACED) and not whole.exists():
-                path.rename(whole)
-            elif path.name.startswith((ASIDE, _REMOVING, _REPLACED)):
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
+            if path.name.startswith(REPLACED):
+                put_back(path.with_name(path.name.removeprefix(REPLACED)))
+            elif path.name.startswith((ASIDE, _REMOVING)):
                 shutil.rmtree(path, ignore_errors=True)

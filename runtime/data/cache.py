@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 import zlib
 from array import array
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents
+from megatrain.simulator.aside import Aside
 from megatrain.simulator.errors import UserError
 
 MAGIC = b"MGTRTOK1"
@@ -60,18 +60,16 @@ class CacheWriter:
         self._path, self._key, self._dtype = _path(folder, key), key, dtype
         self._offsets, self._tokens, self._crc = array("q", [0]), 0, 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=folder, prefix=f".{self._path.name}.")
+            self._aside = Aside(self._path)
         except OSError as error:
             raise _unwritable(folder, error) from None
-        self._aside = Path(name)
-        self._file: IO[bytes] = os.fdopen(handle, "wb")
+        self._file: IO[bytes] = self._aside.path.open("wb")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._aside.unlink(missing_ok=True)
+        self._aside.__exit__(kind, error, trace)
         try:
             self._file.close()  # which may write what is left in its buffer
         except OSError:
@@ -100,7 +98,7 @@ class CacheWriter:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
-            os.replace(self._aside, self._path)
+            os.replace(self._aside.path, self._path)
         except OSError as error:
             raise _unwritable(self._path, error) from None
 

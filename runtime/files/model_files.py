@@ -7,7 +7,6 @@ import copy
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, inside, weig
 from megatrain.runtime.files.tensor_file import read_entries
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.simulator.aside import Aside
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
@@ -200,6 +200,18 @@ class ModelState:
         high, low = self._planes(layer)
         return weight_sources(layer, dtype, lambda first, end: high[first:end], None if low is None else lambda first, end: low[first:end])
 
+    def not_finite(self) -> list[str]:
+        """The names of tensors with an infinity or a NaN among the weights that layers compute with."""
+        found = []
+        for layer in self._plan.model.stack.values():
+            high, _ = self._planes(layer)
+            offset = 0
+            for tensor in layer.tensors:
+                if not all(bool(piece.isfinite().all()) for piece in high[offset : offset + tensor.elements].split(_PIECE)):
+                    found.append(hub_name(layer.name, tensor.name))
+                offset += tensor.padded
+        return found
+
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """The layer's fp32 master weights by tensor name; copies."""
         high, low = self._planes(layer)
@@ -266,23 +278,19 @@ def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        aside = Aside(folder, folder=True)
     except OSError as error:
         raise UserError(str(folder), found=str(error.strerror).lower(), allowed="a folder that can be made", fix="name another one") from None
     try:
-        _write(state, plan, config, aside, TORCH_DTYPE[dtype or plan.workload.dtype])
-        for name in COMPANIONS if source is not None else ():
-            if source is not None and (source / name).exists():
-                shutil.copyfile(inside(source, name), aside / name)
-        aside.chmod(0o755)
-        aside.rename(folder)
+        with aside as written:
+            _write(state, plan, config, written, TORCH_DTYPE[dtype or plan.workload.dtype])
+            for name in COMPANIONS if source is not None else ():
+                if source is not None and (source / name).exists():
+                    shutil.copyfile(inside(source, name), written / name)
+            written.chmod(0o755)
+            written.rename(folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise UserError(str(folder), found=str(error).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:

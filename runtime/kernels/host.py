@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from megatrain.simulator.aside import Aside
+
 _SOURCE = Path(__file__).with_name("host.c")
 _INCLUDED = _SOURCE.with_name("shares.h")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -134,8 +136,8 @@ def _compile(path: Path, compilers: list[str]) -> None:
     """Written aside and renamed, so that processes may race: each renames a whole file of the same content."""
     problems = []
     for compiler in compilers:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            output = Path(folder) / path.name
+        with Aside(path, folder=True) as folder:
+            output = folder / path.name
             done = subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(output), "-lm"], capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 content = output.read_bytes()

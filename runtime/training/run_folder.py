@@ -7,22 +7,25 @@ The trainer itself keeps `checkpoints/` there. When a run goes on, what its metr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
 
-from megatrain.runtime.checkpoint.checkpoint import replace
+from megatrain.runtime.checkpoint.checkpoint import put_back, replace
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import export
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, Evaluation, Step
+from megatrain.runtime.training.run_lock import LOCK, START
+from megatrain.simulator.aside import remove_abandoned
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_text, write_json, write_text, write_toml
 
@@ -34,10 +37,9 @@ class RunFolder(Callback):
     """Writes into `path`."""
 
     def __init__(self, path: Path, origin: Path, *, resumed: bool = False) -> None:
-        """`origin`: the folder that the plan's relative paths are relative to. Raises UserError where `path` holds something and is not `resumed`."""
+        """`origin`: the folder that the plan's relative paths are relative to. `path` is a new or empty folder, or has a run that is `resumed`."""
         self.path, self._origin, self._resumed = path, origin, resumed
-        if not resumed and path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(str(path), found="something there already", allowed="a new or empty folder", fix="name another one with --out")
+        self._stepped = False
 
     def on_start(self, trainer: Trainer) -> None:
         try:
@@ -45,16 +47,18 @@ class RunFolder(Callback):
         except OSError as error:
             raise UserError(str(self.path), found=str(error.strerror).lower(), allowed="a folder that can be made", fix="name another one with --out") from None
         if self._resumed:
-            self._cut(trainer.first_step)
+            self._cut(trainer)
         self._save_plan(trainer)
-        write_toml(self.path / "config.toml", trainer.config, "The config of this run, every field; `megatrain train --config` takes it.")
         write_json(self.path / "environment.json", describe(trainer.device))
+        # the last one: with it the run has begun and can be resumed
+        write_toml(self.path / "config.toml", trainer.config, "The config of this run, every field; `megatrain train --config` takes it.")
 
     def on_step(self, trainer: Trainer, step: Step) -> None:
         row = {
             "step": step.number, "loss": step.loss, "gradient_norm": step.gradient_norm, "rate": step.rate,
             "seconds": round(step.seconds, 6), "tokens_per_second": round(step.tokens_per_second, 1),
         }  # fmt: skip
+        self._stepped = True
         append(self.path / "metrics.jsonl", row if step.checksum is None else {**row, "checksum": f"{step.checksum:016x}"})
 
     def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
@@ -63,6 +67,8 @@ class RunFolder(Callback):
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         if error is not None:
+            if not (self._resumed or self._stepped or isinstance(error, KeyboardInterrupt)):
+                self._leave_nothing()
             return
         if trainer.timelines:
             write_json(self.path / "memory.json", measured_memory(trainer.executor, trainer.device_bytes_before))
@@ -78,14 +84,24 @@ class RunFolder(Callback):
         if aside != model:
             replace(aside, model)
 
-    def _cut(self, first_step: int) -> None:
-        """Removes what a run that was cut off has left: metrics from `first_step` on, half a line, half a model."""
-        for path in [*self.path.glob(".*model*"), self.path / "model.new"]:
-            shutil.rmtree(path, ignore_errors=True)
-        metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            lines = read_text(metrics).splitlines(keepends=True)
-            write_text(metrics, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step))
+    def _leave_nothing(self) -> None:
+        """Removes what `on_start` has written, where there is nothing else: a run that could not do a step is not in the way of the next one."""
+        with contextlib.suppress(OSError):
+            if all(path.name in START or path.name == LOCK for path in self.path.iterdir()):
+                for name in START:
+                    (self.path / name).unlink(missing_ok=True)
+
+    def _cut(self, trainer: Trainer) -> None:
+        """Removes what a run that was cut off has left: half a model, and of the metrics steps that will be done again and damaged lines."""
+        put_back(self.path / "model")
+        shutil.rmtree(self.path / "model.new", ignore_errors=True)
+        for name in ("model", "model.new"):
+            remove_abandoned(self.path / name)
+        kept, damaged = readable(self.path / "metrics.jsonl")
+        if damaged:
+            lines = f"{damaged} damaged line{'s' * (damaged > 1)}"
+            trainer.note(f"{self.path / 'metrics.jsonl'}: {lines} left out; the weights are not affected")
+        write_text(self.path / "metrics.jsonl", "".join(line for step, line in kept if step < trainer.first_step))
 
     def _save_plan(self, trainer: Trainer) -> None:
         """The plan, and the hardware file that it was made for, so that the run can be compared wherever its folder goes."""
@@ -96,6 +112,25 @@ class RunFolder(Callback):
             plan = msgspec.structs.replace(plan, hardware="hardware.toml")
         name = os.path.relpath(source.resolve(), self.path.resolve()) if source.exists() else trainer.source
         msgspec.structs.replace(plan, source=name).save(self.path / "plan.toml")
+
+
+def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
+    """The lines of `metrics` with their steps, and how many others there are that are damaged. Half a line at the end is not counted as one."""
+    kept: list[tuple[int, str]] = []
+    damaged = 0
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
+    for line in lines:
+        try:
+            kept.append((msgspec.json.decode(line, type=_Row).step, line.decode()))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            damaged += line.endswith(b"\n")
+    return kept, damaged
+
+
+class _Row(msgspec.Struct):
+    """What every line has."""
+
+    step: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def append(metrics: Path, row: Mapping[str, object]) -> None:

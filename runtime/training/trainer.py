@@ -32,6 +32,7 @@ from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.opening import HeldOut, Source, find_data, find_model, refuse_packing
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
+from megatrain.runtime.training.run_lock import RunLock
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.errors import RunError, UserError
@@ -61,13 +62,13 @@ class Trainer:
     executor: Executor
 
     def __init__(
-        self, plan: Plan | Path | str, model: Path | str | None, data: Source | Path | str | None, config: Config, *, out: Path | str | None = None,
+        self, plan: Plan | Path | str, model: Path | str | None, data: Source | Path | str | None, config: Config, *, out: RunLock | Path | str | None = None,
         resume: Literal["newest"] | int | None = None, callbacks: Sequence[Callback] = (), evaluation_data: HeldOut | None = None,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         """`plan`: or its file. `model`: a Hugging Face folder or a name on the hub, None for the one that the plan names. `data`: a path, None for the
         config's, or anything with `step(number) -> list[Batch]`; `evaluation_data`: anything with `batches()`, else what the config says. `out`: a folder
-        for the run, None for none. It must be new, unless the run in it is to `resume`, from its newest checkpoint or that of a step; where it has none
+        for the run, or the lock of one that is held already; None for none. It must be new, unless the run in it is to `resume`, from its newest checkpoint or that of a step; where it has none
         yet, it begins. The run folder's callback, the config's trackers and then `callbacks` are told of everything, in this order.
 
         Raises UserError for a plan, a config or an `out` that cannot be used. Nothing is allocated or written yet.
@@ -84,13 +85,16 @@ class Trainer:
         refuse_attention(self.plan, self.device)
         self.schedule = executable(self.plan)
         refuse_unmatched(self.config.optimizer, self.plan.model)
-        logging, self._notes = trackers(self.config.logging, None if out is None else Path(out))
+        self._lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
+        place = None if self._lock is None else self._lock.folder
+        logging, self._notes = trackers(self.config.logging, place)
         saving = self.config.saving
-        if out is None and (saving.every_steps or resume is not None):
+        if place is None and (saving.every_steps or resume is not None):
             raise UserError("training: out", found="no run folder", allowed="one, for checkpoints to lie in", fix="pass out, or leave out saving and resume")
-        self._checkpoints = None if out is None else Checkpoints(Path(out) / "checkpoints", keep_last=saving.keep_last, keep_best=saving.keep_best)
+        self._checkpoints = None if place is None else Checkpoints(place / "checkpoints", keep_last=saving.keep_last, keep_best=saving.keep_best)
         self._resume: Literal["newest"] | int | None = resume
-        folder = [] if out is None else [RunFolder(Path(out), origin, resumed=resume is not None)]
+        folder = [] if place is None else [RunFolder(place, origin, resumed=resume is not None)]
+        self._refuse_taken()
         self._callbacks: list[Callback] = [*folder, *logging, *callbacks]
         self.folder: Path | None = None
         """where the model, its tokenizer and its generation config are; None where random weights need none"""
@@ -123,14 +127,27 @@ class Trainer:
         """Ends the training after this step, as if it were the last: evaluated and saved. From a callback."""
         self._stopped = reason
 
+    def note(self, text: str) -> None:
+        """Tells every callback something that the user may want to read."""
+        self._tell("on_note", text)
+
     def fit(self) -> Fitted:
-        """Trains. In deterministic mode the whole process stays so. The first SIGINT or SIGTERM ends the step, saves a checkpoint and raises Interrupted;
+        """Trains, while the run's folder is locked: a second run there is refused. In deterministic mode the whole process stays so. The first SIGINT or SIGTERM ends the step, saves a checkpoint and raises Interrupted;
         the second raises it at once.
 
         Raises UserError, before anything is written, where memory, model or data are not what is needed; LaneError with the op's name where one
         fails; CallbackError with the callback's; CheckpointError where one cannot be written, unless the config says to go on; FloatingPointError where
         loss or gradient norm is not finite. All memory is released either way.
         """
+        with self._lock or contextlib.nullcontext():
+            self._refuse_taken()
+            return self._fit()
+
+    def _refuse_taken(self) -> None:
+        if self._lock is not None and self._resume is None:
+            self._lock.refuse_taken()
+
+    def _fit(self) -> Fitted:
         training = self.config.training
         refuse_what_does_not_fit(self.plan, self.schedule, host_bytes=self._host_bytes, device_bytes=device_bytes(self.device))
         self._refuse_steps_that_are_done()
@@ -139,7 +156,7 @@ class Trainer:
         data, held_out = self._open_data()
         self._refuse_another_run(self._settings, known=True)
         for note in self._notes:
-            self._tell("on_note", note)
+            self.note(note)
         if training.deterministic:
             make_deterministic()
         torch.manual_seed(training.seed)
@@ -245,13 +262,25 @@ class Trainer:
     def _step(self, data: Source, number: int) -> Step:
         steps = self.config.training.steps
         rate = self.config.schedule.at(number, steps)
-        result = self.executor.step(data.step(number), rate=rate, number=number)
+        try:
+            result = self.executor.step(data.step(number), rate=rate, number=number)
+        except FloatingPointError:
+            if number == self.first_step:
+                self._refuse_weights_that_are_not_finite()
+            raise
         if number >= self.first_step + WARM_UP_STEPS or steps < self.first_step + WARM_UP_STEPS:
             self.timelines = [*self.timelines[1 - _KEPT_TIMELINES :], result.timeline]
         return Step(
             number=number, loss=result.loss, gradient_norm=result.gradient_norm, rate=rate, seconds=result.seconds,
             tokens_per_second=self.plan.workload.step_tokens / result.seconds, timeline=result.timeline, checksum=result.checksum,
         )  # fmt: skip
+
+    def _refuse_weights_that_are_not_finite(self) -> None:
+        """Where no rate and no data can be at fault. A loss that is not finite has left the weights as they were loaded."""
+        if names := self.state.not_finite():
+            others = f" and {len(names) - 3} other tensors" if len(names) > 3 else ""
+            where, fix = (f"model {self.folder}", "fetch the model again") if self.first_step == 1 else ("checkpoint", "resume from an earlier step")
+            raise UserError(where, found=f"infinity or NaN in {', '.join(names[:3])}{others}", allowed="finite numbers", fix=fix)
 
     def _evaluate(self, held_out: HeldOut, number: int, interruption: Interruption) -> Evaluation | None:
         """Mean over all labelled tokens, told to the callbacks; None where a signal came before the end."""

@@ -114,11 +114,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(command:
     shutil.rmtree("run/checkpoints")
     with Path("run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    Path("run/.model.abc").mkdir()
+    Path("run/.model.aside-abc").mkdir()
     assert "no checkpoint yet: the run begins" in good(command("train", "--resume", "run", "--device", "cpu"))
     assert rows("run") == rows("straight")
     assert weights("run") == weights("straight")
-    assert not Path("run/.model.abc").exists()
+    assert not Path("run/.model.aside-abc").exists()
 
 
 @pytest.mark.usefixtures("workplace")

@@ -143,7 +143,7 @@ def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> Non
 
 
 def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
-    with Store(tmp_path / "rows.jsonl"), pytest.raises(UserError, match="another sweep"):
+    with Store(tmp_path / "rows.jsonl"), pytest.raises(UserError, match=r"in use by process .* fix: wait for that sweep"):
         Store(tmp_path / "rows.jsonl")
 
 

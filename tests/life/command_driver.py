@@ -1,0 +1,89 @@
+"""A process that imports everything once and forks a `megatrain` command for every JSON line that it reads: real processes, but fast.
+
+A line is {"words": [...], "folder": ..., "log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...], "ignores": [SIGNAL, ...]}. The answer is the command's process id. An empty
+line waits for that command; the answer is its status as `subprocess` gives it. `at` sends the command each signal right before the call with that
+number, from 1, of MODULE:NAME.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import tokenizers  # noqa: F401  # what commands import when they need it
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+from megatrain.experiments import cli, pictures, progress  # noqa: F401
+from megatrain.runtime.training import exporting, trainer  # noqa: F401
+from megatrain.simulator import engine, verdict  # noqa: F401
+
+
+def command(words: list[str], folder: str, log: str, at: list[tuple[str, int, str]], ignores: list[str]) -> None:
+    """In the child; does not return."""
+    status = 70
+    try:
+        os.chdir(folder)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for number in (1, 2):
+            os.dup2(output, number)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for name in ignores:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
+        for each in at:
+            _signal_at(*each)
+        status = cli.main(words)
+        sys.stdout.flush()
+    except BaseException as error:
+        sys.stderr.write(f"not caught: {type(error).__name__}: {error}\n")
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _signal_at(function: str, wanted: int, name: str) -> None:
+    module_name, _, path = function.partition(":")
+    *owners, attribute = path.split(".")
+    owner: Any = importlib.import_module(module_name)
+    for each in owners:
+        owner = getattr(owner, each)
+    real, calls = getattr(owner, attribute), 0
+
+    def watched(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == wanted:
+            os.kill(os.getpid(), signal.Signals[name])
+        return real(*args, **named)
+
+    setattr(owner, attribute, watched)
+
+
+def _say(word: object) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Until standard input ends."""
+    torch.set_num_threads(1)
+    child = 0
+    _say("ready")
+    for line in sys.stdin:
+        if line.strip():
+            child = os.fork()
+            if child == 0:
+                command(**json.loads(line))
+            _say(child)
+        else:
+            _say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+if __name__ == "__main__":
+    main()
