@@ -54,7 +54,7 @@ def test_a_run_that_cannot_do_its_first_step_leaves_no_folder(driver: Any, workp
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, file, {"format": "pt"})
     refusal = driver.run(workplace, *NEW, "--out", "run").refusal
-    assert refusal.endswith("/tiny: found infinity or NaN in model.norm.weight; allowed: finite numbers; fix: fetch the model again"), refusal
+    assert refusal.endswith("model tiny: found infinity or NaN in model.norm.weight; allowed: finite numbers; fix: fetch the model again"), refusal
     assert not (workplace / "run").exists()
 
 
