@@ -155,6 +155,14 @@ def test_the_last_and_the_best_are_kept(saved: tuple[Plan, Path], session: Calla
     assert len(list((tmp_path / "kept").iterdir())) == 4
 
 
+def test_of_equally_good_ones_the_newer_is_kept(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+    with session(saved[0]) as running:
+        checkpoints = Checkpoints(tmp_path / "kept", keep_last=1, keep_best=1)
+        for step, loss in enumerate([2.0, 1.0, 1.0, 3.0, 1.5], 1):
+            checkpoints.save(running.executor, run_of(step, loss))
+    assert checkpoints.steps() == [3, 5]
+
+
 def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
     """Otherwise the next resume would take the newest, which is not this run's."""
     plan, folder = saved
@@ -323,6 +331,57 @@ def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
     assert manifest.optimizer == {"name": "AdamW", "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "max_norm": 0.05, "groups": []}
     with pytest.raises(UserError, match="checkpoint: step: found -1"):
         msgspec.structs.replace(manifest.run, step=-1)
+
+
+# ---- a crash, a failure ----
+
+
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file, then the folder's list of names, then the rename, then the list of names that the rename has changed."""
+    events: list[tuple[str, str]] = []
+    sync, rename = os.fsync, Path.rename
+
+    def watched_sync(handle: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        sync(handle)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        events.append(("rename", str(path)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    with session(saved[0]) as running:
+        save(running.executor, run_of(1), tmp_path / "new" / "one")
+    aside = next(path for event, path in events if event == "rename")
+    place = events.index(("rename", aside))
+    before, after = events[:place], events[place + 1 :]
+    assert before.index(("sync", str(tmp_path))) == 0, "the folder was made"
+    assert before[-1] == ("sync", aside)
+    assert {Path(path).name.partition(".json")[0].lstrip(".") for event, path in before[1:-1]} == {"state-00001.safetensors", "manifest"}
+    assert all(path.startswith(f"{aside}/") for _, path in before[1:-1])
+    assert after == [("sync", str(tmp_path / "new"))]
+
+
+def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
+    saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, folder = saved
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.startswith(checkpoint.ASIDE):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with session(plan) as running, pytest.raises(CheckpointError, match="was not saved: input/output error; the ones before it are as they were"):
+        save(running.executor, run_of(2, 9.0), folder / "step-00000002")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
 # ---- a disk with no room ----

@@ -304,6 +304,18 @@ def test_the_clip_coefficient_is_torch_s(scale: float) -> None:
         torch.testing.assert_close(gradient * factor, parameter.grad, rtol=1e-6, atol=0)
 
 
+def test_a_norm_as_small_as_the_epsilon_is_clipped_as_torch_clips_it() -> None:
+    """1e-6 is added to the norm: it halves the factor of a gradient of that norm."""
+    gradient = torch.full((4,), 5e-7)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = gradient.clone()
+    theirs = torch.nn.utils.clip_grad_norm_([parameter], 1e-6)
+    factor, norm = clip_coefficient([sum_of_squares(gradient)], 1e-6)
+    torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient * factor, parameter.grad, rtol=1e-6, atol=0)
+    assert float(factor) == pytest.approx(0.5, rel=1e-6)
+
+
 def test_square_roots_are_rounded_correctly() -> None:
     values = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 100
     assert torch.equal(optimizer.rounded_sqrt(values), values.double().sqrt().float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import threading
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.checkpoint import checkpoint
+from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.training.config import Config, Training
 from megatrain.runtime.training.learning_rate import LearningRate
@@ -94,6 +96,38 @@ def test_which_checkpoints_can_be_the_best_is_said(place: Path, prepare: Any, ev
     prepare(place, callbacks=[recorder], evaluation_data=str(place / "held-out.txt"), keep_best=1, export=False, **every).fit()
     said = [note for note in notes if note.startswith("keep_best")]
     assert said == ([f"keep_best chooses among checkpoints at which the evaluation data is evaluated: {meet}"] if meet else [])
+
+
+@pytest.mark.parametrize(("evaluated", "best"), [([], 2), ([3.0, 2.0, 1.0, 4.0], 3)])
+def test_the_best_checkpoint_is_that_of_the_least_evaluation_loss_or_else_of_the_least_loss(
+    place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, evaluated: list[float], best: int
+) -> None:
+    step = Trainer._step
+
+    def scripted_step(self: Trainer, data: Any, number: int) -> Step:
+        return dataclasses.replace(step(self, data, number), loss=[5.0, 1.5, 4.0, 3.0][number - 1])
+
+    monkeypatch.setattr(Trainer, "_step", scripted_step)
+    monkeypatch.setattr(Trainer, "_evaluate", lambda *given: Evaluation(number=given[2], loss=evaluated[given[2] - 1], tokens=1, seconds=0.0))
+    (place / "held-out.txt").write_text(TEXT[:300])
+    fields = {"evaluation_data": str(place / "held-out.txt"), "evaluation.every_steps": 1} if evaluated else {}
+    prepare(place, steps=4, keep_last=1, keep_best=1, export=False, **{"saving.every_steps": 1}, **fields).fit()
+    kept = {path.name: Manifest.load(path).run.loss for path in (place / "run" / "checkpoints").iterdir()}
+    assert kept == {f"step-{best:08d}": (evaluated or [5.0, 1.5, 4.0, 3.0])[best - 1], "step-00000004": evaluated[-1] if evaluated else 3.0}
+
+
+def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(place: Path, prepare: Any) -> None:
+    class Draw(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            self.drawn = torch.rand(3).tolist()
+
+    found = []
+    for before, seed in ((1, 7), (2, 7), (1, 8)):
+        torch.manual_seed(before)
+        draw = Draw()
+        prepare(place, None, callbacks=[draw], seed=seed, steps=1).fit()
+        found.append(draw.drawn)
+    assert found[0] == found[1] != found[2]
 
 
 def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
