@@ -94,10 +94,10 @@ def _wanted(args: argparse.Namespace, device: torch.device) -> tuple[list[Subjec
     usual = DefaultSet((), 32, 1024, ())
     if not args.model:
         usual = default_set(device.type, args.device_memory or machine.usable_device_bytes(device), args.host_memory or machine.host_bytes())
-    models = [(ModelSpec.load(source), source if Path(source).is_dir() else None) for source in args.model] or [(model_of(name), None) for name in usual.models]
+    models = [ModelSpec.load(source) for source in args.model] or [model_of(name) for name in usual.models]
     around = () if args.batch or args.seq else usual.grid
     args.batch, args.seq, args.dtype = args.batch or usual.batch, args.seq or usual.sequence, args.dtype or usual.dtype
-    subjects = [Subject(model, config_of(model, folder)) for model, folder in models]
+    subjects = [Subject(model, config_of(model)) for model in models]
     workload = options.workload(args, subjects[0].model)
     points = [msgspec.structs.replace(workload, batch=rows, sequence=length) for rows, length in args.grid or around] or usual_grid(workload)
     return subjects, workload, points

@@ -21,6 +21,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
 from megatrain.runtime.hyperparameters import AdamW
+from megatrain.runtime.layers.model_config import differences
 from megatrain.simulator.errors import RunError, UserError
 from megatrain.simulator.plan import Plan
 
@@ -187,8 +188,7 @@ def _refuse_checksum(path: Path, found: str, shard: Shard) -> None:
 def refuse_another(manifest: Manifest, plan: Plan, optimizer: AdamW, settings: Mapping[str, Any], folder: Path, *, known: bool = True) -> None:
     """Raises UserError that names each value which is not as it was. `known`: `settings` are all there; otherwise those that it has are looked at."""
     model = plan.model
-    shared = manifest.model.config.keys() & model.config.keys()  # a key that one of them leaves out has its default there
-    pairs: list[tuple[str, Any, Any]] = [(f"model.{key}", manifest.model.config[key], model.config[key]) for key in sorted(shared)]
+    pairs: list[tuple[str, Any, Any]] = [(f"model.{key}", was, now) for key, was, now in differences(manifest.model, model)]
     pairs.append(("model", _tensor_names(manifest.model.stack), _tensor_names(model.stack)))
     before = {key: value for key, value in manifest.run.settings.items() if known or key in settings}
     for prefix, was, now in (

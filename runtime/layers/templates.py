@@ -11,13 +11,11 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.runtime.batch import IGNORED
@@ -28,36 +26,29 @@ from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import positions
 from megatrain.runtime.layers.edges import Arguments, Edges
 from megatrain.runtime.layers.layer_kinds import layer_kinds
+from megatrain.runtime.layers.model_config import completed
 from megatrain.runtime.layers.rebinding import rebind
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.skeleton import skeleton
-from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import WRITTEN_OUT, with_nulls
+from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.workload import Workload
 
 _log = logging.getLogger(__name__)
 
 
-def config_of(model: ModelSpec, folder: str | None = None) -> PretrainedConfig:
-    """transformers' config of `model`: from its folder, or from the spec's own where there is none. Raises UserError for one that cannot be executed.
+def config_of(model: ModelSpec) -> PretrainedConfig:
+    """transformers' config of `model` for training, from the spec alone: a folder's config.json may have changed since it was planned. Raises UserError
+    for one that cannot be executed.
 
     Attention is PyTorch's fused one, or written out where a family has scores that it does not compute (soft caps, sinks). Experts stay with
     transformers' default, grouped products: in bf16 no transfer to the host, and the same bits every time.
     """
     refuse_unsupported(model)
-    if folder is not None:
-        refuse_multimodal(Path(folder), model)
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    else:
-        absent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        given = with_nulls(model.config)
-        try:
-            config = AutoConfig.for_model(**{**absent, **given})
-        except StrictDataclassFieldValidationError:  # one that must have such tokens, which matter to no layer
-            config = AutoConfig.for_model(**{"pad_token_id": None, **given})
+    config = completed(model)
     config.use_cache = False
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None

@@ -17,9 +17,8 @@ from megatrain.runtime.checkpoint.stored_state import StoredState
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.model_files import export, folder_weights, random_weights
 from megatrain.runtime.files.tensor_file import MalformedFile
-from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.training.config import Config
-from megatrain.runtime.training.opening import find_model
+from megatrain.runtime.training.opening import exported_config, find_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.workload import Dtype
@@ -51,7 +50,7 @@ def export_run(
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None
     random = config is not None and config.training.init == "random"
     origin = find_model(model, manifest.model, needed=True) if model is not None else _origin(home, manifest, on_note)
-    settled = config_of(manifest.model, None if origin is None else str(origin))
+    settled = exported_config(origin, manifest.model)
     buffers = _buffers(manifest, settled, None if random else origin, None if config is None or not random else config.training.seed)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
     export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin)

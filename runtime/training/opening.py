@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus, DataOptions, open_data
 from megatrain.runtime.files.model_folder import model_folder
+from megatrain.runtime.layers.model_config import completed, differences
 from megatrain.runtime.layers.supported import refuse_multimodal
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
@@ -65,6 +67,11 @@ def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
     raise UserError(f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random")
 
 
+def exported_config(folder: Path | None, planned: ModelSpec) -> PretrainedConfig:
+    """The config that goes out with trained weights: that of the model's `folder`, which also has keys that matter to no step; of no folder, the plan's."""
+    return completed(planned) if folder is None else AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def _is_model(folder: Path, planned: ModelSpec) -> bool:
     """Whether `folder` has a model. Raises UserError where it is another one than was planned."""
     config = folder / "config.json"
@@ -72,10 +79,9 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
         return False
     found = ModelSpec.load(str(config))
     refuse_multimodal(folder, found)
-    both = found.config.keys() & planned.config.keys()
-    keys = [key for key in found.config if key in both and found.config[key] != planned.config[key]]
-    if keys or found.stack != planned.stack:  # a key that one of them leaves out has its default there
-        shown = keys or sorted(found.config.keys() ^ planned.config.keys())
-        differs, expected = (", ".join(f"{key} {model.config.get(key)}" for key in shown) for model in (found, planned))
-        raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`")
+    if differing := differences(found, planned):
+        differs, expected = (", ".join(f"{key} {value}" for key, value in named) for named in (
+            [(entry.key, entry.first) for entry in differing], [(entry.key, entry.second) for entry in differing],
+        ))  # fmt: skip
+        raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`, or restore config.json")
     return True

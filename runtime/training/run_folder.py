@@ -80,7 +80,7 @@ class RunFolder(Callback):
         """Over the model of an earlier end, if the run has gone on after it."""
         model, config = self.path / "model", trainer.config.saving
         aside = self.path / "model.new" if model.exists() else model
-        export(trainer.state, trainer.plan, trainer.model_config, aside, dtype=config.export_dtype or None, source=trainer.folder)
+        export(trainer.state, trainer.plan, trainer.exported_config, aside, dtype=config.export_dtype or None, source=trainer.folder)
         if aside != model:
             replace(aside, model)
 

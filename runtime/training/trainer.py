@@ -29,7 +29,7 @@ from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.interruption import Interruption
-from megatrain.runtime.training.opening import HeldOut, Source, find_data, find_model, refuse_packing
+from megatrain.runtime.training.opening import HeldOut, Source, exported_config, find_data, find_model, refuse_packing
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
@@ -57,7 +57,7 @@ class Fitted(NamedTuple):
 
 
 class Trainer:
-    """One training. While it runs, callbacks find here `plan`, `config`, `device`, `executor`, `state`, `model_config` and `timelines`."""
+    """One training. While it runs, callbacks find here `plan`, `config`, `device`, `executor`, `state`, `model_config`, `exported_config` and `timelines`."""
 
     executor: Executor
 
@@ -160,7 +160,7 @@ class Trainer:
         if training.deterministic:
             make_deterministic()
         torch.manual_seed(training.seed)
-        self.model_config = config_of(self.plan.model, None if self.folder is None else str(self.folder))
+        self.model_config, self.exported_config = config_of(self.plan.model), exported_config(self.folder, self.plan.model)
         forget_device_memory(self.device)
         self.device_bytes_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with Executor(

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families.config import ZERO_FOR_NULL, Config, essential
+from megatrain.simulator.families.config import NULLS, ZERO_FOR_NULL, Config, essential, nulls_of
 from megatrain.simulator.families.decoders import DECODERS
 from megatrain.simulator.families.dense import DENSE_FAMILIES
 from megatrain.simulator.families.family import Family
@@ -28,6 +28,7 @@ __all__ = [
     "Part",
     "Tensors",
     "cut",
+    "essential",
     "text_config",
     "with_nulls",
 ]
@@ -86,8 +87,9 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def with_nulls(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as transformers wants it: null where `essential` put 0 for it."""
-    return {key: None if value == 0 and key in ZERO_FOR_NULL else value for key, value in config.items()}
+    """The config as transformers wants it: null where `essential` put 0 for it, or named it in the list of nulls."""
+    given = {key: None if value == 0 and key in ZERO_FOR_NULL else value for key, value in config.items() if key != NULLS}
+    return {**given, **dict.fromkeys(nulls_of(config))}
 
 
 def text_config(config: Any, where: str) -> dict[str, Any]:

@@ -21,7 +21,9 @@ _NOISE = frozenset((
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """keys that matter where the first one is true"""
 ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
-"""keys whose null says *none*, not *the default*"""
+"""keys whose null is stored as 0"""
+NULLS = "nulls"
+"""the key that lists all other keys whose value is null: null says *none*, where a missing key says *the default*"""
 
 
 class Config:
@@ -30,15 +32,17 @@ class Config:
     def __init__(self, config: dict[str, Any], where: str, defaults: dict[str, Any], names: dict[str, str] | None = None) -> None:
         """`names`: what the family calls some of the keys."""
         self.config, self.where, self.defaults, self._names = config, where, defaults, names or {}
+        self._nulls = nulls_of(config)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, else the family's default, else `default`; null counts as absent."""
+        """The value, else the family's default, else `default`; a key that is null has no family's default."""
         own = self._names.get(key, key)
         value = self.config.get(own)
         if value is None and own != key:  # transformers takes the usual name too
             value = self.config.get(key)
-        key = own
-        return self.defaults.get(key, default) if value is None else value
+        if value is None and own in self._nulls:
+            return default
+        return self.defaults.get(own, default) if value is None else value
 
     def count(self, key: str, default: int | None = None, *, least: int = 0, most: int = LARGEST_SIZE) -> int:
         """A whole number in `least` to `most`."""
@@ -128,10 +132,18 @@ class Config:
 
 
 def essential(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that matter, in a form that TOML can hold: no null anywhere, no noise. Where null means something, 0 stands for it."""
+    """The keys that matter, in a form that TOML can hold: no noise, and no null, for which 0 or a name in the list `NULLS` stands."""
     noise = _NOISE if config.get(_ROUTER_LOSS[0]) is True else _NOISE.union(_ROUTER_LOSS)
-    told = {key: 0 if value is None and key in ZERO_FOR_NULL else value for key, value in config.items() if isinstance(key, str) and key not in noise}
-    return {key: _without_none(value) for key, value in told.items() if value is not None}
+    kept = {key: 0 if value is None and key in ZERO_FOR_NULL else value for key, value in config.items() if isinstance(key, str) and key not in noise}
+    nulls = nulls_of(kept) | {key for key, value in kept.items() if value is None}
+    plain = {key: _without_none(value) for key, value in kept.items() if value is not None and key != NULLS}
+    return {**plain, NULLS: sorted(nulls)} if nulls else plain
+
+
+def nulls_of(config: dict[str, Any]) -> set[str]:
+    """The keys that `config` lists as null."""
+    listed = config.get(NULLS)
+    return {key for key in listed if isinstance(key, str) and key != NULLS and config.get(key) is None} if isinstance(listed, list | tuple) else set()
 
 
 def _without_none(value: Any) -> Any:

@@ -22,6 +22,7 @@ from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.model_folder import model_folder, weight_files
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.optimizer import round_to_bf16
+from megatrain.runtime.training.opening import exported_config
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan
@@ -72,7 +73,7 @@ def test_tokenizer_and_generation_config_go_along(saved: tuple[Plan, Path], sess
         (folder / name).write_text(f"the {name}")
     (folder / "modeling_evil.py").write_text("raise SystemExit")
     with folder_weights(folder) as weights, session(plan, weights=weights) as running:
-        export(running.state, plan, config_of(plan.model, str(folder)), tmp_path / "out", source=folder)
+        export(running.state, plan, exported_config(folder, plan.model), tmp_path / "out", source=folder)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 7
     names = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert set(os.listdir(tmp_path / "out")) == names
@@ -185,7 +186,7 @@ def test_code_that_comes_with_a_model_is_never_run(saved: tuple[Plan, Path], ses
     config["auto_map"] = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     (folder / "config.json").write_text(json.dumps(config))
     with folder_weights(folder) as weights, session(plan, weights=weights):
-        config_of(plan.model, str(folder))
+        exported_config(folder, plan.model)
     assert not ran.exists()
 
 

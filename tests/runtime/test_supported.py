@@ -16,6 +16,7 @@ from megatrain.experiments.commands import calibrate as command
 from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.opening import find_model
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
@@ -77,7 +78,7 @@ def test_a_multimodal_folder_is_refused_by_name(make_model: Callable[..., ModelS
     with pytest.raises(
         UserError, match=r"config\.json: model_type: found 'gemma3'; allowed: the language model alone, 'gemma3_text'; fix: save the language model"
     ):
-        config_of(ModelSpec.load(str(tmp_path)), str(tmp_path))
+        find_model(str(tmp_path), ModelSpec.load(str(tmp_path)), needed=True)
 
 
 def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
