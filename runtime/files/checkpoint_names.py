@@ -6,18 +6,15 @@ conversions do so here too, a tensor at a time.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.specs import EMBEDDING, HEAD
 
@@ -46,34 +43,9 @@ class CheckpointNames:
             for index, layer in enumerate(self.stack.layers_of(self._whole))
         }
 
-    def reader(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """A function from the name of a tensor of the model to its value, for a checkpoint with these `keys`. It raises KeyError for one that is missing."""
-        expected = self._whole.state_dict()
-        conversions = get_model_conversion_mapping(self._whole)
-        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
-        for key in sorted(keys, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, self._whole.base_model_prefix, expected)
-            if name not in expected and key in expected:
-                name, pattern = key, None
-            sources[name].append((key, pattern))
-
-        def read(name: str) -> torch.Tensor:
-            if name not in sources:
-                raise KeyError(name)
-            first = sources[name][0][1]
-            if first is None:
-                return tensor_of(sources[name][0][0])
-            converter: Any = copy.deepcopy(by_pattern[first])
-            for key, pattern in sources[name]:
-                assert pattern is not None
-                converter.collected_tensors[pattern].append(tensor_of(key))
-            value = converter.convert(name, model=self._whole, config=self._whole.config)[name]
-            return value[0] if isinstance(value, list) else value
-
-        return read
+    def stored(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> StoredTensors:
+        """The tensors of a checkpoint that has these `keys`."""
+        return StoredTensors(self._whole, keys, tensor_of)
 
     def saved(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
         """Tensors of the model as a checkpoint has them, under its names.

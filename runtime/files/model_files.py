@@ -18,7 +18,8 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.runtime import optimizer
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, inside, weight_files
+from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, WHOLE, inside, weight_files
+from megatrain.runtime.files.stored_tensors import StoredTensors, summary
 from megatrain.runtime.files.tensor_file import read_entries
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
@@ -30,6 +31,7 @@ from megatrain.simulator.specs import LayerSpec, ModelSpec
 from megatrain.simulator.workload import Dtype, Workload
 
 _SHARD_BYTES = 4 * 10**9
+_OTHER_WEIGHTS = "use weights that belong to this config.json"
 _PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """(layer, tensor name, shape) -> its values"""
@@ -54,35 +56,49 @@ def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Wei
 
 
 @contextlib.contextmanager
-def folder_weights(folder: Path) -> Iterator[Weights]:
-    """The tensors of a Hugging Face folder, by memory map, one at a time; of its files one is open at a time.
+def folder_weights(folder: Path, on_note: Callable[[str], None] = lambda _: None) -> Iterator[Weights]:
+    """The tensors of a Hugging Face folder, by memory map, one at a time; of its files one is open at a time. `on_note` is called with a line for what
+    the folder has besides the model.
 
-    Raises UserError, before any tensor is read, where a file is missing, malformed, a pickle or outside the folder, or two files have the same tensor;
-    and where a tensor is missing or of another shape. A tensor that the folder has in parts (experts) is a copy, and maps the files of its parts.
+    Raises UserError, before any tensor is read, where a file is missing, malformed, a pickle or outside the folder, two files have the same tensor, a
+    tensor is missing, or two matrices differ that the config ties; and where a tensor is of another shape. A tensor that the folder has in parts
+    (experts) is a copy, and maps the files of its parts.
     """
     where: dict[str, Path] = {}
-    for file in weight_files(folder):
+    files = weight_files(folder)
+    if files == [folder / WHOLE] and (folder / INDEX).exists():
+        on_note(f"{folder / INDEX} is not read, since {WHOLE} is there too and transformers reads that")
+    for file in files:
         for name in read_entries(file):
             if where.setdefault(name, file) is not file:
                 raise UserError(str(file), found=f"tensor {name}, which {where[name].name} has too", allowed="each tensor once", fix="fetch the model again")
     opened = _OneFile()
     stack, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
+    if isinstance(value_of, StoredTensors):
+        for name, shape in value_of.missing.items():
+            raise _missing(folder, name, shape)
+        value_of.refuse_untied(str(folder))
+        if value_of.foreign:
+            on_note(f"{folder} has {len(value_of.foreign)} tensors that are not the model's, neither trained nor exported: {summary(value_of.foreign)}")
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = hub_name(layer, tensor, stack)
-        fix = "use weights that belong to this config.json"
         try:
             value = value_of(name)
         except KeyError:
-            raise UserError(str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix=fix) from None
+            raise _missing(folder, name, shape) from None
         if tuple(value.shape) != shape:
-            raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix=fix)
+            raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix=_OTHER_WEIGHTS)
         if not value.is_floating_point():
-            raise UserError(f"{folder}: {name}", found=str(value.dtype), allowed="floating-point numbers, not quantised", fix=fix)
+            raise UserError(f"{folder}: {name}", found=str(value.dtype), allowed="floating-point numbers, not quantised", fix=_OTHER_WEIGHTS)
         return value
 
     with contextlib.closing(opened):
         yield read
+
+
+def _missing(folder: Path, name: str, shape: tuple[int, ...]) -> UserError:
+    return UserError(str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix=_OTHER_WEIGHTS)
 
 
 class _OneFile:
@@ -123,7 +139,7 @@ def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.
             return tensor_of(name)
 
         return DecoderStack(), read
-    return names.stack, names.reader(keys, tensor_of)
+    return names.stack, names.stored(keys, tensor_of)
 
 
 class ModelState:

@@ -10,6 +10,7 @@ from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -18,6 +19,8 @@ COMPANIONS = (
 """what belongs to a model besides its config and its weights"""
 _HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[A-Za-z0-9][\w./-]{0,127}))?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_READ_FIRST = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""what transformers reads where neither of the two is there, whatever other safetensors files there are"""
 
 
 def model_folder(source: str) -> Path:
@@ -56,30 +59,45 @@ def _unreachable(source: str, error: Exception) -> UserError:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those of its index where it has one, else `model.safetensors`, else every one there is.
+    """The safetensors files of a model, those that transformers reads: `model.safetensors`, else the files of the index; where there is neither, all.
 
-    Raises UserError where there is none, where there are only pickles, and for a file outside the folder.
+    Raises UserError where there is none, where transformers would read another file, and for a file outside the folder.
     """
     names = list(_named(folder))
     if not names:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        found = f"no *.safetensors file, but {pickles[0]}, a pickle, which is never opened: it may run any program" if pickles else "no *.safetensors file"
+        found = (
+            f"no {WHOLE} and no index of shards, but {pickles[0]}, a pickle, which is never opened: it may run any program"
+            if pickles
+            else "no *.safetensors file"
+        )
         fix = "convert the weights to safetensors" if pickles else "check the path, or pass --init random"
         raise UserError(str(folder), found=found, allowed="a Hugging Face model folder with its weights", fix=fix)
     return [inside(folder, name) for name in names]
 
 
 def _named(folder: Path) -> Iterator[str]:
-    if (folder / INDEX).exists():
+    _refuse_weights_by_name(folder)
+    if (folder / WHOLE).exists():
+        yield WHOLE
+    elif (folder / INDEX).exists():
         index = read_json(inside(folder, INDEX))
         places = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
             raise UserError(str(folder / INDEX), found="no `weight_map` of tensor to file", allowed="an index of safetensors files", fix="fetch the file again")
         yield from sorted(set(places.values()))
-    elif (folder / "model.safetensors").exists():
-        yield "model.safetensors"
-    else:
+    elif not any((folder / name).exists() for name in _READ_FIRST):
         yield from sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def _refuse_weights_by_name(folder: Path) -> None:
+    """Raises UserError where config.json names the file of the weights, which transformers then reads instead of those of the usual names."""
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    if isinstance(config, dict) and config.get("transformers_weights") is not None:
+        raise UserError(
+            f"{folder / 'config.json'}: transformers_weights", found=repr(config["transformers_weights"]), allowed=f"weights in {WHOLE} or in shards",
+            fix="load the model with transformers and save it again",
+        )  # fmt: skip
 
 
 def inside(folder: Path, name: str) -> Path:

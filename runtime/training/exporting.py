@@ -51,6 +51,9 @@ def export_run(
     random = config is not None and config.training.init == "random"
     origin = find_model(model, manifest.model, needed=True) if model is not None else _origin(home, manifest, on_note)
     settled = exported_config(origin, manifest.model)
+    if origin is not None and not random:
+        with contextlib.suppress(UserError), folder_weights(origin, on_note):  # for its notes; an export does without the folder's weights
+            pass
     buffers = _buffers(manifest, settled, None if random else origin, None if config is None or not random else config.training.seed)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
     export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin)

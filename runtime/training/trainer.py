@@ -153,6 +153,9 @@ class Trainer:
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
         self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
+        if self.folder is not None and training.init == "model":
+            with folder_weights(self.folder, self._notes.append):  # refuses a folder that is not the model's before anything is allocated
+                pass
         data, held_out = self._open_data()
         self._refuse_another_run(self._settings, known=True)
         for note in self._notes:

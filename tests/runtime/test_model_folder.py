@@ -159,7 +159,7 @@ def test_pickled_weights_are_refused_by_name(saved: tuple[Plan, Path]) -> None:
     plan, folder = saved
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    message = r"found no \*\.safetensors file, but pytorch_model\.bin, a pickle, which is never opened: it may run any program; .*; fix: convert the weights"
+    message = r"found no model\.safetensors and no index of shards, but pytorch_model\.bin, a pickle, which is never opened: it may run any program; .*; fix: convert the weights"
     with pytest.raises(UserError, match=message):
         read_all(plan, folder)
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
