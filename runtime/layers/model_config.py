@@ -37,9 +37,15 @@ def completed(model: ModelSpec) -> PretrainedConfig:
         except StrictDataclassFieldValidationError:  # a class that must have these tokens
             return AutoConfig.for_model(**given)
     except Exception as error:  # a config class computes on values that nobody has checked
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        found = " ".join(lines[:2])
-        raise UserError(f"model {model.name}: config", found=found, allowed="values that transformers accepts", fix="correct config.json") from None
+        raise UserError(
+            f"model {model.name}: config", found=first_lines(error), allowed="values that transformers accepts", fix="correct config.json"
+        ) from None  # fmt: skip
+
+
+def first_lines(error: Exception) -> str:
+    """What an error of transformers says, in one line that begins with its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
 
 def differences(first: ModelSpec, second: ModelSpec) -> list[Difference]:

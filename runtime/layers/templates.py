@@ -27,6 +27,7 @@ from megatrain.runtime.layers.documents import positions
 from megatrain.runtime.layers.edges import Arguments, Edges
 from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.model_config import completed
+from megatrain.runtime.layers.preflight import preflight
 from megatrain.runtime.layers.rebinding import rebind
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.skeleton import skeleton
@@ -48,6 +49,7 @@ def config_of(model: ModelSpec) -> PretrainedConfig:
     transformers' default, grouped products: in bf16 no transfer to the host, and the same bits every time.
     """
     refuse_unsupported(model)
+    preflight(model)
     config = completed(model)
     config.use_cache = False
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -189,13 +189,13 @@ def qwen3_next(c: Config, kind: Kind) -> Parts:
     return (*gated_attention(c), *mlp, *before(c, "wide"))
 
 
-def deepseek_mlp(c: Config, kind: Kind) -> Parts:
+def deepseek_mlp(c: Config, kind: Kind, *, bias: bool = False) -> Parts:
     if kind.mlp == DENSE:
-        return gated_mlp(c)
+        return gated_mlp(c, bias=bias)
     (count, chosen), inner = top_k(c, "n_routed_experts"), c.size("moe_intermediate_size")
     return (
         experts("mlp.experts", c.hidden, inner, count, chosen), router("mlp.gate", c.hidden, count, wide=True),
-        shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts")),
+        shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts"), bias=bias),
     )  # fmt: skip
 
 

@@ -38,9 +38,9 @@ def experts(name: str, hidden: int, inner: int, count: int, chosen: int, *, tran
     )  # fmt: skip
 
 
-def shared_expert(c: Config, name: str, inner: int) -> Part:
+def shared_expert(c: Config, name: str, inner: int, *, bias: bool = False) -> Part:
     """An MLP that every token goes through besides its own experts, and the sum of the two."""
-    part = joined(gated_mlp(c, name=name, inner=inner, label=False))
+    part = joined(gated_mlp(c, name=name, inner=inner, label=False, bias=bias))
     return joined((part, Part(forward=Traffic(3 * c.hidden), backward=Traffic(3 * c.hidden), mlp=f"+{inner}")))
 
 

@@ -44,7 +44,7 @@ from megatrain.simulator.families.parts import (
 def deepseek_v2(c: Config, kind: Kind) -> Parts:
     """DeepSeek-V3 with positions that turn neighbouring elements, in fp32."""
     turned = turned_in_pairs((c.heads + 1) * c.size("qk_rope_head_dim"))
-    return (*latent_attention(c, kind.attention), turned, *deepseek_mlp(c, kind), *before(c))
+    return (*latent_attention(c, kind.attention), turned, *deepseek_mlp(c, kind, bias=c.flag("mlp_bias")), *before(c))
 
 
 def latent_dense(c: Config, kind: Kind) -> Parts:
@@ -53,7 +53,8 @@ def latent_dense(c: Config, kind: Kind) -> Parts:
 
 def minicpm3(c: Config, kind: Kind) -> Parts:
     """Scaled residuals."""
-    return (*latent_dense(c, kind), Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)))
+    mlp = gated_mlp(c, bias=c.flag("mlp_bias"))
+    return (*latent_attention(c, kind.attention), *mlp, *before(c), Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)))
 
 
 def glm4_moe_lite(c: Config, kind: Kind) -> Parts:

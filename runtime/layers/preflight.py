@@ -1,0 +1,62 @@
+"""preflight: whether transformers' model has just the tensors that a ModelSpec says, and whether it runs, tried without memory."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers.model_config import completed, first_lines
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.specs import ModelSpec
+
+_TOKENS = 4
+_FIX = "correct config.json, or use another model"
+
+
+@functools.lru_cache(maxsize=64)
+def preflight(model: ModelSpec) -> None:
+    """Compares the names and shapes of all of the model's tensors with those of transformers' model, and runs one layer of each kind, on the meta device:
+    nothing is allocated. Costs a second, once a model.
+
+    Raises UserError, which names the tensor or says what transformers cannot do.
+    """
+    try:
+        whole = _whole(model)
+        stack = DecoderStack.of(whole)
+    except Exception as error:  # a model's constructor computes on values that nobody has checked
+        raise _unable(model, error) from None
+    theirs = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    ours = {hub_name(layer.name, tensor.name, stack): tensor.shape for layer in model.stack.values() for tensor in layer.tensors}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            found, allowed = (f"shape {shapes[name]}" if name in shapes else "no such tensor" for shapes in (ours, theirs))
+            raise UserError(f"model {model.name}: tensor {name}", found=f"{found} in the plan", allowed=f"{allowed}, as in transformers' model", fix=_FIX)
+    try:
+        _run(model.shortest(1))
+    except Exception as error:  # so does its forward
+        raise _unable(model, error) from None
+
+
+def _whole(model: ModelSpec) -> torch.nn.Module:
+    config = completed(model)
+    config.use_cache = False
+    with torch.device("meta"):
+        whole: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return whole
+
+
+def _run(model: ModelSpec) -> None:
+    """A forward of a few tokens. The mask has four dimensions, so that none is built from values, which there are not."""
+    with torch.device("meta"), torch.no_grad():
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+        _whole(model)(input_ids=ids, position_ids=ids, attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), use_cache=False)
+
+
+def _unable(model: ModelSpec, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    return UserError(f"model {model.name}: config", found=first_lines(error), allowed="a model that transformers can build and run", fix=_FIX)

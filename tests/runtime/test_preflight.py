@@ -1,0 +1,51 @@
+"""Before anything is allocated a model's tensors are compared with those of transformers' model, and one layer of each kind is run without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from whole_models import model_of
+
+from megatrain.runtime.layers.preflight import preflight
+from megatrain.runtime.layers.templates import config_of
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import FAMILIES, Part
+from megatrain.simulator.specs import ModelSpec
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "message"),
+    [
+        ("llama", Part(tensors=(("self_attn.extra.weight", (3, 4)),)), r"tensor model\.layers\.0\.self_attn\.extra\.weight: found shape \(3, 4\) in the plan; allowed: no such tensor"),
+        ("gpt2", Part(tensors=(("ln_1.weight", (5,)),)), r"tensor transformer\.h\.0\.ln_1\.weight: found shape \(5,\) in the plan; allowed: shape \(64,\), as in transformers' model"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_transformers_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch, family: str, part: Part, message: str) -> None:
+    usual = FAMILIES[family]
+    monkeypatch.setitem(FAMILIES, family, msgspec.structs.replace(usual, layer=lambda c, kind: (*usual.layer(c, kind), part)))
+    with pytest.raises(UserError, match=message) as caught:
+        config_of(model_of(family, initializer_factor=2.0))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_that_the_description_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = FAMILIES["llama"]
+    monkeypatch.setitem(FAMILIES, "llama", msgspec.structs.replace(usual, layer=lambda c, kind: usual.layer(c, kind)[1:]))
+    with pytest.raises(UserError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.weight: found no such tensor in the plan; allowed: shape \(64, 64\)"):
+        preflight(model_of("llama", initializer_factor=3.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "of tomorrow"}}, r"model small: config: found KeyError: 'of tomorrow'"),
+        ({"head_dim": 7}, r"model small: config: found \w+: .*; allowed: values that transformers accepts; fix: correct config\.json"),
+    ],
+)
+def test_what_transformers_cannot_run_is_one_line(make_model: Callable[..., ModelSpec], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        config_of(make_model(**changes))
+    assert "\n" not in str(caught.value)
