@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -24,6 +26,19 @@ class UserError(Exception):
     def inside(self, where: str) -> UserError:
         """The same mistake, found while reading `where`."""
         return UserError(f"{where}: {self.where}", found=self.found, allowed=self.allowed, fix=self.fix)
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The fix for a `name` that is not known: up to three known ones that look most like it, or `otherwise` where none does.
+
+    >>> suggestion("qwen2", ["qwen3", "llama"], "check the name")
+    'did you mean qwen3?'
+    """
+    alike = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), sorted(known), 3)
+    return f"did you mean {' or '.join(alike)}?" if alike else otherwise
+
+
+_LONGEST_NAME = 100
 
 
 def _shortened(value: object, most: int = 300) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.errors import UserError, suggestion
 from megatrain.simulator.files import read_toml
 from megatrain.simulator.schedule import CODES, LANES
 
@@ -288,8 +288,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             known = {file.stem: file for file in sorted(library.glob("*.toml"))}
             if source not in known:
                 raise UserError(
-                    f"hardware {source}", found="no such file", allowed=f"a calibrated TOML file, or one of {', '.join(known)}", fix="check the name"
-                )
+                    f"hardware {source}", found="no such file",
+                    allowed=f"a calibrated TOML file, or one of the {len(known)} names in simulator/library/hardware, such as h200",
+                    fix=suggestion(source, known, "check the path or the name"),
+                )  # fmt: skip
             path = known[source]
         return read_toml(path, cls)
 

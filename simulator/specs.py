@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.errors import UserError, suggestion
 from megatrain.simulator.families import FROM_THE_ROW, KEEP_ATTENTION, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 from megatrain.simulator.workload import Dtype, Workload
@@ -348,12 +348,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             library = Path(__file__).parent / "library" / "models"
             path = library / f"{source}.json"
             if not os.path.exists(path):
-                known = ", ".join(sorted(file.stem for file in library.glob("*.json")))
+                names = [file.stem for file in library.glob("*.json")]
                 raise UserError(
-                    f"model {source}",
-                    found="no such folder or file",
-                    allowed=f"a Hugging Face model folder, a config.json, or one of {known}",
-                    fix="check the path",
-                )
+                    f"model {source}", found="no such folder or file",
+                    allowed=f"a Hugging Face model folder, a config.json, or one of the {len(names)} names in simulator/library/models, such as qwen2.5-7b",
+                    fix=suggestion(source, names, "check the path or the name"),
+                )  # fmt: skip
         name = path.parent.name if path.name == "config.json" else path.stem
         return cls.from_config(read_json(path), str(path), name)

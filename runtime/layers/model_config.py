@@ -37,9 +37,12 @@ def completed(model: ModelSpec) -> PretrainedConfig:
         except StrictDataclassFieldValidationError:  # a class that must have these tokens
             return AutoConfig.for_model(**given)
     except Exception as error:  # a config class computes on values that nobody has checked
-        raise UserError(
-            f"model {model.name}: config", found=first_lines(error), allowed="values that transformers accepts", fix="correct config.json"
-        ) from None  # fmt: skip
+        raise refused_config(f"model {model.name}: config", error) from None
+
+
+def refused_config(where: str, error: Exception) -> UserError:
+    """The error for a config that transformers' class does not take."""
+    return UserError(where, found=first_lines(error), allowed="values that transformers accepts", fix="correct config.json")
 
 
 def first_lines(error: Exception) -> str:

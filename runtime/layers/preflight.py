@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -41,19 +42,24 @@ def preflight(model: ModelSpec) -> None:
         raise _unable(model, error) from None
 
 
-def _whole(model: ModelSpec) -> torch.nn.Module:
+def _whole(model: ModelSpec) -> Any:
     config = completed(model)
-    config.use_cache = False
+    config.use_cache = config.output_router_logits = False
     with torch.device("meta"):
-        whole: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return whole
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def _run(model: ModelSpec) -> None:
-    """A forward of a few tokens. The mask has four dimensions, so that none is built from values, which there are not."""
+    """A forward of a few tokens, in which nothing depends on values, which there are not: the mask has four dimensions, so that none is built, and positions
+    are not scaled by the length of the row.
+    """
+    whole = _whole(model)
+    for module in whole.modules():
+        if (kinds := getattr(module, "rope_type", None)) is not None:
+            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
-        _whole(model)(input_ids=ids, position_ids=ids, attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), use_cache=False)
+        whole(input_ids=ids, position_ids=ids, attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
 def _unable(model: ModelSpec, error: Exception) -> UserError:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus, DataOptions, open_data
 from megatrain.runtime.files.model_folder import model_folder
-from megatrain.runtime.layers.model_config import completed, differences
+from megatrain.runtime.layers.model_config import completed, differences, refused_config
 from megatrain.runtime.layers.supported import refuse_multimodal
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
@@ -68,8 +68,17 @@ def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
 
 
 def exported_config(folder: Path | None, planned: ModelSpec) -> PretrainedConfig:
-    """The config that goes out with trained weights: that of the model's `folder`, which also has keys that matter to no step; of no folder, the plan's."""
-    return completed(planned) if folder is None else AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    """The config that goes out with trained weights: that of the model's `folder`, which also has keys that matter to no step; of no folder, the plan's.
+
+    Raises UserError for a value that transformers refuses.
+    """
+    if folder is None:
+        return completed(planned)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a config class computes on values that nobody has checked
+        raise refused_config(str(folder / "config.json"), error) from None
+    return config
 
 
 def _is_model(folder: Path, planned: ModelSpec) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.errors import UserError, suggestion
 from megatrain.simulator.families.config import NULLS, ZERO_FOR_NULL, Config, essential, nulls_of
 from megatrain.simulator.families.decoders import DECODERS
 from megatrain.simulator.families.dense import DENSE_FAMILIES
@@ -14,7 +14,7 @@ from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
-from megatrain.simulator.families.refused import NOT_YET, REFUSED
+from megatrain.simulator.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 
 __all__ = [
     "FAMILIES",
@@ -22,6 +22,7 @@ __all__ = [
     "KEEP_ATTENTION",
     "NOT_YET",
     "REFUSED",
+    "UNDESCRIBED",
     "WRITTEN_OUT",
     "Architecture",
     "Kind",
@@ -51,8 +52,7 @@ class Architecture:
     def __init__(self, config: dict[str, Any], where: str) -> None:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
-            reason = f", {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
-            raise UserError(f"{where}: model_type", found=f"{model_type!r}{reason}", allowed=", ".join(FAMILIES), fix="use a model of one of these families")
+            raise _unknown_family(model_type, where)
         self.name, self.family = model_type, FAMILIES[model_type]
         self.config = Config(config, where, self.family.defaults, self.family.names)
         c = self.config
@@ -74,6 +74,22 @@ class Architecture:
         """What the duration of the layer's ops depends on besides the tokens."""
         part = self.decoders[kind]
         return f"{self.name}-{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
+
+
+def _unknown_family(model_type: object, where: str) -> UserError:
+    """What is known of a `model_type` that is no family: why it is refused, that nobody has described it, or how it might be spelt."""
+    where, allowed = f"{where}: model_type", f"one of {len(FAMILIES)} families, which `python -m megatrain.experiments.families` lists"
+    if not isinstance(model_type, str):
+        return UserError(where, found=repr(model_type), allowed=allowed, fix="name a model folder whose config.json has a model_type")
+    if model_type in REFUSED:
+        return UserError(where, found=f"{model_type!r}, {REFUSED[model_type]}", allowed=allowed, fix="use a model of one of these families")
+    if model_type in UNDESCRIBED:
+        found, fix = f"{model_type!r}, which is known to transformers and {NOT_YET}", "use a model of one of these families, or describe it (CONTRIBUTING.md)"
+        return UserError(where, found=found, allowed=allowed, fix=fix)
+    known = [*FAMILIES, *REFUSED, *UNDESCRIBED]
+    return UserError(
+        where, found=f"{model_type!r}, an unknown model_type", allowed=allowed, fix=suggestion(model_type, known, "check model_type in config.json")
+    )
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -101,7 +117,7 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
         tied = config.get("tie_word_embeddings")
         config = {**({} if tied is None else {"tie_word_embeddings": tied}), **inner}
     if config.get("is_encoder_decoder"):
-        raise UserError(f"{where}: is_encoder_decoder", found="true", allowed="a decoder alone", fix=f"use a model of one of {', '.join(FAMILIES)}")
+        raise UserError(f"{where}: is_encoder_decoder", found="true", allowed="a decoder alone", fix="use a decoder-only model")
     try:
         return essential(config)
     except RecursionError:

@@ -97,6 +97,11 @@ class Config:
         return UserError(f"{self.where}: {key}", found=repr(self.get(key)), allowed=allowed, fix=_FIX)
 
     @property
+    def window(self) -> int:
+        """Tokens that a sliding layer sees; 0 where there is no window, or where the family's `use_sliding_window` turns it off."""
+        return 0 if "use_sliding_window" in self.defaults and not self.flag("use_sliding_window") else self.count("sliding_window", 0)
+
+    @property
     def layers(self) -> int:
         return self.size("num_hidden_layers", most=MOST_LAYERS)
 

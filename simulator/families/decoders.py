@@ -240,14 +240,15 @@ def gpt_neox(c: Config, kind: Kind) -> Parts:
 
 
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
+_QWEN_WINDOW: dict[str, Any] = {**_SILU, "sliding_window": 4096, "use_sliding_window": False}
 _GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}
 _MIXTRAL: dict[str, Any] = {**_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 DECODERS: dict[str, Family] = {
     "llama": Family(layer=llama, defaults=_SILU),
     "mistral": Family(layer=mistral, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": Family(layer=qwen2, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096}),
-    "qwen3": Family(layer=qwen3, attention=qwen_window, defaults={**_SILU, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096}),
+    "qwen2": Family(layer=qwen2, attention=qwen_window, defaults={**_QWEN_WINDOW, "num_key_value_heads": 32}),
+    "qwen3": Family(layer=qwen3, attention=qwen_window, defaults={**_QWEN_WINDOW, "num_key_value_heads": 32, "head_dim": 128}),
     "gemma": Family(
         layer=gemma, norm=functools.partial(rms_norm, weight="wide"),
         defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
@@ -274,11 +275,11 @@ DECODERS: dict[str, Family] = {
     }),
     "mixtral": Family(layer=mixtral, attention=one_window, mlp=every_layer, defaults=_MIXTRAL),
     "qwen2_moe": Family(layer=qwen2_moe, attention=qwen2_moe_window, mlp=qwen_sparse, defaults={
-        **_SILU, "num_key_value_heads": 16, "sliding_window": 4096, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        **_QWEN_WINDOW, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     }),
     "qwen3_moe": Family(layer=qwen3_moe, attention=qwen_one_window, mlp=qwen_sparse, defaults={
-        **_SILU, "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        **_QWEN_WINDOW, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     }),
     "qwen3_next": Family(
         layer=qwen3_next, attention=pattern(4, LINEAR, "full_attention_interval"), mlp=qwen_sparse, norm=functools.partial(rms_norm, weight="wide"), defaults={

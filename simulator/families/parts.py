@@ -168,7 +168,10 @@ def attend(
     """
     heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
     value = value or query
-    window = c.size("sliding_window") if kind == "sliding_attention" else window
+    if kind == "sliding_attention":
+        window = c.window
+        if not window:
+            raise c.wrong("layer_types", "full_attention alone, since sliding_window or use_sliding_window says that there is no window")
     output, whole = heads * value if copied else 0, (heads + kv_heads) * query if fused else 0
     label = f"{heads}:{kv_heads}x{query}" + (f"v{value}" if value != query else "") + (f"w{window}" if window else "")
     return Part(

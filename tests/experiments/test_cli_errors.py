@@ -109,15 +109,15 @@ MISTAKES = {
     "several GPUs for every policy": Mistake((*CHECK, "--gpus", "2", "--policy", "all"), "2 with --policy all", "one policy, or best", "leave --gpus out"),
     "GPUs beside one memory": Mistake(("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"), "2", "one memory", "leave it out"),
     "unknown policy": Mistake((*CHECK, "--policy", "zigzag"), "'zigzag'", "double_buffer, k_buffer, overlapped, resident, sequential", "name one"),
-    "unknown model": Mistake(("check", "qwen2.5-9b", "--hardware", "h200"), "no such folder or file", "qwen2.5-7b", "check the path"),
+    "unknown model": Mistake(("check", "qwen2.5-9b", "--hardware", "h200"), "no such folder or file", "qwen2.5-7b", "did you mean qwen2.5-"),
     "missing model folder": Mistake(("plan", "./gone", "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
     "model name too long": Mistake(("plan", LONG, "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
     "folder without config": Mistake(("check", "corpus", "--hardware", "h200"), "no such file", "readable", "name an existing file"),
     "unknown architecture": Mistake(
-        ("check", "other", "--hardware", "h200"), "'gpt5'", "llama, mistral, qwen2, qwen3", "one of these", written("other/config.json", '{"model_type": "gpt5"}')
+        ("check", "other", "--hardware", "h200"), "'gpt5'", "one of", "did you mean gpt2", written("other/config.json", '{"model_type": "gpt5"}')
     ),
     "config that is not JSON": Mistake(("check", "tiny", "--hardware", "h200"), "not JSON", "a JSON file", "again", truncated("tiny/config.json")),
-    "unknown hardware": Mistake(("check", "tiny", "--hardware", "h100"), "no such file", "h200", "check the name"),
+    "unknown hardware": Mistake(("check", "tiny", "--hardware", "h100"), "no such file", "h200", "did you mean"),
     "missing hardware file": Mistake(("check", "tiny", "--hardware", "gone.toml"), "no such file", "readable", "name an existing file"),
     "hardware name too long": Mistake(("check", "tiny", "--hardware", LONG), "file name too long", "a path that can be used", "check the path"),
     "hardware with an unknown key": Mistake(
