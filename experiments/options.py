@@ -96,6 +96,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", choices=("flash", "cudnn"), help="the attention kernel; each rounds otherwise (default: the one that PyTorch picks)")
     group.add_argument("--loss-chunk", type=whole("--loss-chunk"), default=1024, help="tokens whose logits exist at one time (default 1024)")
     group.add_argument("--compile", action="store_true", help="layers through torch.compile: faster, less activations, rounds otherwise than eager layers")
+    group.add_argument(
+        "--no-dropout", action="store_true", help="train without the dropout that the model's config asks for, which exported configs keep; else it is refused"
+    )
     packing = group.add_mutually_exclusive_group()
     packing.add_argument(
         "--documents", action="store_true", default=None, help="rows hold several documents, and attention stays inside each (default where the model can)"
@@ -120,6 +123,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
     return Workload(
         batch=args.batch, sequence=args.seq, accumulation=args.accumulation, dtype=args.dtype, clipping=args.clipping, loss_chunk=args.loss_chunk,
         compiled=args.compile, attention=args.attention, documents=args.documents is not False and not obstacle,
+        no_dropout=args.no_dropout,
     )  # fmt: skip
 
 

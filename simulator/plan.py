@@ -137,8 +137,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: Path) -> None:
         told: dict[str, Any] = msgspec.to_builtins(self)
-        if not self.workload.documents:
-            del told["workload"]["documents"]
+        for field in ("documents", "no_dropout"):
+            if not told["workload"][field]:
+                del told["workload"][field]
         write_toml(path, told, "A megatrain plan. Lower it with `megatrain simulate`, run it with `megatrain train`.")
 
     @classmethod

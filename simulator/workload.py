@@ -40,6 +40,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """rows may hold several documents, or padding, and attention stays inside a document. Packing by default: `megatrain plan` says so in its plans, and
     one that does not speak of documents has none"""
 
+    no_dropout: bool = False
+    """the dropout that the model's config asks for, and its routers' noise, are left out; otherwise a model with either is refused"""
+
     def __post_init__(self) -> None:
         for field, most in (("batch", 2**20), ("sequence", 2**24), ("accumulation", _MOST_MICRO_BATCHES), ("loss_chunk", 2**31)):
             if not 1 <= getattr(self, field) <= most:

@@ -28,7 +28,7 @@ def build(plan: Plan, device: torch.device) -> torch.nn.Module:
     """The sharded model with random weights: matrices from N(0, 0.02), norms one, biases zero."""
     from transformers import AutoModelForCausalLM
 
-    config = config_of(plan.model)
+    config = config_of(plan.model, plan.workload)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

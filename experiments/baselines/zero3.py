@@ -46,7 +46,7 @@ def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
     work, chosen = plan.workload, settings(plan.workload)
     deepspeed.init_distributed("nccl")
     partitioned = HfDeepSpeedConfig(chosen)  # while it lives, transformers makes each tensor in its place on the host
-    model = AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.bfloat16 if work.dtype == "bf16" else torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(plan.model, plan.workload), dtype=torch.bfloat16 if work.dtype == "bf16" else torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     engine, *_ = deepspeed.initialize(model=model, config=chosen, model_parameters=model.parameters())

@@ -32,7 +32,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
     with ExitStack() as stack:
         with allocation_bar() as on_allocate:
             settings = AdamW(max_norm=MAX_NORM)
-            executor = stack.enter_context(Executor(plan, config_of(plan.model), settings, device, schedule=schedule, on_allocate=on_allocate))
+            executor = stack.enter_context(Executor(plan, config_of(plan.model, plan.workload), settings, device, schedule=schedule, on_allocate=on_allocate))
         weights = random_weights(0, device)
         if ceiling:
             fill(executor, weights)

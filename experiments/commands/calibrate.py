@@ -97,8 +97,8 @@ def _wanted(args: argparse.Namespace, device: torch.device) -> tuple[list[Subjec
     models = [ModelSpec.load(source) for source in args.model] or [model_of(name) for name in usual.models]
     around = () if args.batch or args.seq else usual.grid
     args.batch, args.seq, args.dtype = args.batch or usual.batch, args.seq or usual.sequence, args.dtype or usual.dtype
-    subjects = [Subject(model, config_of(model)) for model in models]
-    workload = options.workload(args, subjects[0].model)
+    workload = options.workload(args, models[0])
+    subjects = [Subject(model, config_of(model, workload)) for model in models]
     points = [msgspec.structs.replace(workload, batch=rows, sequence=length) for rows, length in args.grid or around] or usual_grid(workload)
     return subjects, workload, points
 

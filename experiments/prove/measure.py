@@ -68,7 +68,7 @@ def executed(case: Case, choice: Choice, hardware: HardwareSpec, device: torch.d
     try:
         with growth() as grown:
             trial = run_trial(
-                plan, config_of(plan.model), device, steps=STEPS, seconds=SECONDS, schedule=policies.executable(plan), host_memory=memory, watches=False
+                plan, config_of(plan.model, plan.workload), device, steps=STEPS, seconds=SECONDS, schedule=policies.executable(plan), host_memory=memory, watches=False
             )  # fmt: skip
     except Exception as error:  # whatever one case dies of, the others are still worth measuring; the row says it
         return msgspec.structs.replace(row, failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"), None

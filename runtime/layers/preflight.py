@@ -53,7 +53,7 @@ def _run(model: ModelSpec) -> None:
     """A forward of a few tokens, in which nothing depends on values, which there are not: the mask has four dimensions, so that none is built, and positions
     are not scaled by the length of the row.
     """
-    whole = _whole(model)
+    whole = _whole(model).eval()
     for module in whole.modules():
         if (kinds := getattr(module, "rope_type", None)) is not None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"

@@ -10,10 +10,11 @@ from megatrain.simulator.files import read_json
 from megatrain.simulator.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.workload import Workload
 
-_DROPOUT = (
+DROPOUT = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout", "router_jitter_noise",
     "attn_pdrop", "dropout", "layerdrop",
 )  # fmt: skip
+"""keys that make a layer draw random numbers while it is trained"""
 
 
 def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
@@ -37,9 +38,9 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     """
     where = f"model {model.name}"
     defaults = FAMILIES[model.family].defaults  # a key that config.json leaves out has the family's value
-    for key in _DROPOUT:
+    for key in DROPOUT if workload is None or not workload.no_dropout else ():
         if value := model.config.get(key, defaults.get(key)):
-            raise UserError(f"{where}: {key}", found=repr(value), allowed="0", fix=f"set {key} to 0 in config.json")
+            raise UserError(f"{where}: {key}", found=repr(value), allowed="0", fix="make the plan with --no-dropout, which trains without it")
     if workload is not None and model.positions:
         most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - (2 if model.family == "opt" else 0)
         if workload.sequence > most:

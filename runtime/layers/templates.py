@@ -31,7 +31,7 @@ from megatrain.runtime.layers.preflight import preflight
 from megatrain.runtime.layers.rebinding import rebind
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.skeleton import skeleton
-from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.layers.supported import DROPOUT, refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import WRITTEN_OUT
@@ -41,16 +41,19 @@ from megatrain.simulator.workload import Workload
 _log = logging.getLogger(__name__)
 
 
-def config_of(model: ModelSpec) -> PretrainedConfig:
-    """transformers' config of `model` for training, from the spec alone: a folder's config.json may have changed since it was planned. Raises UserError
-    for one that cannot be executed.
+def config_of(model: ModelSpec, workload: Workload | None = None) -> PretrainedConfig:
+    """transformers' config of `model` for training, from the spec alone: a folder's config.json may have changed since it was planned. Without its dropout
+    where `workload` says so. Raises UserError for one that cannot be executed.
 
     Attention is PyTorch's fused one, or written out where a family has scores that it does not compute (soft caps, sinks). Experts stay with
     transformers' default, grouped products: in bf16 no transfer to the host, and the same bits every time.
     """
-    refuse_unsupported(model)
+    refuse_unsupported(model, workload)
     preflight(model)
     config = completed(model)
+    for key in DROPOUT:
+        if getattr(config, key, None):
+            setattr(config, key, 0.0)
     config.use_cache = False
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None

@@ -153,7 +153,7 @@ class Trainer:
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
         self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
-        self.model_config, self.exported_config = config_of(self.plan.model), exported_config(self.folder, self.plan.model)
+        self.model_config, self.exported_config = config_of(self.plan.model, self.plan.workload), exported_config(self.folder, self.plan.model)
         if self.folder is not None and training.init == "model":
             with folder_weights(self.folder, self._notes.append):  # refuses a folder that is not the model's before anything is allocated
                 pass

@@ -86,10 +86,8 @@ def _unknown_family(model_type: object, where: str) -> UserError:
     if model_type in UNDESCRIBED:
         found, fix = f"{model_type!r}, which is known to transformers and {NOT_YET}", "use a model of one of these families, or describe it (CONTRIBUTING.md)"
         return UserError(where, found=found, allowed=allowed, fix=fix)
-    known = [*FAMILIES, *REFUSED, *UNDESCRIBED]
-    return UserError(
-        where, found=f"{model_type!r}, an unknown model_type", allowed=allowed, fix=suggestion(model_type, known, "check model_type in config.json")
-    )
+    fix = suggestion(model_type, FAMILIES, suggestion(model_type, [*REFUSED, *UNDESCRIBED], "check model_type in config.json"))
+    return UserError(where, found=f"{model_type!r}, an unknown model_type", allowed=allowed, fix=fix)
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Session:
 
     def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int], settings: AdamW) -> None:
         self.plan = plan
-        self.executor = Executor(plan, config_of(plan.model), settings, torch.device("cpu"), schedule=schedule, threads=threads)
+        self.executor = Executor(plan, config_of(plan.model, plan.workload), settings, torch.device("cpu"), schedule=schedule, threads=threads)
         self.state = self.executor.state
         try:
             self.state.load(weights)

@@ -32,6 +32,8 @@ _NOT_CHANGED = (
     "problem_type",
     "return_dict",
 )
+_WIDTHS = ("hidden_size", "n_embd")
+"""a norm of one element makes noise of rounding"""
 _NOTHING_GIVEN: tuple[Any, ...] = (2, 0.5, True, "silu")
 """tried for a key whose default is null, which does not say what it takes"""
 
@@ -92,7 +94,7 @@ def _others(key: str, value: Any, config: dict[str, Any]) -> Iterator[Any]:
     elif isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from (2 * value, value + 1, 1)
+        yield from (2 * value, value + 1) if key in _WIDTHS else (2 * value, value + 1, 1)
         if value > 3:
             yield value // 2
     elif isinstance(value, float):

@@ -195,7 +195,7 @@ def test_any_text_is_a_machine_or_one_line(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_machine_names_those_like_it() -> None:
-    with pytest.raises(UserError, match=r"or one of the \d+ names in simulator/library/hardware, such as h200; fix: did you mean h200 or h\w+"):
+    with pytest.raises(UserError, match=r"or one of the \d+ names in simulator/library/hardware, such as h200; fix: did you mean h200"):
         HardwareSpec.load("h300")
     with pytest.raises(UserError, match="no such file"):
         HardwareSpec.load("nowhere/h300.toml")
