@@ -7,7 +7,8 @@ import zlib
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents
-from megatrain.runtime.data.formats import Source
+from megatrain.runtime.data.sources import Source
+from megatrain.runtime.data.streams import opened
 from megatrain.simulator.errors import UserError
 
 END_OF_DOCUMENT = 256
@@ -22,11 +23,14 @@ def byte_documents(source: Source, vocabulary: int) -> Documents:
     pieces, lengths, total = [], [], 0
     for file in source.files:
         try:
-            with file.open("rb") as stream:
+            with opened(file) as stream:
                 document = np.frombuffer(stream.read(MOST_BYTES - total), dtype=np.uint8)
         except OSError as error:
             raise UserError(
-                f"data {error.filename or file}", found=str(error.strerror).lower(), allowed="a readable text file", fix="check the path and its permissions"
+                f"data {error.filename or file}",
+                found=(error.strerror or str(error)).lower(),
+                allowed="a readable text file",
+                fix="check the path and its permissions",
             ) from None
         pieces += [document.astype(np.uint16), np.array([END_OF_DOCUMENT], dtype=np.uint16)]
         lengths.append(len(document) + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatrain.runtime.data import formats
-from megatrain.runtime.data.formats import BadRow, Row, find, rows
+from megatrain.runtime.data import formats, json_rows
+from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.sources import COMPRESSIONS, find
 from megatrain.simulator.errors import UserError
 
 
@@ -34,16 +34,85 @@ def test_jsonl_rows_have_their_line(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_LONGEST_LINE_BYTES", 64)
+    monkeypatch.setattr(json_rows, "LONGEST_LINE_BYTES", 64)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "x" * 300}) + '\n{"text": "a"}\n' + json.dumps({"text": "x" * 300}))
     assert [(type(row), row.line) for row in read(path)] == [(BadRow, 1), (Row, 2), (BadRow, 3)]
 
 
-def test_json_holds_an_object_a_line_and_no_array(jsonl: Callable[..., Path]) -> None:
+def test_a_json_file_holds_an_object_a_line_or_one_array(jsonl: Callable[..., Path], tmp_path: Path) -> None:
     assert [row.line for row in read(jsonl([{"text": "a"}], "rows.json"))] == [1]
-    with pytest.raises(UserError, match=r"array\.json: found one JSON array; allowed: an object a line; fix: jq -c '\.\[\]' array\.json > array\.jsonl"):
-        read(jsonl(['[{"text": "a"}]'], "array.json"))
+    wanted = [{"text": "zwölf, ] }\n🙂" * 9000, "n": number} for number in range(5)]
+    for indent in (None, 1):
+        (tmp_path / "array.json").write_text(json.dumps(wanted, indent=indent, ensure_ascii=bool(indent)), encoding="utf-8-sig")
+        found = read(tmp_path / "array.json")
+        assert [(row.line, row.value) for row in found if isinstance(row, Row)] == [*enumerate(wanted, 1)]
+    (tmp_path / "array.json").write_text(' [1, {"text": "a"}, "b", 23 , null]\n')
+    assert [str(row).partition(": ")[2] for row in read(tmp_path / "array.json") if isinstance(row, BadRow)] == [
+        "a number, not an object", "a string, not an object", "a number, not an object", "null, not an object",
+    ]  # fmt: skip
+    (tmp_path / "array.json").write_text("[ ]")
+    assert read(tmp_path / "array.json") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'[{"text": "a"}', r"invalid JSON: no '\]' where one is needed"),
+        (b'[{"text": "a"} {"text": "b"}]', r"invalid JSON: no '\]' where one is needed"),
+        (b'[{"text": "a"},', "invalid JSON in element 2: "),
+        (b'[{"text": "a}]', "invalid JSON in element 1: Unterminated string"),
+        (b'[{"text": "a"}] x', "something after the array's end"),
+        (b'[{"text": "\xff"}]', "invalid UTF-8"),
+        (b"[" * 100_000, "JSON nested too deeply, in element 1"),
+    ],
+)
+def test_a_broken_array_is_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "array.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"array\.json: found {reason}.*; allowed: one array of objects, or an object a line; fix: write the file again"):
+        read(tmp_path / "array.json")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_what_is_no_json_costs_a_row_only_in_a_column_that_is_read(tmp_path: Path, name: str, number: str) -> None:
+    row = f'{{"text": "a", "score": {number}}}'
+    (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else row)
+    assert [row.value for row in rows(find(tmp_path / name), ("text",))] == [{"text": "a"}]  # type: ignore[union-attr]
+    (bad,) = rows(find(tmp_path / name), ("text", "score"))
+    assert isinstance(bad, BadRow)
+    assert bad.reason.startswith("invalid JSON: ")
+
+
+def test_csv_rows_are_named_by_their_header_and_have_the_line_where_they_begin(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes('\ufeffid,text\r\n1,"zwölf, ""two""\nlines"\r\n\n2\n3,\xe9\n4,"x" y\n5,12\n'.encode().replace("\xe9".encode(), b"\xe9"))
+    found = read(tmp_path / "rows.csv")
+    assert [(row.line, row.value) for row in found if isinstance(row, Row)] == [(2, {"id": "1", "text": 'zwölf, "two"\nlines'}), (8, {"id": "5", "text": "12"})]
+    bad = {row.line: row.reason for row in found if isinstance(row, BadRow)}
+    assert (bad[5], bad[6]) == ("1 fields, where the header has 2", "invalid UTF-8")
+    assert bad[7].startswith("invalid CSV: ")
+    (tmp_path / "rows.tsv").write_text('text\n"open')
+    assert [str(row).partition(": ")[2] for row in read(tmp_path / "rows.tsv")] == ["invalid CSV: unexpected end of data"]
+    (tmp_path / "rows.tsv").write_text("text\tid\na,b\tc\n" + "x" * 200_000 + "\td\n")
+    assert [row.value["text"] for row in read(tmp_path / "rows.tsv") if isinstance(row, Row) and isinstance(row.value, dict)] == ["a,b", "x" * 200_000]
+    (tmp_path / "rows.csv").write_bytes("text\n".encode("utf-16"))
+    with pytest.raises(UserError, match=r"rows\.csv: found invalid UTF-8 in the header; allowed: CSV in UTF-8"):
+        read(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize(("ending", "codec"), COMPRESSIONS.items())
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.JSON", "rows.csv", "text.txt"])
+def test_a_compressed_file_is_read_as_what_it_holds(tmp_path: Path, name: str, ending: str, codec: str) -> None:
+    array = json.dumps([{"text": "zwölf"}, {"text": "b"}])
+    content = {"rows.jsonl": '{"text": "zwölf"}\n{"text": "b"}', "rows.JSON": array, "rows.csv": "text\nzwölf\nb\n", "text.txt": "zwölf\nb\n"}[name]
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    path = tmp_path / f"{name}{ending.upper()}"
+    with pyarrow.CompressedOutputStream(str(path), codec) as stream:
+        stream.write(content.encode())
+    assert [row.value for row in read(path) if isinstance(row, Row)] == [row.value for row in read(tmp_path / name) if isinstance(row, Row)]
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError, match=rf"found truncated compressed stream; allowed: a whole {codec} file; fix: compress it again"):
+        read(path)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -85,69 +154,6 @@ def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, content: bytes) 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}: found something else or damaged \(.*allowed: an? (Parquet file|Arrow stream or file); fix: "):
         read(tmp_path / name)
-
-
-def save_to_disk(folder: Path, texts: list[str], shards: int = 2) -> None:
-    """As `datasets.save_to_disk` writes it."""
-    folder.mkdir(parents=True)
-    names = [f"data-{shard:05}-of-{shards:05}.arrow" for shard in range(shards)]
-    for shard, name in enumerate(names):
-        table = pyarrow.table({"text": texts[shard::shards]})
-        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
-            stream.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None}))
-    (folder / "dataset_info.json").write_text("{}")
-
-
-def test_a_saved_dataset_is_its_arrow_files_in_their_order(tmp_path: Path) -> None:
-    save_to_disk(tmp_path / "train", ["a", "b", "c"])
-    save_to_disk(tmp_path / "test", ["x"])
-    (tmp_path / "train" / "cache-123.arrow").write_bytes(b"not of the dataset")
-    assert [row.value for row in read(tmp_path / "train")] == [{"text": "a"}, {"text": "c"}, {"text": "b"}]
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert len(read(tmp_path)) == 3
-    assert [row.value for row in rows(find(tmp_path, split="test"))] == [{"text": "x"}]
-    with pytest.raises(UserError, match="split: found 'validation'; allowed: train, test; fix: name one of these"):
-        find(tmp_path, split="validation")
-
-
-@pytest.mark.parametrize("state", ["[]", "{}", '{"_data_files": []}', '{"_data_files": [3]}', '{"_data_files": [{"filename": 3}]}'])
-def test_a_saved_dataset_without_files_is_one_line(tmp_path: Path, state: str) -> None:
-    (tmp_path / "state.json").write_text(state)
-    with pytest.raises(UserError, match=r"state\.json: found no list `_data_files` of file names"):
-        find(tmp_path)
-    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
-    with pytest.raises(UserError, match=r"gone\.arrow: found no such file, though state\.json names it"):
-        find(tmp_path)
-
-
-def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("about the data")
-    (tmp_path / "data").mkdir()
-    for name in ("b", "a"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / "data" / f"{name}.parquet")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "packed.txt").write_text("x" * 100_000)
-    source = find(tmp_path)
-    assert [file.name for file in source.files] == ["a.parquet", "b.parquet"]
-    assert source.left_out == "1 text (14 bytes)"
-
-
-def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"gone: found no such file or folder; allowed: a file or folder with \*\.jsonl, .*\*\.txt.*; fix: check the path"):
-        find(tmp_path / "gone")
-    with pytest.raises(UserError, match="found a folder without data; allowed: a file or folder with"):
-        find(tmp_path)
-    (tmp_path / "rows.csv").touch()
-    with pytest.raises(UserError, match=r"rows\.csv: found a file ending in '\.csv'; allowed: \*\.jsonl, .*; fix: convert or rename the file"):
-        find(tmp_path / "rows.csv")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match="found no such file or folder, but a device or a pipe"):
-        find(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match="found embedded null byte"):
-        find(tmp_path / "zero\0.jsonl")
-    with pytest.raises(UserError, match="file name too long"):
-        find(tmp_path / ("x" * 1000))
 
 
 def test_a_file_that_goes_away_is_one_line(jsonl: Callable[..., Path]) -> None:

@@ -1,0 +1,234 @@
+"""Source: the files to read at a path: one file, a folder of files, or a folder that `datasets.save_to_disk` wrote.
+
+A folder's files belong to splits by their names, as in `datasets.load_dataset(folder)`: a word such as `train`, `test` or `dev`, between separators,
+in the name of a folder or of the file. Where a folder's names say nothing, all of its files are `train`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_json
+
+Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
+TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+    **dict.fromkeys(TEXT_SUFFIXES, "text"),
+}  # fmt: skip
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""ending -> pyarrow's name of the codec"""
+_NEVER_COMPRESSED = ("parquet", "arrow")  # these compress their own columns
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+_KEYWORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_WORD = re.compile(rf"(?<![^-._ 0-9])(?:{'|'.join(_KEYWORDS)})(?![^-._ 0-9])", re.IGNORECASE)
+_SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Files of one kind, in the order in which they are read."""
+
+    path: Path
+    kind: Kind
+    files: tuple[Path, ...]
+    split: str = ""
+    """that the files are, where there are several"""
+    left_out: str = ""
+    """what else is in the folder, in words"""
+
+
+def kind_of(name: str) -> Kind | None:
+    """Of a file, by the ending of its name in any case, and without that of a compression. None: not a file of data."""
+    stem, suffix = os.path.splitext(name.lower())
+    if suffix not in COMPRESSIONS:
+        return SUFFIXES.get(suffix)
+    kind = SUFFIXES.get(os.path.splitext(stem)[1])
+    return None if kind in _NEVER_COMPRESSED else kind
+
+
+def suffix_of(file: Path) -> str:
+    """The ending that says what the file holds, in lower case, without that of a compression."""
+    stem, suffix = os.path.splitext(file.name.lower())
+    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
+def find(path: Path, splits: Sequence[str] = ("train",)) -> Source:
+    """The files at `path`. Of a folder with several splits, the first of `splits` that it has; of several kinds of files, the kind with the most bytes.
+
+    Raises UserError where there is nothing, nothing that can be read, or none of `splits`.
+    """
+    allowed = f"a file or folder with {_listed()}"
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            return _file(path, splits)
+        if not stat.S_ISDIR(mode):
+            raise UserError(f"data {path}", found="no such file or folder, but a device or a pipe", allowed=allowed, fix="check the path")
+        if (path / "dataset_dict.json").is_file():
+            return _dataset_dict(path, splits)
+        if (path / "state.json").is_file():
+            files, split = _saved_files(path)
+            _one_of({"train": (), split: ()}, splits, path)
+            return Source(path=path, kind="arrow", files=files)
+        return _folder(path, splits, allowed)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        missing = isinstance(error, FileNotFoundError)
+        found = "no such file or folder" if missing else (getattr(error, "strerror", None) or str(error)).lower()
+        raise UserError(f"data {getattr(error, 'filename', None) or path}", found=found, allowed=allowed, fix="check the path") from None
+
+
+def _listed() -> str:
+    return f"{', '.join(f'*{suffix}' for suffix in SUFFIXES)}, those but {' and '.join(_NEVER_COMPRESSED)} also with {', '.join(COMPRESSIONS)}"
+
+
+def _file(path: Path, splits: Sequence[str]) -> Source:
+    kind = kind_of(path.name)
+    if kind is None:
+        raise UserError(f"data {path}", found=f"a file ending in {path.suffix!r}", allowed=_listed(), fix="convert or rename the file")
+    _one_of({"train": ()}, splits, path)
+    return Source(path=path, kind=kind, files=(path,))
+
+
+def _one_of(there: Mapping[str, object], splits: Sequence[str], path: Path) -> str:
+    """The first of `splits` that is `there`, also by another word for it. Raises UserError where none is."""
+    for split in splits:
+        for name in (split, _KEYWORDS.get(split.lower(), split)):
+            if name in there:
+                return name
+    raise UserError(
+        f"data {path}: split",
+        found=repr(splits[0]),
+        allowed=", ".join(there) or "none: the folder names no splits",
+        fix="name one of these, or its folder or file",
+    )
+
+
+# ---- folders of files ----
+
+
+def _folder(path: Path, splits: Sequence[str], allowed: str) -> Source:
+    data: dict[Kind, list[Path]] = {}
+    others: list[Path] = []
+    for file in _walk(path):
+        kind = None if file.name in _METADATA else kind_of(file.name)
+        if kind is None:
+            others.append(file)
+        else:
+            data.setdefault(kind, []).append(file)
+    if not data:
+        there = f"a folder without data, but with {_named(others, path)}" if others else "a folder without data"
+        raise UserError(f"data {path}", found=there, allowed=allowed, fix="check the path")
+    sizes = {kind: sum(os.stat(file).st_size for file in files) for kind, files in data.items()}
+    chosen = max(sorted(sizes), key=lambda kind: sizes[kind])
+    by_split = _by_split(data[chosen], path)
+    split = _one_of(by_split, splits, path)
+    files = tuple(sorted(by_split.pop(split)))
+    left_out = [f"split {name} ({_count(there)})" for name, there in by_split.items()]
+    unread = set(data[chosen]).difference(files, *by_split.values())
+    left_out += [_named(unread, path)] if unread else []
+    left_out += [f"{_named(data[kind], path)} ({sizes[kind]:,} bytes)" for kind in sorted(sizes) if kind != chosen]
+    left_out += [_named(others, path)] if others else []
+    return Source(path=path, kind=chosen, files=files, split=split if by_split else "", left_out=", ".join(left_out))
+
+
+def _walk(path: Path) -> Iterable[Path]:
+    """Every file but hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(path, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith(".") and Path(folder, name).is_file())
+
+
+def _by_split(files: Sequence[Path], path: Path) -> dict[str, list[Path]]:
+    """The files of each split. One whose name says no split is `train` where no other one is, and else in none."""
+    found: dict[str, list[Path]] = {}
+    unnamed: list[Path] = []
+    for file in files:
+        names = _splits_of(file.relative_to(path))
+        for name in names:
+            found.setdefault(name, []).append(file)
+        if not names:
+            unnamed.append(file)
+    if unnamed and not any("train" in _words(name) for name in found):
+        found["train"] = unnamed
+    known = ("train", "validation", "test")
+    return {name: found[name] for name in sorted(found, key=lambda name: (known.index(name) if name in known else len(known), name))}
+
+
+def _splits_of(file: Path) -> set[str]:
+    """What the names of its folders say, else its own. A source file's name is about the program: `test_parser.py` is no test data."""
+    if suffix_of(file) in TEXT_SUFFIXES and suffix_of(file) != ".txt":
+        return set()
+    if (shard := _SHARD.fullmatch(file.as_posix())) and _words(shard[1]):
+        return {_KEYWORDS.get(shard[1], shard[1])}
+    return set().union(*map(_words, file.parent.parts)) or _words(file.name)
+
+
+def _words(name: str) -> set[str]:
+    """The splits that `name` has a word for."""
+    return {_KEYWORDS[word.lower()] for word in _WORD.findall(name)}
+
+
+def _named(files: Iterable[Path], path: Path) -> str:
+    """Names where an ending has a single file, numbers of files where it has several."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        found.setdefault(_ending(file), []).append(file)
+    return ", ".join(
+        str(there[0].relative_to(path)) if len(there) == 1 else f"{len(there):,} {f'*{ending}' if ending else 'without ending'}"
+        for ending, there in sorted(found.items())
+    )
+
+
+def _ending(file: Path) -> str:
+    """With that of a compression, and in its own case."""
+    return "".join(file.suffixes[-2:]) if file.suffix.lower() in COMPRESSIONS else file.suffix
+
+
+def _count(files: Sequence[Path]) -> str:
+    return f"{len(files):,} file{'' if len(files) == 1 else 's'}"
+
+
+# ---- what datasets.save_to_disk writes ----
+
+
+def _dataset_dict(path: Path, splits: Sequence[str]) -> Source:
+    content = read_json(path / "dataset_dict.json")
+    names = content.get("splits") if isinstance(content, dict) else None
+    there = {name: () for name in names if isinstance(name, str)} if isinstance(names, list) else {}
+    split = _one_of(there, splits, path)
+    others = ", ".join(f"split {name}" for name in there if name != split)
+    return Source(path=path / split, kind="arrow", files=_saved_files(path / split)[0], split=split if others else "", left_out=others)
+
+
+def _saved_files(path: Path) -> tuple[tuple[Path, ...], str]:
+    """Those that the state.json of `datasets.save_to_disk` names, and their split."""
+    state = read_json(path / "state.json")
+    listed = state.get("_data_files") if isinstance(state, dict) else None
+    entries = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed] if isinstance(listed, list) else []
+    names = [name for name in entries if isinstance(name, str)]
+    if not names or len(names) < len(entries) or state.get("_indices_data_files"):
+        raise UserError(
+            f"data {path / 'state.json'}", found="no list `_data_files` of file names, or indices into them", allowed="what datasets.save_to_disk writes",
+            fix="save the dataset again, after flatten_indices()",
+        )  # fmt: skip
+    files = tuple(path / name for name in names)
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"data {file}", found="no such file, though state.json names it", allowed="every file of the dataset", fix="copy the whole folder")
+    return files, str(state.get("_split") or "train")
