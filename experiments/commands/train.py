@@ -38,6 +38,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "data.evaluation_fraction": ("--eval-fraction", {"type": options.real("--eval-fraction")}),
     "data.evaluation_documents": ("--eval-documents", {"type": options.whole("--eval-documents", 0)}),
     "data.evaluation_data": ("--eval-data", {"metavar": "PATH"}),
+    "data.evaluation_split": ("--eval-split", {}),
     "data.cache": ("--data-cache", {"metavar": "FOLDER"}),
     "evaluation.every_steps": ("--eval-every", {"type": options.whole("--eval-every", 0)}),
     "saving.every_steps": ("--save-every", {"type": options.whole("--save-every", 0)}),

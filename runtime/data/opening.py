@@ -16,15 +16,18 @@ from megatrain.runtime.data.cache import CacheWriter, Summary, load
 from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_columns
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
-from megatrain.runtime.data.formats import BadRow, Row, Source, find, rows
+from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.sources import Source, find
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
 from megatrain.runtime.training.data_options import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.workload import Workload
 
 Note = Callable[[str], None]
-_FORMAT = 1
+_FORMAT = 2
 """of what tokenised data is; part of the cache's key"""
+_EVALUATION_SPLITS = ("validation", "test", "train")
+"""the first of these that the evaluation data has, unless one is named"""
 _LOOKED_AT = 100
 _SHOWN = 3
 
@@ -38,10 +41,13 @@ def open_data(
     `on_note` hears line by line what was found, counted, left out and cached. Raises UserError for every mistake in files, rows and options.
     """
     assert options.packing, "the plan says which where the options do not"
-    training = _documents(options, Path(options.data), tokenizer_folder, vocabulary, on_note)
+    source = find(Path(options.data), (options.split,))
+    training = _documents(options, source, tokenizer_folder, vocabulary, on_note)
     evaluation: Documents | None
-    if options.evaluation_data:
-        evaluation = _documents(options, Path(options.evaluation_data), tokenizer_folder, vocabulary, on_note)
+    if options.evaluation_data or options.evaluation_split:
+        other_source = find(Path(options.evaluation_data or options.data), (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS)
+        evaluation = _documents(options, other_source, tokenizer_folder, vocabulary, on_note)
+        _compare(source, training, other_source, evaluation, on_note)
     else:
         training, evaluation = split(training, options)
     corpus = Corpus(training, workload, seed=seed, packing=options.packing, where=f"data {options.data}")
@@ -51,6 +57,18 @@ def open_data(
     other = Corpus(evaluation, workload, seed=None, packing=options.packing, where=f"evaluation data {options.evaluation_data or options.data}")
     on_note(f"evaluation: {_packed(other, workload, len(evaluation))}")
     return corpus, other
+
+
+def _compare(source: Source, training: Documents, other: Source, evaluation: Documents, on_note: Note) -> None:
+    """Says where rows to evaluate on are rows to train on."""
+    shared = {file.resolve() for file in source.files} & {file.resolve() for file in other.files}
+    if shared:
+        found = f"{_count(len(shared), 'file')} of the evaluation data {'is' if len(shared) == 1 else 'are'} trained on"
+    elif training.digest == evaluation.digest:
+        found = "the evaluation data has the same rows as the training data"
+    else:
+        return
+    on_note(f"warning: {found}: its loss says nothing about unseen text. --eval-split or --eval-data names other rows, --eval-fraction keeps some back")
 
 
 def split(documents: Documents, options: DataOptions) -> tuple[Documents, Documents | None]:
@@ -74,10 +92,11 @@ def split(documents: Documents, options: DataOptions) -> tuple[Documents, Docume
     return documents.chosen(~chosen), documents.chosen(chosen)
 
 
-def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
-    source = find(path, split=options.split)
+def _documents(options: DataOptions, source: Source, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
+    path = source.path
+    which = f", split {source.split}" if source.split else ""
     left_out = f"; not read: {source.left_out}" if source.left_out else ""
-    on_note(f"data {path}: {source.kind}, {_count(len(source.files), 'file')}{left_out}")
+    on_note(f"data {path}: {source.kind}, {_count(len(source.files), 'file')}{which}{left_out}")
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if folder else None
     if tokenizer is None:
         return _as_bytes(source, folder, vocabulary, on_note)

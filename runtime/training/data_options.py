@@ -24,8 +24,8 @@ def default_cache() -> Path:
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything about the data that a run may choose, but the seed of its order. None of it changes a schedule."""
 
-    data: Annotated[str, Meta(description="a .jsonl, .ndjson, .json, .parquet, .arrow or text file, a folder of them, or one of datasets.save_to_disk")] = ""
-    split: Annotated[str, Meta(description="of a save_to_disk folder that holds several splits")] = "train"
+    data: Annotated[str, Meta(description="a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of them, or one of datasets.save_to_disk")] = ""
+    split: Annotated[str, Meta(description="of a folder that holds several splits, by the names of its files and folders")] = "train"
     columns: Annotated[Columns, Meta(description="what a row's columns are; auto: what the first rows say")] = "auto"
     loss: Annotated[Loss, Meta(description="of a conversation: every assistant turn, or the last one alone")] = "assistant"
     packing: Annotated[
@@ -35,13 +35,18 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     strict: Annotated[bool, Meta(description="stop at the first bad row, instead of leaving it out")] = False
     evaluation_fraction: Annotated[float, Meta(ge=0, lt=1, description="of the documents, drawn without regard to the seed, kept for evaluation")] = 0.0
     evaluation_documents: Annotated[int, Meta(ge=0, le=2**40, description="as many documents from the end, kept for evaluation")] = 0
-    evaluation_data: Annotated[str, Meta(description="evaluate on this instead; read like the data")] = ""
+    evaluation_data: Annotated[str, Meta(description="evaluate on this instead, as it is read for training")] = ""
+    evaluation_split: Annotated[
+        str, Meta(description="evaluate on this split of the evaluation data, or, without such, of the data; empty: validation, else test, else train")
+    ] = ""
     trust_remote_code: Annotated[bool, Meta(description="run the code that the model's tokenizer brings along, with all that you may do")] = False
     cache: Annotated[str, Meta(description="folder for tokenised data; empty: ~/.cache/megatrain/tokens. Files in it may be removed at any time")] = ""
 
     def __post_init__(self) -> None:
-        if sum([self.evaluation_fraction > 0, self.evaluation_documents > 0, self.evaluation_data != ""]) > 1:
-            raise UserError("data: evaluation", found="more than one of a fraction, documents and a file", allowed="one of them", fix="leave the others out")
+        if sum([self.evaluation_fraction > 0, self.evaluation_documents > 0, bool(self.evaluation_data or self.evaluation_split)]) > 1:
+            raise UserError(
+                "data: evaluation", found="more than one of a fraction, documents and a file or split", allowed="one of them", fix="leave the others out"
+            )
 
     @property
     def cache_folder(self) -> Path:

@@ -88,7 +88,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (("--set", 'groups=[{match = "*nrom*"}]'), r"optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors"),
         (("--logging.tracker", "trackio"), r"logging: tracker: trackio: found no such package; allowed: an installed one; fix: pip install trackio"),
         (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),
-        (("--eval-data", "corpus", "--eval-fraction", "0.1"), r"config: data: evaluation: found more than one of a fraction, documents and a file"),
+        (("--eval-data", "corpus", "--eval-fraction", "0.1"), r"config: data: evaluation: found more than one of a fraction, documents and a file or split"),
         (("--columns", "csv"), r"config: data.columns: found 'csv'; allowed: 'auto', 'text', "),
         (("--from-step", "2"), r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or --resume RUN"),
         (("--resume", "run"), r"megatrain train: --out, --resume: found both"),

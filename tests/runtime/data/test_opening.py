@@ -243,16 +243,48 @@ def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any],
     assert isinstance(corpus, Corpus)
 
 
+def test_a_split_of_its_own_is_evaluated(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for name, text in (("train", "hello"), ("test", "one"), ("dev", "two words")):
+        jsonl([{"text": text}] * 50, f"rows/{name}.jsonl")
+    folder = tmp_path / "rows"
+
+    corpus, evaluation, notes = opened(folder)
+    assert evaluation is None
+    assert notes[0] == f"data {folder}: jsonl, 1 file, split train; not read: split validation (1 file), split test (1 file)"
+    corpus, evaluation, notes = opened(folder, evaluation_data=str(folder))
+    assert f"data {folder}: jsonl, 1 file, split validation; not read: split train (1 file), split test (1 file)" in notes
+    assert corpus.tokens != evaluation.tokens
+    assert not any("warning" in note for note in notes)
+    assert opened(folder, evaluation_split="validation")[1].digest == evaluation.digest
+    assert opened(folder, evaluation_split="test")[1].digest not in (corpus.digest, evaluation.digest)
+    assert opened(folder, split="test")[0].digest == opened(folder, evaluation_split="test")[1].digest
+    with pytest.raises(UserError, match="rows: split: found 'other'; allowed: train, validation, test"):
+        opened(folder, evaluation_split="other")
+
+
+def test_rows_that_are_trained_and_evaluated_on_are_said(opened: Callable[..., Any], jsonl: Folder) -> None:
+    path = jsonl(BOTTOM)
+    assert any(
+        note.startswith("warning: 1 file of the evaluation data is trained on: its loss says nothing") for note in opened(path, evaluation_data=str(path))[2]
+    )
+    copy = jsonl(BOTTOM, "copy.jsonl")
+    assert any(note.startswith("warning: the evaluation data has the same rows as") for note in opened(path, evaluation_data=str(copy))[2])
+    other = jsonl(BOTTOM[1:], "other.jsonl")
+    assert not any(note.startswith("warning") for note in opened(path, evaluation_data=str(other))[2])
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"evaluation_fraction": 0.1, "evaluation_split": "test"}, "data: evaluation: found more than one of"),
         ({"packing": "tight"}, "data: packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
         ({"loss": "all"}, "data: loss: found 'all'; allowed: 'assistant', 'last'"),
         ({"columns": "csv"}, "data: columns: found 'csv'; allowed: 'auto', 'text', "),
         ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: `float` < 1.0"),
         ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: `float`"),
         ({"evaluation_documents": -1}, "data: evaluation_documents: found -1; allowed: `int` >= 0"),
-        ({"evaluation_fraction": 0.1, "evaluation_data": "x"}, "data: evaluation: found more than one of a fraction, documents and a file"),
+        ({"evaluation_fraction": 0.1, "evaluation_data": "x"}, "data: evaluation: found more than one of a fraction, documents and a file or split"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: str) -> None:
