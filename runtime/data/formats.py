@@ -74,7 +74,7 @@ def _table(source: Source, file: Path, columns: tuple[str, ...] | None) -> Itera
 
 
 def _text(file: Path) -> Iterator[Row | BadRow]:
-    """The file in pieces of about a MiB that end where a line begins with something other than a blank: tokenisers split words there too."""
+    """The file in pieces of about a MiB that end between characters."""
     line = _first_invalid_line(file)
     if line:
         yield BadRow(file, line, "invalid UTF-8")
@@ -83,26 +83,12 @@ def _text(file: Path) -> Iterator[Row | BadRow]:
         number, kept = 1, b""
         while data := stream.read(_PIECE_BYTES):
             kept += data
-            end = _border(kept)
-            if end:
-                yield Row(file, number, kept[:end], closes=False)
-                number, kept = number + kept.count(b"\n", 0, end), kept[end:]
+            end = len(kept) - 1
+            while end and kept[end] & 0xC0 == 0x80:
+                end -= 1
+            yield Row(file, number, kept[:end], closes=False)
+            number, kept = number + kept.count(b"\n", 0, end), kept[end:]
         yield Row(file, number, kept)
-
-
-def _border(text: bytes) -> int:
-    """Where `text` may be cut; 0: nowhere yet. In a text without line ends, at a character, once it is long."""
-    at = len(text) - 1
-    while (at := text.rfind(b"\n", 0, at)) >= 0:
-        character = text[at + 1 : at + 5].decode(errors="ignore")[:1]
-        if character and not character.isspace():
-            return at + 1
-    if len(text) < 4 * _PIECE_BYTES:
-        return 0
-    at = len(text) - 1
-    while text[at] & 0xC0 == 0x80:
-        at -= 1
-    return at
 
 
 def _first_invalid_line(file: Path) -> int:

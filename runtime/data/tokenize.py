@@ -18,6 +18,7 @@ from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
+from megatrain.runtime.data.long_text import LongText
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_ROWS = 1024
-_BATCH_CHARACTERS = 2**22
+_BATCH_CHARACTERS = 2**21
 _FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken", "spiece.model", "tekken.json")
 
 Piece = tuple[np.ndarray, bool]
@@ -85,8 +86,7 @@ class Encoder:
         specials = tokenizer("", verbose=False)["input_ids"]
         self._before = specials[:1] if tokenizer.bos_token_id is not None and specials[:1] == [tokenizer.bos_token_id] else []
         self._after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._open = False
-        """whether the last piece of text did not end its document"""
+        self._long = LongText(tokenizer)
 
     def describe(self) -> str:
         """What rows are taken for, in words."""
@@ -101,26 +101,26 @@ class Encoder:
         return "text, loss on every token" + ("" if self._after else "; the tokenizer has no end-of-sequence token, so nothing stands between documents")
 
     def encode(self, rows: Iterable[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
-        """Each row's ids [n], uint32, flagged where `flagged` says so. None: a row of text without any."""
-        for batch in _batches(rows):
-            yield from self._texts(batch) if self.layout.name == "text" else self._examples(batch)
+        """Each row's ids [n], uint32, flagged where `flagged` says so; of a long text in several pieces. None: a row of text without any."""
+        if self.layout.name == "text":
+            yield from self._texts(rows)
+        else:
+            for batch in _batches(rows):
+                yield from self._examples(batch)
 
-    def _texts(self, batch: Sequence[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
-        texts = [_text(row, self.layout) if isinstance(row, Row) else row for row in batch]
-        encoded = iter(self._ids([text for text in texts if isinstance(text, str)]))
-        for row, text in zip(batch, texts, strict=True):
-            if isinstance(text, BadRow) or isinstance(row, BadRow):
-                assert isinstance(text, BadRow)
-                yield text
+    def _texts(self, rows: Iterable[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
+        nothing = True
+        for found in self._long.encode(_text(row, self.layout) if isinstance(row, Row) else row for row in rows):
+            if isinstance(found, BadRow):
+                yield found
                 continue
-            ids = next(encoded)
-            if not text and not self._open:
+            nothing = not len(found.ids) and (found.first or nothing)
+            if found.last and nothing:
                 yield None
                 continue
-            before = [] if self._open else self._before
-            self._open = not row.closes
-            after = self._after if row.closes and ids[-1:] != self._after else []
-            yield np.array([*before, *ids, *after], dtype=np.uint32), row.closes
+            before = self._before if found.first else []
+            after = self._after if found.last and found.ids[-1:].tolist() != self._after else []
+            yield np.concatenate([before, found.ids, after]).astype(np.uint32), found.last
 
     def _examples(self, batch: Sequence[Row | BadRow]) -> Iterator[Piece | BadRow]:
         found = [_example(row, self.layout) if isinstance(row, Row) else row for row in batch]
@@ -146,18 +146,16 @@ class Encoder:
             yield ids if (ids[1:] >= TARGET).any() else "the completion has no token"
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        found: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        return found
+        return self._long.whole(texts)
 
 
-def _text(row: Row, layout: Layout) -> str | BadRow:
+def _text(row: Row, layout: Layout) -> tuple[str, bool] | BadRow:
+    """Text, and whether its document ends with it."""
     if isinstance(row.value, bytes):
-        return row.value.decode(errors="replace")  # read and found valid just now: if the file has changed since, `open_data` refuses it
+        return row.value.decode(errors="replace"), row.closes  # read and found valid just now: if the file has changed since, `open_data` refuses it
     found = _example(row, layout)
     assert isinstance(found, str | BadRow)
-    return found
+    return found if isinstance(found, BadRow) else (found, True)
 
 
 def _example(row: Row, layout: Layout) -> str | Pair | list | BadRow:

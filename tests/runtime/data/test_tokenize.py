@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from megatrain.runtime.data import formats
 from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Layout, recognise
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data.formats import BadRow, Row
+from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.sources import find
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
@@ -81,9 +85,25 @@ def test_pieces_of_a_text_are_one_document(tokenizer_folder: Folder) -> None:
     *pieces, nothing = Encoder(tokenizer, layout, "assistant", "").encode(rows)
     assert nothing is None
     found = [piece for piece in pieces if isinstance(piece, tuple)]
-    assert [closes for _, closes in found] == [False, False, True]
+    assert [closes for _, closes in found] == [True]
     ((whole, _),) = Encoder(tokenizer, layout, "assistant", "").encode([Row(HERE, 1, b"hello\nworld\n")])  # type: ignore[misc]
     assert np.concatenate([ids for ids, _ in found]).tolist() == whole.tolist()
+
+
+def test_a_long_text_file_has_the_ids_of_its_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metaspace puts a blank before a text, and none before the rest of one."""
+    monkeypatch.setattr(formats, "_PIECE_BYTES", 1000)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.train_from_iterator(["hello the world\n"], trainers.BpeTrainer(vocab_size=60, special_tokens=["</s>"], show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    text = "hello the world\n" * 3 * 2**14
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}))
+    for name in ("text.txt", "rows.jsonl"):
+        found = list(Encoder(tokenizer, Layout("text", ("text",)), "assistant", "").encode(rows(find(tmp_path / name))))
+        assert len(found) > 1
+        assert np.concatenate([ids for ids, _ in found]).tolist() == [*tokenizer(text)["input_ids"], 0]  # type: ignore[misc]
 
 
 def test_a_completion_has_loss_and_its_prompt_none(tokenizer_folder: Folder) -> None:
