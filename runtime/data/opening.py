@@ -101,13 +101,13 @@ def _documents(options: DataOptions, source: Source, folder: Path | None, vocabu
     if tokenizer is None:
         return _as_bytes(source, folder, vocabulary, on_note)
     assert folder is not None
-    key = _key(source, options, folder)
+    key = _key(source, options, folder, tokenizer)
     stored, state = load(options.cache_folder, key), "tokens from the cache"
     if stored is None:
         layout = Layout("text", ()) if source.kind == "text" else _layout(source, options)
         largest = max(tokenizer.get_vocab().values(), default=0)
         _tokenise(source, Encoder(tokenizer, layout, options.loss, str(folder)), options, key, largest)
-        if _key(source, options, folder) != key:
+        if _key(source, options, folder, tokenizer) != key:
             raise UserError(f"data {path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
         stored, state = load(options.cache_folder, key), "tokenised now, and cached"
         if stored is None:
@@ -186,17 +186,17 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
         writer.finish(known)
 
 
-def _key(source: Source, options: DataOptions, folder: Path) -> str:
-    """Of everything that tokens depend on. A file is known by its place, its size and when it was changed."""
+def _key(source: Source, options: DataOptions, folder: Path, tokenizer: object) -> str:
+    """Of everything that tokens depend on. A file is known by its place, its size, and when it and its inode were changed: `cp -p` sets the former."""
     import tokenizers
     import transformers
 
     try:
-        files = [(str(file.resolve()), status.st_size, status.st_mtime_ns) for file in source.files if (status := file.stat())]
+        files = [(str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in source.files if (status := file.stat())]
     except OSError as error:
         raise UserError(f"data {source.path}", found=str(error.strerror).lower(), allowed="files at rest", fix="check the path") from None
     parts = (
-        _FORMAT, source.kind, files, options.columns, options.loss, tokenizer_digest(folder), transformers.__version__, tokenizers.__version__,
+        _FORMAT, source.kind, files, options.columns, options.loss, tokenizer_digest(folder, tokenizer), transformers.__version__, tokenizers.__version__,
         [layout.columns for layout in LAYOUTS],
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

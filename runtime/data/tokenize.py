@@ -8,6 +8,8 @@ Batches of rows are tokenised at a time, which the tokenizers library spreads ov
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ from megatrain.runtime.data.formats import BadRow, Row
 from megatrain.runtime.data.long_text import LongText
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 1024
 _BATCH_CHARACTERS = 2**21
 _FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken", "spiece.model", "tekken.json")
+_OF_CONFIG = ("model_type", "tokenizer_class", "auto_map")
+"""of config.json, by which transformers chooses the tokenizer's class"""
 
 Piece = tuple[np.ndarray, bool]
 """ids, and whether the document ends with them"""
@@ -57,12 +62,21 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
 
 
-def tokenizer_digest(folder: Path) -> str:
-    """Of the content of `tokenizer_files`."""
+def tokenizer_digest(folder: Path, tokenizer: object = None) -> str:
+    """Of all that decides the ids of a text: the content of `tokenizer_files`, code in `folder`, what config.json says of the tokenizer, and the
+    code of `tokenizer`, which may come from another repository.
+    """
+    files = {*tokenizer_files(folder), *folder.glob("*.py")}
+    for kind in type(tokenizer).__mro__:
+        if kind.__module__.startswith("transformers_modules") and (code := sys.modules[kind.__module__].__file__):
+            files |= {*Path(code).parent.glob("*.py")}
     digest = hashlib.sha256()
-    for file in tokenizer_files(folder):
+    for file in sorted(files):
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)} ".encode() + content)
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    told = [config.get(key) for key in _OF_CONFIG] if isinstance(config, dict) else []
+    digest.update(json.dumps([told, type(tokenizer).__name__], sort_keys=True).encode())
     return digest.hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,51 @@ def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(opened: Ca
     assert entries() == 5
     jsonl([*rows, {"messages": CHAT}])
     assert entries() == 6
+
+
+def test_a_file_replaced_by_another_of_its_size_and_time_is_read_again(opened: Callable[..., Any], jsonl: Folder) -> None:
+    path = jsonl([{"text": "hello"}] * 50)
+    first, _, _ = opened(path)
+    status = path.stat()
+    jsonl([{"text": "world"}] * 50)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert opened(path)[0].digest != first.digest
+
+
+_OWN = """
+from tokenizers import normalizers
+from transformers import PreTrainedTokenizerFast
+
+class Own(PreTrainedTokenizerFast):
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.backend_tokenizer.normalizer = normalizers.Replace("hello", "one")
+"""
+
+
+def test_a_tokenizers_code_and_its_models_type_are_part_of_what_tokens_are(
+    opened: Callable[..., Any], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder(), folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}, "eos_token": "<|end|>"})
+    )
+    path = jsonl(BOTTOM)
+    found = []
+    for code in (_OWN, _OWN.replace("one", "two")):
+        (folder / "own.py").write_text(code)
+        corpus, _, notes = opened(path, folder=folder, trust_remote_code=True)
+        found.append((corpus.digest, "tokenised now" in notes[2]))
+    assert found[0][0] != found[1][0]
+    assert opened(path, folder=folder, trust_remote_code=True)[0].digest == found[1][0]
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
+    assert "tokenised now" in opened(path, folder=folder, trust_remote_code=True)[2][2]
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 4}')
+    assert "from the cache" in opened(path, folder=folder, trust_remote_code=True)[2][2]
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
