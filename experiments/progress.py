@@ -46,7 +46,9 @@ class ProgressBars(Callback):
 
     def _begin(self) -> None:
         self._allocation.close()
-        for note in self._notes:
+        encoding = self._bars.console.encoding
+        for note in self._notes:  # which may quote the data, in characters that the terminal has not
+            note = note.encode(encoding, "backslashreplace").decode(encoding)
             self._bars.console.print(note, markup=False, highlight=False, soft_wrap=True)
         self._notes.clear()
         self._bars.start()

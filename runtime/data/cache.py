@@ -41,6 +41,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """the first three bad rows"""
     empty: int
     """rows of text without any"""
+    templated: bool = False
+    """whether rows went through a chat template"""
+    elsewhere: dict[str, int] = {}
+    """layout -> bad rows that have its columns, and not those of the first rows"""
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

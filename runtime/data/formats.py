@@ -39,6 +39,8 @@ class BadRow:
     file: Path
     line: int
     reason: str
+    layout: str = ""
+    """that its columns have, where it is not that of the first rows"""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,14 +19,19 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_c
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.preview import preview
+from megatrain.runtime.data.remarks import remarks
 from megatrain.runtime.data.sources import Source, find
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
 from megatrain.runtime.training.data_options import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.workload import Workload
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Note = Callable[[str], None]
-_FORMAT = 2
+_FORMAT = 3
 """of what tokenised data is; part of the cache's key"""
 _EVALUATION_SPLITS = ("validation", "test", "train")
 """the first of these that the evaluation data has, unless one is named"""
@@ -42,20 +49,24 @@ def open_data(
     """
     assert options.packing, "the plan says which where the options do not"
     source = find(Path(options.data), (options.split,))
-    training = _documents(options, source, tokenizer_folder, vocabulary, on_note)
+    tokenizer = load_tokenizer(tokenizer_folder, trust_remote_code=options.trust_remote_code) if tokenizer_folder else None
+    reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
+    training, summary = reader.documents(source)
     evaluation: Documents | None
     if options.evaluation_data or options.evaluation_split:
         other_source = find(Path(options.evaluation_data or options.data), (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS)
-        evaluation = _documents(options, other_source, tokenizer_folder, vocabulary, on_note)
+        evaluation, _ = reader.documents(other_source)
         _compare(source, training, other_source, evaluation, on_note)
     else:
         training, evaluation = split(training, options)
-    corpus = Corpus(training, workload, seed=seed, packing=options.packing, where=f"data {options.data}")
+    corpus, other = Corpus(training, workload, seed=seed, packing=options.packing, where=f"data {options.data}"), None
     on_note(f"training: {_packed(corpus, workload, len(training))}")
-    if evaluation is None:
-        return corpus, None
-    other = Corpus(evaluation, workload, seed=None, packing=options.packing, where=f"evaluation data {options.evaluation_data or options.data}")
-    on_note(f"evaluation: {_packed(other, workload, len(evaluation))}")
+    if evaluation is not None:
+        other = Corpus(evaluation, workload, seed=None, packing=options.packing, where=f"evaluation data {options.evaluation_data or options.data}")
+        on_note(f"evaluation: {_packed(other, workload, len(evaluation))}")
+    if tokenizer is not None and summary is not None:
+        for line in (*remarks(options, source, summary, training, corpus, tokenizer), *preview(training, tokenizer)):
+            on_note(f"  {line}")
     return corpus, other
 
 
@@ -92,40 +103,56 @@ def split(documents: Documents, options: DataOptions) -> tuple[Documents, Docume
     return documents.chosen(~chosen), documents.chosen(chosen)
 
 
-def _documents(options: DataOptions, source: Source, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
-    path = source.path
-    which = f", split {source.split}" if source.split else ""
-    left_out = f"; not read: {source.left_out}" if source.left_out else ""
-    on_note(f"data {path}: {source.kind}, {_count(len(source.files), 'file')}{which}{left_out}")
-    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if folder else None
-    if tokenizer is None:
-        return _as_bytes(source, folder, vocabulary, on_note)
-    assert folder is not None
-    key = _key(source, options, folder, tokenizer)
-    stored, state = load(options.cache_folder, key), "tokens from the cache"
-    if stored is None:
-        layout = Layout("text", ()) if source.kind == "text" else _layout(source, options)
-        largest = max(tokenizer.get_vocab().values(), default=0)
-        _tokenise(source, Encoder(tokenizer, layout, options.loss, str(folder)), options, key, largest)
-        if _key(source, options, folder, tokenizer) != key:
-            raise UserError(f"data {path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
-        stored, state = load(options.cache_folder, key), "tokenised now, and cached"
+@dataclass(frozen=True)
+class _Reader:
+    """Files -> documents, by the model's tokenizer."""
+
+    options: DataOptions
+    folder: Path | None
+    tokenizer: PreTrainedTokenizerBase | None
+    vocabulary: int
+    on_note: Note
+
+    def documents(self, source: Source) -> tuple[Documents, Summary | None]:
+        """Tokenised now or before; without a tokenizer, bytes."""
+        which = f", split {source.split}" if source.split else ""
+        left_out = f"; not read: {source.left_out}" if source.left_out else ""
+        self.on_note(f"data {source.path}: {source.kind}, {_count(len(source.files), 'file')}{which}{left_out}")
+        if self.tokenizer is None or self.folder is None:
+            return _as_bytes(source, self.folder, self.vocabulary, self.on_note), None
+        documents, summary, state = self._tokenised(source, self.folder, self.tokenizer)
+        self.on_note(f"recognised: {summary.layout}")
+        empty = f", {summary.empty:,} without text" if summary.empty else ""
+        self.on_note(f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')}, {_count(documents.total, 'token')}; {state}")
+        if summary.bad:
+            if self.options.strict:
+                raise _stopped(summary.shown[0])
+            self.on_note(f"{_count(summary.bad, 'bad row')} left out, the first: {'; '.join(summary.shown)}")
+        for layout, count in summary.elsewhere.items():
+            self.on_note(f"{count:,} of these have the columns of {layout}: the first rows decide how all are read, or --columns does")
+        if summary.largest_id >= self.vocabulary:
+            raise UserError(
+                f"model: vocabulary, for data {source.path}", found=self.vocabulary, allowed=f">= {summary.largest_id + 1}, the tokens' largest id + 1",
+                fix="use the model's own tokenizer",
+            )  # fmt: skip
+        return documents, summary
+
+    def _tokenised(self, source: Source, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Documents, Summary, str]:
+        """And where they came from, in words."""
+        key = _key(source, self.options, folder, tokenizer)
+        stored, state = load(self.options.cache_folder, key), "tokens from the cache"
         if stored is None:
-            raise UserError(f"cache {options.cache_folder}", found="a file that is not what was written", allowed="a sound disk", fix="name another folder")
-    documents, summary = stored
-    on_note(f"recognised: {summary.layout}")
-    empty = f", {summary.empty:,} without text" if summary.empty else ""
-    on_note(f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')}, {_count(documents.total, 'token')}; {state}")
-    if summary.bad:
-        if options.strict:
-            raise _stopped(summary.shown[0])
-        on_note(f"{_count(summary.bad, 'bad row')} left out, the first: {'; '.join(summary.shown)}")
-    if summary.largest_id >= vocabulary:
-        raise UserError(
-            f"model: vocabulary, for data {path}", found=vocabulary, allowed=f">= {summary.largest_id + 1}, the tokens' largest id + 1",
-            fix="use the model's own tokenizer",
-        )  # fmt: skip
-    return documents
+            layout = Layout("text", ()) if source.kind == "text" else _layout(source, self.options)
+            largest = max(tokenizer.get_vocab().values(), default=0)
+            _tokenise(source, Encoder(tokenizer, layout, self.options.loss, str(folder)), self.options, key, largest)
+            if _key(source, self.options, folder, tokenizer) != key:
+                raise UserError(f"data {source.path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
+            stored, state = load(self.options.cache_folder, key), "tokenised now, and cached"
+            if stored is None:
+                raise UserError(
+                    f"cache {self.options.cache_folder}", found="a file that is not what was written", allowed="a sound disk", fix="name another folder"
+                )
+        return (*stored, state)
 
 
 def _as_bytes(source: Source, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
@@ -161,6 +188,7 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
     """Into the cache. Raises UserError for no usable row, and, where `options` are strict, for the first bad one."""
     count = bad = empty = largest_id = 0
     shown: list[str] = []
+    elsewhere: Counter[str] = Counter()
     dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
     layout = encoder.layout
     with CacheWriter(options.cache_folder, key, dtype) as writer:
@@ -172,6 +200,7 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
                     raise _stopped(str(found))
                 count, bad = count + 1, bad + 1
                 shown += [str(found)] if len(shown) < _SHOWN else []
+                elsewhere.update([found.layout] if found.layout else [])
             else:
                 ids, closes = found
                 count += closes
@@ -182,6 +211,7 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
         known = Summary(
             layout=encoder.describe(), flagged=encoder.flagged, whole=layout.name != "text", largest_id=largest_id,
             rows=count, bad=bad, shown=tuple(shown), empty=empty,
+            templated=encoder.templated, elsewhere=dict(elsewhere),
         )  # fmt: skip
         writer.finish(known)
 

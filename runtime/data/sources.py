@@ -47,6 +47,8 @@ class Source:
     """that the files are, where there are several"""
     left_out: str = ""
     """what else is in the folder, in words"""
+    kinds: int = 1
+    """that the folder has"""
 
 
 def kind_of(name: str) -> Kind | None:
@@ -140,7 +142,7 @@ def _folder(path: Path, splits: Sequence[str], allowed: str) -> Source:
     left_out += [_named(unread, path)] if unread else []
     left_out += [f"{_named(data[kind], path)} ({sizes[kind]:,} bytes)" for kind in sorted(sizes) if kind != chosen]
     left_out += [_named(others, path)] if others else []
-    return Source(path=path, kind=chosen, files=files, split=split if by_split else "", left_out=", ".join(left_out))
+    return Source(path=path, kind=chosen, files=files, split=split if by_split else "", left_out=", ".join(left_out), kinds=len(data))
 
 
 def _walk(path: Path) -> Iterable[Path]:

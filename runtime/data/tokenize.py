@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.runtime.data.chat import Chat
-from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract
+from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract, recognise
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
 from megatrain.runtime.data.long_text import LongText
@@ -102,6 +102,11 @@ class Encoder:
         self._after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._long = LongText(tokenizer)
 
+    @property
+    def templated(self) -> bool:
+        """Whether rows go through the tokenizer's chat template."""
+        return self._chat is not None
+
     def describe(self) -> str:
         """What rows are taken for, in words."""
         if self._chat:
@@ -132,7 +137,7 @@ class Encoder:
             if found.last and nothing:
                 yield None
                 continue
-            before = self._before if found.first else []
+            before = self._before if found.first and found.ids[:1].tolist() != self._before else []
             after = self._after if found.last and found.ids[-1:].tolist() != self._after else []
             yield np.concatenate([before, found.ids, after]).astype(np.uint32), found.last
 
@@ -177,7 +182,8 @@ def _example(row: Row, layout: Layout) -> str | Pair | list | BadRow:
     try:
         return extract(row.value, layout)
     except Unusable as error:
-        return BadRow(row.file, row.line, str(error))
+        other = None if row.value.keys() >= set(layout.needed) else recognise(row.value.keys())
+        return BadRow(row.file, row.line, f"{error}, but the columns of {other.name}" if other else str(error), other.name if other else "")
 
 
 def _batches(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:

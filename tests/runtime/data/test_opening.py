@@ -224,6 +224,15 @@ def test_every_kind_of_file_gives_the_same_batches(opened: Callable[..., Any], j
     assert same(corpora[0].step(3), corpora[2].step(3))
 
 
+def test_rows_with_the_columns_of_another_layout_are_counted(opened: Callable[..., Any], jsonl: Folder) -> None:
+    path = jsonl([*BOTTOM, {"messages": CHAT}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}, {"other": 1}])
+    for _ in range(2):  # from the cache too
+        notes = opened(path)[2]
+        assert f"4 bad rows left out, the first: {path}:51: no `text`, but the columns of messages; " in "\n".join(notes)
+        assert "2 of these have the columns of messages: the first rows decide how all are read, or --columns does" in notes
+        assert "1 of these have the columns of prompt/completion: the first rows decide how all are read, or --columns does" in notes
+
+
 def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
@@ -285,7 +294,8 @@ def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any],
     (batch,) = evaluation.batches()
     assert batch.documents[0].tolist()[:2] == [0, 0]
     assert int((batch.labels != IGNORED).sum()) == evaluation.tokens - 2
-    assert notes[-1].startswith(f"evaluation: 2 documents, {evaluation.tokens} tokens in 1 row of 48; packing documents, ")
+    (note,) = (note for note in notes if note.startswith("evaluation: "))
+    assert note.startswith(f"evaluation: 2 documents, {evaluation.tokens} tokens in 1 row of 48; packing documents, ")
     assert isinstance(corpus, Corpus)
 
 
