@@ -14,7 +14,7 @@ import pytest
 import torch
 from config_changes import Change, changes_of
 from transformers import AutoConfig
-from whole_models import SEQUENCE, difference, drawn, gradients_of, scale_of, their_gradients, token_losses, whole_model
+from whole_models import difference, drawn, gradients_of, scale_of, their_gradients, token_losses, whole_model
 
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.training.opening import exported_config
