@@ -1,0 +1,79 @@
+"""A lock on a file: one process at a time, entered again by its holder, and no trace of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.runtime.file_lock import FileLock
+from megatrain.runtime.training.run_lock import RunLock
+from megatrain.simulator.errors import UserError
+
+
+def lock(path: Path) -> FileLock:
+    return FileLock(path, what="a thing", fix="wait")
+
+
+def test_it_is_held_by_one_and_may_be_entered_again_by_its_holder(tmp_path: Path) -> None:
+    first, file = lock(tmp_path / "lock"), tmp_path / "lock"
+    with first:
+        with (
+            first,
+            pytest.raises(
+                UserError, match=rf"found a thing in use by process {os.getpid()} on \S+ since \d{{4}}-.*; allowed: one process at a time; fix: wait$"
+            ),
+        ):
+            lock(file).__enter__()
+        with pytest.raises(UserError, match="in use by"):
+            lock(file).__enter__()
+        assert file.read_text().startswith(f"process {os.getpid()} on ")
+    assert not file.exists()
+    with lock(file) as again:
+        assert not again.abandoned
+
+
+def test_folders_that_were_made_for_it_go_unless_something_is_in_them(tmp_path: Path) -> None:
+    with lock(tmp_path / "a" / "b" / "lock"):
+        (tmp_path / "a" / "kept").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
+    (tmp_path / "empty").mkdir()
+    with lock(tmp_path / "empty" / "lock"):
+        pass
+    assert (tmp_path / "empty").is_dir()
+
+
+def test_a_dead_holder_is_seen(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        lock(tmp_path / "lock").__enter__()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with lock(tmp_path / "lock") as mine:
+        assert mine.abandoned
+
+
+def test_what_else_stands_in_the_file_is_not_shown(tmp_path: Path) -> None:
+    with lock(tmp_path / "lock"):
+        (tmp_path / "lock").write_bytes(b"\x1b[2J\n")
+        with pytest.raises(UserError, match="in use by another process;"):
+            lock(tmp_path / "lock").__enter__()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="found not a directory; allowed: a folder that can be made and written"):
+        lock(tmp_path / "file" / "lock").__enter__()
+
+
+def test_a_second_run_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    program = "import sys\nfrom megatrain.experiments.cli import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = ["train", "plan.toml", "--data", "corpus", "--steps", "1", "--out", str(tmp_path / "run")]
+    with RunLock(tmp_path / "run"):
+        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.stdout == "2 False\n"
+    assert f"found a run in use by process {os.getpid()} on " in done.stderr
