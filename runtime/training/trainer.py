@@ -132,8 +132,9 @@ class Trainer:
         self._tell("on_note", text)
 
     def fit(self) -> Fitted:
-        """Trains, while the run's folder is locked: a second run there is refused. In deterministic mode the whole process stays so. The first SIGINT or SIGTERM ends the step, saves a checkpoint and raises Interrupted;
-        the second raises it at once.
+        """Trains. The run's folder is locked meanwhile: a second run there is refused. In deterministic mode the whole process stays so.
+
+        The first SIGINT or SIGTERM ends the step, saves a checkpoint and raises Interrupted; the second raises it at once.
 
         Raises UserError, before anything is written, where memory, model or data are not what is needed; LaneError with the op's name where one
         fails; CallbackError with the callback's; CheckpointError where one cannot be written, unless the config says to go on; FloatingPointError where
