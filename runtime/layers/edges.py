@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
+from megatrain.runtime.layers.scaled_positions import ScaledPositions
 
 Arguments = dict[str, Any]
 """what the model hands to a decoder layer besides the hidden states: mask, positions and their embeddings"""
@@ -103,7 +104,8 @@ class Edges:
         bare: dict[str, nn.Module] = {"rotary_emb": _Nothing()}
         self._positions = positions
         added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
-        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **added)
+        rotary = {"rotary_emb": ScaledPositions.around(base.rotary_emb)} if hasattr(base, "rotary_emb") else {}
+        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **added)
         self._entered = _Noting(True, layers[0])
         self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
         self._exit = _within(whole, stack.decoder, _beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added))
