@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megatrain.simulator.families import FAMILIES, NOT_YET, REFUSED
+from megatrain.simulator.families import FAMILIES, INSIDE, NOT_YET, REFUSED
 
 
 def table(causal: list[str]) -> str:
     """Markdown, of the `model_type`s that transformers has a causal language model for."""
     refused: dict[str, list[str]] = defaultdict(list)
     for family in causal:
-        if family not in FAMILIES:
+        if family not in FAMILIES and family not in INSIDE:
             refused[REFUSED.get(family, NOT_YET)].append(family)
-    rows = [(f"**supported**, {len(FAMILIES)}", sorted(FAMILIES))]
+    rows = [(f"**supported**, {len(FAMILIES)}", sorted(FAMILIES)), ("**supported**, the language model inside", sorted(INSIDE))]
     rows += [(f"refused: {reason}", sorted(families)) for reason, families in sorted(refused.items(), key=lambda entry: -len(entry[1]))]
     return "\n".join(["| | families (`model_type`) |", "|---|---|", *(f"| {reason} | {', '.join(families)} |" for reason, families in rows)])
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
@@ -19,19 +20,25 @@ from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.specs import EMBEDDING, HEAD
 
 
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether the config is that of a model with a language model inside, and not of a language model alone."""
+    return config.get_text_config() is not config
+
+
 def hub_name(layer: str, tensor: str, stack: DecoderStack = DecoderStack()) -> str:  # noqa: B008 (a constant)
     """The name of a layer's tensor in transformers' model, whose decoder layers are at `stack`."""
     if tensor.startswith("lm_head."):
-        return tensor
+        return stack.head + tensor.removeprefix("lm_head")
     return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
 
 
 class CheckpointNames:
-    """Of the model of `config`."""
+    """Of the model of `config`: a language model, or a multimodal model with a language model inside."""
 
     def __init__(self, config: PretrainedConfig) -> None:
+        kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         with torch.device("meta"):
-            self._whole = AutoModelForCausalLM.from_config(config)
+            self._whole = kind.from_config(config)
         self.stack = DecoderStack.of(self._whole)
         self.architecture: str = type(self._whole).__name__
 
@@ -46,6 +53,10 @@ class CheckpointNames:
     def stored(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> StoredTensors:
         """The tensors of a checkpoint that has these `keys`."""
         return StoredTensors(self._whole, keys, tensor_of)
+
+    def other_keys(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> list[str]:
+        """Those of a checkpoint's `keys` that belong to no tensor of the language model: a vision tower's, for example."""
+        return self.stored(keys, tensor_of).outside((f"{self.stack.decoder}.", f"{self.stack.head}."))
 
     def saved(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
         """Tensors of the model as a checkpoint has them, under its names.

@@ -8,22 +8,28 @@ import torch
 
 
 class DecoderStack(NamedTuple):
-    """`model.layers` in most families; GPT-2's is `transformer.h`, OPT's `model.decoder.layers`."""
+    """`model.layers` in most families; GPT-2's is `transformer.h`, OPT's `model.decoder.layers`, that of Gemma 3 with images `model.language_model.layers`."""
 
     decoder: str = "model"
     """the path of the module that embeds tokens, runs the layers and normalises"""
     layers: str = "layers"
     """the name of the list in it"""
+    head: str = "lm_head"
+    """the path of the output projection"""
 
     @classmethod
     def of(cls, whole: Any) -> Self:
-        """Of a model with a head: the shortest path of a list with as many modules as the config has layers. Raises ValueError where there is none."""
-        count = whole.config.get_text_config().num_hidden_layers
-        found = [path for path, module in whole.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-        if not found:
+        """Of a model with a head, also of a multimodal one: the decoder is the module that has the embedding table, and a list with as many modules as the
+        language model's config has layers. Raises ValueError where there is none.
+        """
+        count, table, head = whole.config.get_text_config().num_hidden_layers, whole.get_input_embeddings(), whole.get_output_embeddings()
+        paths = {id(module): path for path, module in whole.named_modules()}
+        decoder = paths[id(table)].rpartition(".")[0]
+        lists = whole.get_submodule(decoder).named_children()
+        layers = next((name for name, module in lists if isinstance(module, torch.nn.ModuleList) and len(module) == count), None)
+        if layers is None:
             raise ValueError(f"{type(whole).__name__} has no list of {count} layers")
-        decoder, _, layers = min(found, key=lambda path: path.count(".")).rpartition(".")
-        return cls(decoder, layers)
+        return cls(decoder, layers, paths[id(head)])
 
     def decoder_of(self, whole: Any) -> Any:
         """The module at `decoder`."""

@@ -7,20 +7,19 @@ import copy
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime import optimizer
-from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
+from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name, is_multimodal
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, WHOLE, inside, weight_files
+from megatrain.runtime.files.folder_tensors import FolderTensors
+from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, WHOLE, inside
 from megatrain.runtime.files.stored_tensors import StoredTensors, summary
-from megatrain.runtime.files.tensor_file import read_entries
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.aside import Aside
@@ -64,21 +63,15 @@ def folder_weights(folder: Path, on_note: Callable[[str], None] = lambda _: None
     tensor is missing, or two matrices differ that the config ties; and where a tensor is of another shape. A tensor that the folder has in parts
     (experts) is a copy, and maps the files of its parts.
     """
-    where: dict[str, Path] = {}
-    files = weight_files(folder)
-    if files == [folder / WHOLE] and (folder / INDEX).exists():
+    tensors = FolderTensors(folder)
+    if tensors.files == [folder / WHOLE] and (folder / INDEX).exists():
         on_note(f"{folder / INDEX} is not read, since {WHOLE} is there too and transformers reads that")
-    for file in files:
-        for name in read_entries(file):
-            if where.setdefault(name, file) is not file:
-                raise UserError(str(file), found=f"tensor {name}, which {where[name].name} has too", allowed="each tensor once", fix="fetch the model again")
-    opened = _OneFile()
-    stack, value_of = _reader(folder, where, lambda key: opened.tensor(where[key], key))
+    stack, value_of = _reader(folder, tensors.entries, tensors.tensor)
     if isinstance(value_of, StoredTensors):
         for name, shape in value_of.missing.items():
             raise _missing(folder, name, shape)
         value_of.refuse_untied(str(folder))
-        if value_of.foreign:
+        if value_of.foreign and not value_of.multimodal:
             on_note(f"{folder} has {len(value_of.foreign)} tensors that are not the model's, neither trained nor exported: {summary(value_of.foreign)}")
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -93,37 +86,12 @@ def folder_weights(folder: Path, on_note: Callable[[str], None] = lambda _: None
             raise UserError(f"{folder}: {name}", found=str(value.dtype), allowed="floating-point numbers, not quantised", fix=_OTHER_WEIGHTS)
         return value
 
-    with contextlib.closing(opened):
+    with tensors:
         yield read
 
 
 def _missing(folder: Path, name: str, shape: tuple[int, ...]) -> UserError:
     return UserError(str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix=_OTHER_WEIGHTS)
-
-
-class _OneFile:
-    """The safetensors file that was read last, mapped; so a load maps no more than one shard."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._stack = contextlib.ExitStack()
-        self._file: Any = None
-
-    def tensor(self, path: Path, name: str) -> torch.Tensor:
-        """Of the file at `path`: its memory is the file's own."""
-        try:
-            if path != self._path:
-                self.close()
-                self._file = self._stack.enter_context(safe_open(path, framework="pt"))
-                self._path = path
-            value: torch.Tensor = self._file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(str(path), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again") from None
-        return value
-
-    def close(self) -> None:
-        self._stack.close()
-        self._path = self._file = None
 
 
 def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
@@ -287,7 +255,7 @@ class Trained(Protocol):
 def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
 
-    A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
+    Where `config` is that of a multimodal model, so is the folder: its other tensors are copied unchanged from `source`, which is needed then. A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
     `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one under way that a checkpoint has in parts (a layer's
     experts). Raises UserError where `folder` exists or cannot be written.
     """
@@ -299,7 +267,7 @@ def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
         raise UserError(str(folder), found=str(error.strerror).lower(), allowed="a folder that can be made", fix="name another one") from None
     try:
         with aside as written:
-            _write(state, plan, config, written, TORCH_DTYPE[dtype or plan.workload.dtype])
+            _write(state, plan, config, written, TORCH_DTYPE[dtype or plan.workload.dtype], source)
             for name in COMPANIONS if source is not None else ():
                 if source is not None and (source / name).exists():
                     shutil.copyfile(inside(source, name), written / name)
@@ -309,15 +277,33 @@ def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
         raise UserError(str(folder), found=str(error).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
 
 
-def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype, source: Path | None) -> None:
     names = CheckpointNames(config)
     shards: list[dict[str, Source]] = [{}]
-    for layer in plan.model.stack.values():
-        held = {**state.sources(layer, dtype), **{name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}}
-        for name, stored in names.saved({hub_name(layer.name, name, names.stack): source for name, source in held.items()}).items():
+
+    def add(tensors: Mapping[str, Source]) -> None:
+        for name, stored in tensors.items():
             if shards[-1] and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES:
                 shards.append({})
             shards[-1][name] = stored
+
+    for layer in plan.model.stack.values():
+        held = {**state.sources(layer, dtype), **{name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}}
+        add(names.saved({hub_name(layer.name, name, names.stack): tensor for name, tensor in held.items()}))
+    with contextlib.ExitStack() as opened:
+        if is_multimodal(config):
+            assert source is not None, "the other tensors of a multimodal model are in its folder"
+            others = opened.enter_context(FolderTensors(source))
+            add({key: others.source(key) for key in names.other_keys(others.entries, others.tensor)})
+        _write_shards(shards, folder)
+    exported = copy.deepcopy(config)
+    exported.architectures = exported.architectures or [names.architecture]
+    for part in {id(each): each for each in (exported, exported.get_text_config())}.values():
+        part.dtype, part.use_cache = dtype, True  # training has no cache, who loads it wants one
+    exported.save_pretrained(folder)
+
+
+def _write_shards(shards: Sequence[Mapping[str, Source]], folder: Path) -> None:
     files = ["model.safetensors"] if len(shards) == 1 else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
         write_tensors(folder / file, shard)
@@ -325,7 +311,3 @@ def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
         index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(stored.bytes for shard in shards for stored in shard.values())
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
-    exported = copy.deepcopy(config)
-    exported.architectures = exported.architectures or [names.architecture]
-    exported.dtype, exported.use_cache = dtype, True  # training has no cache, who loads it wants one
-    exported.save_pretrained(folder)

@@ -44,6 +44,8 @@ class StoredTensors:
             self._sources[name].append((key, pattern))
         self.foreign = [key for name, found in self._sources.items() if name not in expected for key, _ in found if not _OLD_BUFFERS.search(key)]
         """keys of tensors that the model does not have"""
+        self.multimodal = whole.config.get_text_config() is not whole.config
+        """whether the model has more parts than a language model: an export copies them, and tensors that no part has, unchanged"""
         self._tied: dict[str, str] = dict(whole.all_tied_weights_keys)
         for target, source in self._tied.items():
             if target in self._sources and source not in self._sources:
@@ -64,6 +66,10 @@ class StoredTensors:
         value = converter.convert(name, model=self._whole, config=self._whole.config)[name]
         tensor: torch.Tensor = value[0] if isinstance(value, list) else value
         return tensor
+
+    def outside(self, prefixes: tuple[str, ...]) -> list[str]:
+        """Keys of tensors whose names in the model begin with none of `prefixes`."""
+        return [key for name, found in self._sources.items() if not name.startswith(prefixes) for key, _ in found]
 
     def refuse_untied(self, where: str) -> None:
         """Raises UserError where the config ties two matrices that differ in the checkpoint: transformers then leaves them apart, which a plan that counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.families import FAMILIES, INSIDE
 from megatrain.simulator.files import read_json
 from megatrain.simulator.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.workload import Workload
@@ -18,14 +18,15 @@ DROPOUT = (
 
 
 def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
-    """Raises UserError where the model in `folder` is more than its language model, which is what `model` is: predicted alone, but not trained alone, since
-    what comes out would not be the model that went in.
+    """Raises UserError where the model in `folder` is a multimodal one, of which `model` is the language model, and not one of those whose language model
+    is trained inside of them: it can be predicted, but what would be exported is not known to be the model that went in.
     """
     path = folder / "config.json"
     config = read_json(path)
-    if isinstance(config, dict) and config.get("model_type") != model.family:
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in (None, model.family) and not (kind in INSIDE and INSIDE[kind].family == model.family):
         raise UserError(
-            f"{path}: model_type", found=repr(config.get("model_type")), allowed=f"the language model alone, {model.family!r}",
+            f"{path}: model_type", found=repr(kind), allowed=f"the language model alone, {model.family!r}, or a multimodal model of {', '.join(INSIDE)}",
             fix="save the language model by itself and train that",
         )  # fmt: skip
 

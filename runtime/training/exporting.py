@@ -18,7 +18,7 @@ from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.model_files import export, folder_weights, random_weights
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.training.config import Config
-from megatrain.runtime.training.opening import exported_config, find_model
+from megatrain.runtime.training.opening import exported_config, find_model, not_trained
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.workload import Dtype
@@ -50,7 +50,9 @@ def export_run(
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None
     random = config is not None and config.training.init == "random"
     origin = find_model(model, manifest.model, needed=True) if model is not None else _origin(home, manifest, on_note)
-    settled = exported_config(origin, manifest.model)
+    settled = exported_config(origin, manifest.model, init="random" if random else "model")
+    if note := not_trained(origin, settled):
+        on_note(note)
     if origin is not None and not random:
         with contextlib.suppress(UserError), folder_weights(origin, on_note):  # for its notes; an export does without the folder's weights
             pass

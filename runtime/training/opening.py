@@ -11,6 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data import Corpus, DataOptions, open_data
+from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
+from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import model_folder
 from megatrain.runtime.layers.model_config import completed, differences, refused_config
 from megatrain.runtime.layers.supported import refuse_multimodal
@@ -67,8 +69,9 @@ def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
     raise UserError(f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random")
 
 
-def exported_config(folder: Path | None, planned: ModelSpec) -> PretrainedConfig:
-    """The config that goes out with trained weights: that of the model's `folder`, which also has keys that matter to no step; of no folder, the plan's.
+def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> PretrainedConfig:
+    """The config that is written with trained weights: that of the model's `folder`, which may be a multimodal model and has keys that matter to no step.
+    Where there is no folder, or a multimodal model's weights were not read from it, that of the planned language model alone.
 
     Raises UserError for a value that transformers refuses.
     """
@@ -78,7 +81,17 @@ def exported_config(folder: Path | None, planned: ModelSpec) -> PretrainedConfig
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a config class computes on values that nobody has checked
         raise refused_config(str(folder / "config.json"), error) from None
-    return config
+    return completed(planned) if init == "random" and is_multimodal(config) else config
+
+
+def not_trained(folder: Path | None, config: PretrainedConfig) -> str:
+    """A note that says which tensors of a multimodal model are not trained; empty where there are none. Raises UserError where its files cannot be read."""
+    if folder is None or not is_multimodal(config):
+        return ""
+    with FolderTensors(folder) as tensors:
+        others = CheckpointNames(config).other_keys(tensors.entries, tensors.tensor)
+    names = sorted({name.removeprefix("model.").partition(".")[0] for name in others})
+    return f"only the language model is trained; {len(others)} tensors of {', '.join(names)} are exported unchanged"
 
 
 def _is_model(folder: Path, planned: ModelSpec) -> bool:

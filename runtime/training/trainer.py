@@ -29,7 +29,7 @@ from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.interruption import Interruption
-from megatrain.runtime.training.opening import HeldOut, Source, exported_config, find_data, find_model, refuse_packing
+from megatrain.runtime.training.opening import HeldOut, Source, exported_config, find_data, find_model, not_trained, refuse_packing
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
@@ -154,12 +154,15 @@ class Trainer:
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
         self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
-        self.model_config, self.exported_config = config_of(self.plan.model, self.plan.workload), exported_config(self.folder, self.plan.model)
+        self.model_config = config_of(self.plan.model, self.plan.workload)
+        self.exported_config = exported_config(self.folder, self.plan.model, init=training.init)
         if self.folder is not None and training.init == "model":
             with folder_weights(self.folder, self._notes.append):  # refuses a folder that is not the model's before anything is allocated
                 pass
         data, held_out = self._open_data()
         self._refuse_another_run(self._settings, known=True)
+        if note := not_trained(self.folder, self.exported_config):
+            self._notes.append(note)
         for note in self._notes:
             self.note(note)
         if training.deterministic:

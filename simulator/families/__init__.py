@@ -13,12 +13,14 @@ from megatrain.simulator.families.family import Family
 from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
+from megatrain.simulator.families.multimodal import INSIDE
 from megatrain.simulator.families.parts import Part, Tensors, joined
 from megatrain.simulator.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 
 __all__ = [
     "FAMILIES",
     "FROM_THE_ROW",
+    "INSIDE",
     "KEEP_ATTENTION",
     "NOT_YET",
     "REFUSED",
@@ -112,8 +114,10 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
         raise UserError(where, found=f"a JSON {type(config).__name__}", allowed="a Hugging Face config.json, one JSON object", fix="name a model folder")
     inner = config.get("text_config")
     if isinstance(inner, dict) and str(config.get("model_type")) not in FAMILIES:
-        tied = config.get("tie_word_embeddings")
-        config = {**({} if tied is None else {"tie_word_embeddings": tied}), **inner}
+        inside = INSIDE.get(str(config.get("model_type")))
+        tied = inside.tie_of(config) if inside else inner.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+        said = {} if tied is None else {"tie_word_embeddings": tied}
+        config = {**{key: value for key, value in inner.items() if key != "tie_word_embeddings"}, **said}
     if config.get("is_encoder_decoder"):
         raise UserError(f"{where}: is_encoder_decoder", found="true", allowed="a decoder alone", fix="use a decoder-only model")
     try:

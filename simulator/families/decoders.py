@@ -254,7 +254,9 @@ DECODERS: dict[str, Family] = {
         defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
     ),
     "gemma2": Family(layer=gemma2, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
-    "gemma3_text": Family(layer=gemma3, attention=pattern(6), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
+    "gemma3_text": Family(layer=gemma3, attention=pattern(6), norm=functools.partial(rms_norm, weight="wide"), defaults={
+        **_GELU, "sliding_window": 4096, "num_attention_heads": 8, "vocab_size": 262_208,  # which the text_config of Gemma 3 with images leaves out
+    }),
     "phi3": Family(layer=phi3, attention=one_window, defaults=_SILU),
     "phi": Family(layer=phi, norm=layer_norm, norm_name="final_layernorm", head_bias=True, defaults={"hidden_act": "gelu_new"}),
     "olmo2": Family(layer=olmo2, norm=functools.partial(rms_norm, weight="wide"), defaults=_SILU),

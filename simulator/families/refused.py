@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.families.multimodal import INSIDE
+
 _REASONS: dict[str, str] = {
     "an encoder with a head for text, not a stack of decoder layers": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta roberta-prelayernorm roc_bert roformer
@@ -12,7 +14,8 @@ _REASONS: dict[str, str] = {
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2""",
     "a multimodal model: save its language model by itself and train that": """
-        emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp""",
+        emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 mllama moss_transcribe_diarize phi4_multimodal qwen4_exp""",
+    "a multimodal model, without the text_config that says what its language model is": " ".join(INSIDE),
     "layers that are given rows of other parameters of the model besides the hidden states": """
         gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text""",
     "attention that writes its matrix out, whose memory is not predicted": "bloom codegen cpmant gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",

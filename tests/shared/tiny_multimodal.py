@@ -1,0 +1,51 @@
+"""Tiny multimodal models whose language model is trained inside of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_families import DELTA, EXPERTS
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+_QWEN_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16,
+}  # fmt: skip
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "vision_config": {**_VISION, "num_hidden_layers": 4},  # as many as the language model has
+        "mm_tokens_per_image": 4, "image_token_index": 400, "boi_token_index": 401, "eoi_token_index": 402,
+    },
+    "llama4": {
+        "text_config": {
+            "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
+        },
+        "vision_config": {
+            **_VISION, "intermediate_size": 128, "num_hidden_layers": 2, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+        },
+    },
+    "qwen3_5": {"text_config": {**DELTA, "full_attention_interval": 2}, "vision_config": _QWEN_VISION},
+    "qwen3_5_moe": {
+        "text_config": {**DELTA, **EXPERTS, "full_attention_interval": 2, "shared_expert_intermediate_size": 160}, "vision_config": _QWEN_VISION,
+    },
+}  # fmt: skip
+
+
+def save(kind: str, folder: Path, **changes: Any) -> Any:
+    """Random weights, norms among them, saved by transformers into `folder`; the model. `changes`: keys of the multimodal config."""
+    own = _CONFIGS[kind]
+    config = AutoConfig.for_model(kind, **{**own, "text_config": {**_TEXT, **own["text_config"]}, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.1 + (0.5 if parameter.ndim == 1 else 0))
+    model.save_pretrained(folder)
+    return model
