@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.errors import UserError, suggestion
-from megatrain.simulator.families import FROM_THE_ROW, KEEP_ATTENTION, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
+from megatrain.simulator.families import FROM_THE_ROW, KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 from megatrain.simulator.workload import Dtype, Workload
 
@@ -299,7 +299,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What keeps documents of a row apart on a GPU: their lengths, told to a fused kernel, or a mask; None where nothing does."""
         if self.against_documents:
             return None
-        return "mask" if dtype == "fp32" or self.family in WRITTEN_OUT else "lengths"
+        return "mask" if dtype == "fp32" or self.family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths"
 
     def mask_bytes(self, workload: Workload) -> int:
         """Bytes of what says which token sees which, where causality alone does not: with documents, or a window shorter than a row.

@@ -46,7 +46,7 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
         most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - (2 if model.family == "opt" else 0)
         if workload.sequence > most:
             raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most the {most} positions that it knows", fix="plan shorter rows")
-    if model.config.get("use_bidirectional_attention"):
+    if model.config.get("use_bidirectional_attention") not in (None, False, "vision"):  # Gemma 4's "vision" is about tokens of images
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
     if workload is not None and workload.documents and model.against_documents:
         raise UserError(

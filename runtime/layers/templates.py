@@ -34,7 +34,7 @@ from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.layers.supported import DROPOUT, refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import WRITTEN_OUT
+from megatrain.simulator.families import WIDE_HEADS, WRITTEN_OUT
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.workload import Workload
 
@@ -102,7 +102,7 @@ class Templates:
         if workload.documents and device.type == "cuda" and not self._by_lengths:
             _log.warning(
                 "documents are kept apart by a mask, which no fused causal kernel reads: flash attention takes their lengths for bf16 on an Ampere GPU or "
-                "later, and not for the scores of %s", ", ".join(WRITTEN_OUT),
+                "later, and not for the scores or the heads of %s", ", ".join((*WRITTEN_OUT, *WIDE_HEADS)),
             )  # fmt: skip
         if self._kernel or self._by_lengths:
             attention.take_over(whole.config)

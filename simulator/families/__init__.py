@@ -25,6 +25,7 @@ __all__ = [
     "NOT_YET",
     "REFUSED",
     "UNDESCRIBED",
+    "WIDE_HEADS",
     "WRITTEN_OUT",
     "Architecture",
     "Kind",
@@ -44,6 +45,8 @@ FROM_THE_ROW = {"llama4_text": "whose chunks and whose scaling of queries count 
 """families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
 WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
+WIDE_HEADS = ("gemma4_text",)
+"""families with heads of more than 256 elements, which no fused kernel takes that is given documents' lengths"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
 
@@ -120,7 +123,8 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
         config = {**{key: value for key, value in inner.items() if key != "tie_word_embeddings"}, **said}
     if config.get("is_encoder_decoder"):
         raise UserError(f"{where}: is_encoder_decoder", found="true", allowed="a decoder alone", fix="use a decoder-only model")
+    family = FAMILIES.get(str(config.get("model_type")))
     try:
-        return essential(config)
+        return essential(family.published(config, where) if family and family.published else config)
     except RecursionError:
         raise UserError(where, found="lists nested in lists without end", allowed="a Hugging Face config.json", fix="name a model folder") from None

@@ -13,6 +13,7 @@ from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.dense import llama, mistral
 from megatrain.simulator.families.experts import expert_gate, experts, gated_delta, latent_attention, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, bare_norm, before, sandwich, top_k
+from megatrain.simulator.families.gemma4 import GEMMA4_DEFAULTS, gemma4, gemma4_config, gemma4_kinds
 from megatrain.simulator.families.kinds import (
     DENSE,
     FULL,
@@ -257,6 +258,9 @@ DECODERS: dict[str, Family] = {
     "gemma3_text": Family(layer=gemma3, attention=pattern(6), norm=functools.partial(rms_norm, weight="wide"), defaults={
         **_GELU, "sliding_window": 4096, "num_attention_heads": 8, "vocab_size": 262_208,  # which the text_config of Gemma 3 with images leaves out
     }),
+    "gemma4_text": Family(
+        layer=gemma4, attention=gemma4_kinds, norm=functools.partial(rms_norm, weight="wide"), published=gemma4_config, defaults=GEMMA4_DEFAULTS
+    ),
     "phi3": Family(layer=phi3, attention=one_window, defaults=_SILU),
     "phi": Family(layer=phi, norm=layer_norm, norm_name="final_layernorm", head_bias=True, defaults={"hidden_act": "gelu_new"}),
     "olmo2": Family(layer=olmo2, norm=functools.partial(rms_norm, weight="wide"), defaults=_SILU),

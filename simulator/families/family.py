@@ -30,6 +30,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     names: dict[str, str] = {}
     """what config.json calls `hidden_size` and its like, where it has names of its own"""
+    published: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
+    """from a config that transformers has written in another form than it is published in, and its place, to the published form"""
     defaults: dict[str, Any] = {}
     """of keys that config.json may leave out, as transformers has them"""
 

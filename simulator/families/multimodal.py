@@ -23,6 +23,7 @@ class Inside(NamedTuple):
 
 INSIDE: dict[str, Inside] = {
     "gemma3": Inside("gemma3_text", tied=True),
+    "gemma4": Inside("gemma4_text", tied=True),
     "llama4": Inside("llama4_text", tied=None),
     "qwen3_5": Inside("qwen3_5_text", tied=False),
     "qwen3_5_moe": Inside("qwen3_5_moe_text", tied=False),

@@ -14,10 +14,11 @@ _REASONS: dict[str, str] = {
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2""",
     "a multimodal model: save its language model by itself and train that": """
-        emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 mllama moss_transcribe_diarize phi4_multimodal qwen4_exp""",
+        emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize phi4_multimodal qwen4_exp""",
     "a multimodal model, without the text_config that says what its language model is": " ".join(INSIDE),
-    "layers that are given rows of other parameters of the model besides the hidden states": """
-        gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text""",
+    "layers that pass on four streams of hidden states, are given rows of another embedding table, and attend to keys and values of an earlier layer": "gemma3n_text",
+    "layers that are given rows of another embedding table, or keys and values of another layer or model, besides the hidden states": """
+        gemma4_assistant gemma4_unified_assistant gemma4_unified_text""",
     "attention that writes its matrix out, whose memory is not predicted": "bloom codegen cpmant gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",
     "a mask for every row always, whose memory is not predicted": "falcon",
     "a parameter that stays in fp32 beside bf16 weights": "afmoe ernie4_5_moe hunyuan_v1_moe",

@@ -36,7 +36,7 @@ from megatrain.runtime.files.model_files import export
 from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.templates import Templates, config_of
-from megatrain.simulator.families import FAMILIES, KEEP_ATTENTION, WRITTEN_OUT
+from megatrain.simulator.families import FAMILIES, KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
 from megatrain.simulator.workload import Workload
@@ -224,7 +224,7 @@ def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in WRITTEN_OUT)
     assert model.documents_by("fp32") == ("mask" if family in DOCUMENTED else None)
-    assert model.documents_by("bf16") == (("mask" if family in WRITTEN_OUT else "lengths") if family in DOCUMENTED else None)
+    assert model.documents_by("bf16") == (("mask" if family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths") if family in DOCUMENTED else None)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])

@@ -37,6 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
         for family in ("gpt2", "gpt_bigcode")
     },
     "opt": {"ffn_dim": 352, "dropout": 0.0, "max_position_embeddings": 254, "word_embed_proj_dim": None},
+    "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
     "internlm3": {"head_dim": 16},
     "iquestcoder": {"head_dim": 16},
     "cwm": {"head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16},

@@ -23,6 +23,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "num_hidden_layers": 4},  # as many as the language model has
         "mm_tokens_per_image": 4, "image_token_index": 400, "boi_token_index": 401, "eoi_token_index": 402,
     },
+    "gemma4": {
+        "text_config": {
+            "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+            "patch_size": 4, "position_embedding_size": 16,
+        },
+    },
     "llama4": {
         "text_config": {
             "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8,

@@ -19,6 +19,7 @@ from megatrain.simulator.workload import Dtype, Workload
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIASED = {"attention_bias": True}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 96}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "llama": [BIASED, {"mlp_bias": True}, {"head_dim": 32}, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}],
@@ -57,6 +58,7 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "exaone4": [{"sliding_window_pattern": 2, "sliding_window": 16}],
     "exaone_moe": [{"first_k_dense_replace": 3}, {"num_shared_experts": 2}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "gemma4_text": [GEMMA4_EXPERTS, {"attention_k_eq_v": False}, {"layer_types": ["full_attention", "sliding_attention"] * 3}, BIASED],
     "gpt2": [{"n_inner": 192}],
     "granitemoeshared": [{"shared_intermediate_size": 64}, BIASED],
     "helium": [BIASED, {"mlp_bias": True}],
@@ -176,7 +178,11 @@ SHAPES: list[dict[str, Any]] = [
     {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
 ]
-SAVED = [(family, {}) for family in FAMILIES] + [(family, changes) for family in ("llama", "mistral", "qwen2", "qwen3") for changes in SHAPES[1:]]
+SAVED = (
+    [(family, {}) for family in FAMILIES]
+    + [("gemma4_text", GEMMA4_EXPERTS)]
+    + [(family, changes) for family in ("llama", "mistral", "qwen2", "qwen3") for changes in SHAPES[1:]]
+)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
