@@ -129,7 +129,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
 
 def _against_documents(args: argparse.Namespace, model: ModelSpec) -> str | None:
     """Why this model's attention cannot stay inside a document."""
-    return model.against_documents or ("--attention cudnn, which takes no lengths of documents" if args.attention == "cudnn" else None)
+    return model.against_documents(args.seq) or ("--attention cudnn, which takes no lengths of documents" if args.attention == "cudnn" else None)
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:

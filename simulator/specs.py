@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.errors import UserError, suggestion
-from megatrain.simulator.families import FROM_THE_ROW, KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
+from megatrain.simulator.families import KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
 from megatrain.simulator.files import read_json
 from megatrain.simulator.workload import Dtype, Workload
 
@@ -287,18 +287,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         width = DTYPE_BYTES[dtype]
         return max(width * (layer.elements + 3 * tokens * layer.inner) for layer in self.decoders)
 
-    @property
-    def against_documents(self) -> str | None:
-        """Why the documents of a row cannot be kept apart; None where they can."""
-        linear = next((layer.name for layer in self.decoders if layer.attention == "linear_attention"), None)
-        if linear is not None:
-            return f"{self.family}, whose linear attention, as in layer {linear}, lets a document see the ones before it"
-        return f"{self.family}, {FROM_THE_ROW[self.family]}" if self.family in FROM_THE_ROW else None
+    def against_documents(self, sequence: int) -> str | None:
+        """Why the documents of a row of `sequence` tokens cannot be kept apart; None where they can."""
+        first = self._architecture.scaled_from
+        if first is not None and sequence >= first:
+            return f"{self.family}, which scales queries by their place in a row of {first} tokens or more"
+        return None
 
-    def documents_by(self, dtype: Dtype) -> Literal["lengths", "mask"] | None:
-        """What keeps documents of a row apart on a GPU: their lengths, told to a fused kernel, or a mask; None where nothing does."""
-        if self.against_documents:
-            return None
+    def documents_by(self, dtype: Dtype) -> Literal["lengths", "mask"]:
+        """What keeps documents of a row apart on a GPU: their lengths, which a fused kernel is given, or a mask."""
         return "mask" if dtype == "fp32" or self.family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths"
 
     def mask_bytes(self, workload: Workload) -> int:

@@ -32,8 +32,22 @@ def trained_labels(batch: Batch) -> torch.Tensor:
     return batch.labels if batch.documents is None else batch.labels.masked_fill(batch.documents < 0, IGNORED)
 
 
-def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
-    """The masks that keep documents apart, by attention type, for a model that takes them so and does not show the positions to its own."""
-    made = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    inputs: dict[str, Any] = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": None, "position_ids": position_ids}
-    return {kind: made[kind](**inputs) for kind in set(config.layer_types)}
+def chunks(documents: torch.Tensor, size: int) -> torch.Tensor:
+    """Documents [batch, sequence] int64 cut into chunks of `size` tokens, numbered so that neighbouring chunks differ; the same shape."""
+    return documents * documents.shape[1] + positions(documents) // size
+
+
+def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    """The masks that keep documents apart, for a model that does not show the positions to its own: by attention type where the model has types, else
+    one. Chunked attention is that of documents as long as a chunk; linear attention has no mask.
+    """
+
+    def made(kind: str) -> Any:
+        if kind == "linear_attention":
+            return None
+        function = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+        counted = position_ids % config.attention_chunk_size if kind == "chunked_attention" else position_ids
+        return function(config=config, inputs_embeds=inputs_embeds, attention_mask=None, past_key_values=None, position_ids=counted)
+
+    types = getattr(config, "layer_types", None)
+    return {kind: made(kind) for kind in set(types)} if types else made("full_attention")

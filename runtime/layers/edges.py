@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
+from megatrain.runtime.layers.linear_documents import ARGUMENT
 from megatrain.runtime.layers.scaled_positions import ScaledPositions
 
 Arguments = dict[str, Any]
@@ -95,6 +96,7 @@ class Edges:
         base = stack.decoder_of(whole)
         layers = stack.layers_of(whole)
         self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._types: list[str] = getattr(base.config, "layer_types", None) or ["full_attention"] * len(layers)
         self._noting = [_Noting(index == len(layers) - 1, layer) for index, layer in enumerate(layers)]
         self._giving = _Giving()
         self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
@@ -140,19 +142,26 @@ class Edges:
     def _noted(self, rows: torch.Tensor, positions: torch.Tensor | None, prepared: Any) -> list[Arguments]:
         with torch.no_grad():
             self._run(self._way_to_layers, inputs_embeds=rows, position_ids=positions, attention_mask=prepared)
-        return [noted.arguments for noted in self._noting]
+        found = [noted.arguments for noted in self._noting]
+        if positions is None:
+            return found
+        return [handed | ({ARGUMENT: positions} if kind == "linear_attention" else {}) for handed, kind in zip(found, self._types, strict=True)]
 
     @functools.cached_property
     def packs(self) -> bool:
-        """Whether the model keeps documents apart by itself, tried on two documents of one token; otherwise its masks are made for it (gpt_oss, in
-        transformers 5.23). Raises ValueError where that does not help either.
+        """Whether the model keeps documents apart by itself, tried on two documents of one token; otherwise its masks are made for it (gpt_oss, OPT and
+        Llama 4, in transformers 5.23). Raises ValueError where that does not help either.
         """
         rows = torch.zeros(1, 2, self._hidden, dtype=self._dtype, device=self._device)
         positions = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
-        if all(map(_apart, self._noted(rows, positions, None))):
+
+        def keeps_apart(prepared: Any) -> bool:
+            noted = self._noted(rows, positions, prepared)
+            return all(ARGUMENT in handed or _apart(handed) for handed in noted)
+
+        if "chunked_attention" not in self._types and keeps_apart(None):  # the model's own chunks count from a row's start
             return True
-        config = self._way_to_layers.config
-        if not getattr(config, "layer_types", None) or not all(map(_apart, self._noted(rows, positions, masks(config, rows, positions)))):
+        if not keeps_apart(masks(self._way_to_layers.config, rows, positions)):
             raise ValueError("attention across documents")
         return False
 

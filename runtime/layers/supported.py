@@ -48,8 +48,8 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
             raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most the {most} positions that it knows", fix="plan shorter rows")
     if model.config.get("use_bidirectional_attention") not in (None, False, "vision"):  # Gemma 4's "vision" is about tokens of images
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
-    if workload is not None and workload.documents and model.against_documents:
+    if workload is not None and workload.documents and (obstacle := model.against_documents(workload.sequence)):
         raise UserError(
-            where, found=model.against_documents, allowed="rows of one document",
+            where, found=obstacle, allowed="rows of one document",
             fix="make the plan with --plain-packing; padding at a row's end needs no documents, only labels that are ignored",
         )  # fmt: skip

@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import attention, lengths
+from megatrain.runtime.layers import attention, lengths, linear_documents
 from megatrain.runtime.layers.attention import Attention
-from megatrain.runtime.layers.documents import positions
+from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.edges import Arguments, Edges
 from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.model_config import completed
@@ -98,6 +98,7 @@ class Templates:
         quiet.output_router_logits = False
         whole = skeleton(quiet, self.dtype, device)
         self._kernel = attention.kernel_of(model, workload, device) if workload.attention or keeps else None
+        self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
         self._by_lengths = workload.documents and lengths.takes_lengths(model, workload, device)
         if workload.documents and device.type == "cuda" and not self._by_lengths:
             _log.warning(
@@ -106,6 +107,8 @@ class Templates:
             )  # fmt: skip
         if self._kernel or self._by_lengths:
             attention.take_over(whole.config)
+        if workload.documents:
+            linear_documents.take_over(whole)
         self._stack = DecoderStack.of(whole)
         self.buffers = {str(index): dict(layer.named_buffers()) for index, layer in enumerate(self._stack.layers_of(whole))}
         """each decoder layer's own, by layer and name, on the device"""
@@ -126,7 +129,7 @@ class Templates:
             self._refuse_what_does_not_pack()
         if not (self._by_lengths and model.mask_bytes(msgspec.structs.replace(workload, documents=False))):
             self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
-        self._rooms: dict[int, int | None] = {}
+        self._rooms: dict[int, dict[str, int] | None] = {}
         self._chunk_loss = torch.compile(self._token_losses, dynamic=False) if workload.compiled else self._token_losses
         self._arguments: dict[int, list[Arguments]] = {}
 
@@ -143,7 +146,7 @@ class Templates:
         """Before a step: a micro-batch's `documents` [batch, sequence] int64 on the host, whose number is read here and not while ops run. None: there is
         one a row, and attention is the causal kernel's.
         """
-        self._rooms[micro] = None if documents is None else lengths.room(documents)
+        self._rooms[micro] = None if documents is None else self._rooms_of(documents)
 
     def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
         """A micro-batch begins: lengths or masks, and positions, for its `documents` [batch, sequence] int64, on the device, unless `expect` has heard
@@ -153,7 +156,7 @@ class Templates:
         """
         if documents is not None:
             self._counted[micro] = positions(documents)
-        one_a_row = documents is None or self._rooms.get(micro, 0) is None
+        one_a_row = documents is None or (micro in self._rooms and self._rooms[micro] is None)
         if not (one_a_row and self._causal):
             self._arguments[micro] = self._apart(micro, documents)
         if self.routing:
@@ -161,13 +164,27 @@ class Templates:
 
     def _apart(self, micro: int, documents: torch.Tensor | None) -> list[Arguments]:
         work = self.workload
+        rooms = self._rooms.get(micro)
         if documents is None:
-            documents = torch.zeros(work.batch, work.sequence, dtype=torch.int64, device=self.device)
+            whole = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
+            documents, rooms = whole.to(self.device), self._rooms_of(whole)
         if not self._by_lengths:
             return self._edges.arguments(work.batch, work.sequence, positions(documents))
-        places = self._rooms.get(micro, 0)
-        bounds = lengths.bounds(documents, work.batch if places is None else places or lengths.room(documents), compiled=work.compiled)
-        return [{**handed, "attention_mask": bounds} for handed in self._edges.arguments_without_masks(positions(documents))]
+        rooms = rooms or self._rooms_of(documents)
+        bounds = {kind: lengths.bounds(parts, rooms[kind], compiled=work.compiled) for kind, parts in self._divided(documents).items()}
+        handed = self._edges.arguments_without_masks(positions(documents))
+        return [
+            {**each, "attention_mask": bounds[layer.attention]} if layer.attention in bounds else each
+            for each, layer in zip(handed, self.model.decoders, strict=True)
+        ]
+
+    def _divided(self, documents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`documents` [batch, sequence] int64 for each type of attention that takes lengths: in chunked attention a chunk is like a document."""
+        kinds = {layer.attention for layer in self.model.decoders} - {"linear_attention"}
+        return {kind: chunks(documents, self._chunk) if kind == "chunked_attention" else documents for kind in sorted(kinds)}
+
+    def _rooms_of(self, documents: torch.Tensor) -> dict[str, int]:
+        return {kind: lengths.room(parts) for kind, parts in self._divided(documents).items()}
 
     def end(self, micro: int) -> None:
         """The micro-batch's backward is done."""

@@ -19,7 +19,6 @@ from megatrain.simulator.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 
 __all__ = [
     "FAMILIES",
-    "FROM_THE_ROW",
     "INSIDE",
     "KEEP_ATTENTION",
     "NOT_YET",
@@ -41,8 +40,6 @@ FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES,
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
-FROM_THE_ROW = {"llama4_text": "whose chunks and whose scaling of queries count from a row's start", "opt": "whose positions count from a row's start"}
-"""families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
 WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 WIDE_HEADS = ("gemma4_text",)
@@ -69,6 +66,11 @@ class Architecture:
         """tables that are added to the embedding's rows"""
         self.decoders = {kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)}
         """a decoder layer of each kind"""
+
+    @functools.cached_property
+    def scaled_from(self) -> int | None:
+        """The shortest row in which some layer scales queries by their place in the row, whatever documents are in it; None where no layer does."""
+        return self.family.scaled_from(self.config) if self.family.scaled_from else None
 
     @functools.cached_property
     def norm(self) -> Part:

@@ -27,6 +27,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     embedding: str = "embed_tokens"
     positions: Callable[[Config], Tensors] | None = None
     """tables that are added to the embedding's rows, by name and shape [positions, hidden]; None: positions are the layers' business"""
+    scaled_from: Callable[[Config], int | None] | None = None
+    """the shortest row in which some layer scales queries by their place in the row; None: whatever layers do counts from a document's start"""
     head_bias: bool = False
     names: dict[str, str] = {}
     """what config.json calls `hidden_size` and its like, where it has names of its own"""

@@ -101,6 +101,11 @@ def llama4_chunks(c: Config) -> list[str]:
     return c.each_layer("layer_types", (FULL, CHUNKED)) or [CHUNKED if here else FULL for here in turned or ()]
 
 
+def llama4_scaled_from(c: Config) -> int | None:
+    """`floor_scale`, where layers without positions scale their queries."""
+    return c.size("floor_scale", 8192) if c.flag("attn_temperature_tuning", True) and FULL in llama4_chunks(c) else None
+
+
 def llama4_sparse(c: Config) -> list[str]:
     """Experts where `moe_layers` says so, or in every so many layers."""
     every = c.size("interleave_moe_layer_step")

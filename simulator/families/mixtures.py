@@ -22,6 +22,7 @@ from megatrain.simulator.families.kinds import (
     listed_or_full,
     listed_or_sparse,
     llama4_chunks,
+    llama4_scaled_from,
     llama4_sparse,
     pattern,
 )
@@ -177,7 +178,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     "granitemoeshared": Family(layer=granitemoeshared, mlp=every_layer, defaults={
         **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0,
     }),
-    "llama4_text": Family(layer=llama4, attention=llama4_chunks, mlp=llama4_sparse, defaults={
+    "llama4_text": Family(layer=llama4, attention=llama4_chunks, mlp=llama4_sparse, scaled_from=llama4_scaled_from, defaults={
         **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16384,
         "use_qk_norm": True, "attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4,
     }),

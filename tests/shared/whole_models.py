@@ -17,7 +17,6 @@ from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.skeleton import widen_buffers
 from megatrain.runtime.optimizer import round_to_bf16
-from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.specs import ModelSpec
 
@@ -69,7 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "exaone_moe": {"sliding_window": 8, "layer_types": SLIDING},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "granitemoeshared": {"shared_intermediate_size": 32, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
-    "llama4_text": {"attention_chunk_size": 8, "no_rope_layer_interval": 4, "floor_scale": 4},
+    "llama4_text": {"attention_chunk_size": 8, "no_rope_layer_interval": 4, "floor_scale": SEQUENCE + 1},
     "mellum": {"sliding_window": 8, "layer_types": SLIDING},
     "minicpm3": {"num_key_value_heads": 4},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
@@ -146,9 +145,12 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
 
 
 def difference(ours: Tensors, theirs: Tensors) -> float:
-    """The largest over the tensors of the largest difference, relative to the tensor's largest element."""
+    """The largest over the tensors of the largest difference, relative to the tensor's largest element, or to 1e-4 where that is less.
+
+    A gradient that small is what is left of terms that cancel: without rotary positions that of a key's bias is zero but for rounding.
+    """
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30)) for name in theirs)
+    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-4)) for name in theirs)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,14 @@ PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] *
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-DOCUMENTED = [family for family in FAMILIES if family not in (*LINEAR, "llama4_text", "opt")]
+"""families with linear attention: transformers' own packing lets its state pass from document to document"""
+
+
+def packed_bound(family: str) -> float:
+    """Of a gradient in fp32 with documents. The delta rule of linear attention cuts a row into other chunks than a document alone, so its sums round
+    otherwise.
+    """
+    return 4e-5 if family in LINEAR else 1e-5
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
