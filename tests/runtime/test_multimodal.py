@@ -30,10 +30,10 @@ TRAINED = 3
 
 @pytest.fixture
 def inside(tmp_path: Path, make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
-    """A session that has loaded the language model of `tmp_path / "whole"`; `inside(kind, ...)`."""
+    """A session that has loaded the language model of `tmp_path / "whole"`; `inside(kind)`."""
 
-    def make(kind: str, **changes: Any) -> Any:
-        tiny_multimodal.save(kind, tmp_path / "whole", **changes)
+    def make(kind: str) -> Any:
+        tiny_multimodal.save(kind, tmp_path / "whole")
         model = ModelSpec.load(str(tmp_path / "whole"))
         plan = make_plan("resident", model=model, sequence=SEQUENCE, dtype="fp32", loss_chunk=13, checkpoint_interval=3)
         with folder_weights(tmp_path / "whole") as weights:
@@ -78,7 +78,7 @@ def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(inside: Calla
 @pytest.mark.parametrize("outer", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False, None])
 def test_its_head_is_tied_where_transformers_ties_it(tmp_path: Path, kind: str, outer: bool | None, inner: bool | None) -> None:
-    tiny_multimodal.save(kind, tmp_path)
+    tiny_multimodal.config_of(kind).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for part, tied in ((config, outer), (config["text_config"], inner)):
         del part["tie_word_embeddings"]

@@ -48,12 +48,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save(kind: str, folder: Path, **changes: Any) -> Any:
-    """Random weights, norms among them, saved by transformers into `folder`; the model. `changes`: keys of the multimodal config."""
+def config_of(kind: str) -> Any:
     own = _CONFIGS[kind]
-    config = AutoConfig.for_model(kind, **{**own, "text_config": {**_TEXT, **own["text_config"]}, **changes})
+    return AutoConfig.for_model(kind, **{**own, "text_config": {**_TEXT, **own["text_config"]}})
+
+
+def save(kind: str, folder: Path) -> Any:
+    """Random weights, norms among them, saved by transformers into `folder`; the model."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    model = AutoModelForImageTextToText.from_config(config_of(kind))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.1 + (0.5 if parameter.ndim == 1 else 0))
