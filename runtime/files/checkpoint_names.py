@@ -54,9 +54,9 @@ class CheckpointNames:
         """The tensors of a checkpoint that has these `keys`."""
         return StoredTensors(self._whole, keys, tensor_of)
 
-    def other_keys(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> list[str]:
+    def other_keys(self, keys: Iterable[str]) -> list[str]:
         """Those of a checkpoint's `keys` that belong to no tensor of the language model: a vision tower's, for example."""
-        return self.stored(keys, tensor_of).outside((f"{self.stack.decoder}.", f"{self.stack.head}."))
+        return self.stored(keys, lambda _: torch.empty(0)).outside((f"{self.stack.decoder}.", f"{self.stack.head}."))
 
     def saved(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
         """Tensors of the model as a checkpoint has them, under its names.

@@ -294,7 +294,7 @@ def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
         if is_multimodal(config):
             assert source is not None, "the other tensors of a multimodal model are in its folder"
             others = opened.enter_context(FolderTensors(source))
-            add({key: others.source(key) for key in names.other_keys(others.entries, others.tensor)})
+            add({key: others.source(key) for key in names.other_keys(others.entries)})
         _write_shards(shards, folder)
     exported = copy.deepcopy(config)
     exported.architectures = exported.architectures or [names.architecture]

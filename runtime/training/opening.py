@@ -89,7 +89,7 @@ def not_trained(folder: Path | None, config: PretrainedConfig) -> str:
     if folder is None or not is_multimodal(config):
         return ""
     with FolderTensors(folder) as tensors:
-        others = CheckpointNames(config).other_keys(tensors.entries, tensors.tensor)
+        others = CheckpointNames(config).other_keys(tensors.entries)
     names = sorted({name.removeprefix("model.").partition(".")[0] for name in others})
     return f"only the language model is trained; {len(others)} tensors of {', '.join(names)} are exported unchanged"
 

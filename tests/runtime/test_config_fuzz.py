@@ -32,7 +32,7 @@ def outcome(change: Change, folder: Path, run: Callable[..., Any]) -> str:
     (folder / "config.json").write_text(json.dumps(change.config()))
     try:
         model = ModelSpec.load(str(folder))
-        exported_config(folder, model)  # as the trainer does before it allocates
+        exported_config(folder, model, init="model")  # as the trainer does before it allocates
         running = run(model, batch=2, device_limit_bytes=2**28)
     except UserError as error:
         return "" if "\n" in str(error) else f"refused: {error}"

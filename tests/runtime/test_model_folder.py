@@ -73,7 +73,7 @@ def test_tokenizer_and_generation_config_go_along(saved: tuple[Plan, Path], sess
         (folder / name).write_text(f"the {name}")
     (folder / "modeling_evil.py").write_text("raise SystemExit")
     with folder_weights(folder) as weights, session(plan, weights=weights) as running:
-        export(running.state, plan, exported_config(folder, plan.model), tmp_path / "out", source=folder)
+        export(running.state, plan, exported_config(folder, plan.model, init="model"), tmp_path / "out", source=folder)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 7
     names = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert set(os.listdir(tmp_path / "out")) == names
@@ -186,7 +186,7 @@ def test_code_that_comes_with_a_model_is_never_run(saved: tuple[Plan, Path], ses
     config["auto_map"] = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     (folder / "config.json").write_text(json.dumps(config))
     with folder_weights(folder) as weights, session(plan, weights=weights):
-        exported_config(folder, plan.model)
+        exported_config(folder, plan.model, init="model")
     assert not ran.exists()
 
 

@@ -88,7 +88,7 @@ def test_its_head_is_tied_where_transformers_ties_it(tmp_path: Path, kind: str, 
         whole = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
     theirs = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
     model = ModelSpec.load(str(tmp_path))
-    assert (model.tied, config_of(model).tie_word_embeddings, config_of(model, str(tmp_path)).tie_word_embeddings) == (theirs,) * 3
+    assert (model.tied, config_of(model).tie_word_embeddings) == (theirs, theirs)
 
 
 def test_an_export_in_bf16_leaves_the_other_tensors_as_they_are(inside: Callable[..., Any], tmp_path: Path) -> None:
