@@ -65,7 +65,7 @@ def test_fewer_layers_are_the_first_layers(name: str) -> None:
 
 
 def test_lists_of_layers_are_cut_too(make_model: Make) -> None:
-    spec = make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=8)
+    spec = make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True, sliding_window=8)
     assert spec.with_layers(3).config["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
     sparse = make_model(family="qwen3_moe", mlp_only_layers=[1, 3], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     assert sparse.with_layers(2).config["mlp_only_layers"] == [1]
@@ -125,8 +125,8 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
     [
         ([GOOD], ["found a JSON list", "config.json"]),
         (None, ["found a JSON NoneType"]),
-        ({}, ["model_type", "found None", "llama, mistral, qwen2, qwen3, gemma"]),
-        ({**GOOD, "model_type": "bloom"}, ["model_type", "found 'bloom'", "llama, mistral, qwen2, qwen3, gemma"]),
+        ({}, ["model_type", "found None", "one of", "families"]),
+        ({**GOOD, "model_type": "bloom"}, ["model_type", "found 'bloom'", "one of", "families"]),
         ({**GOOD, "model_type": ["llama"]}, ["model_type", "found ['llama']"]),
         ({key: value for key, value in GOOD.items() if key != "vocab_size"}, ["vocab_size", "found nothing", "a whole number"]),
         ({**GOOD, "hidden_size": "64"}, ["hidden_size", "found '64'", "a whole number"]),
@@ -141,7 +141,7 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
         ({**GOOD, "hidden_act": "mish"}, ["hidden_act", "found 'mish'", "silu"]),
         ({**GOOD, "attention_bias": "yes"}, ["attention_bias", "found 'yes'", "true or false"]),
         ({**GOOD, "is_encoder_decoder": True}, ["is_encoder_decoder", "found true", "a decoder alone"]),
-        ({**GOOD, "model_type": "t5"}, ["model_type", "found 't5'", "llama, mistral"]),
+        ({**GOOD, "model_type": "t5"}, ["model_type", "found 't5'", "an unknown model_type"]),
         ({**QWEN3, "layer_types": ["full_attention", "conv"]}, ["layer_types", "found 'conv'", "sliding_attention"]),
         ({**QWEN3, "layer_types": ["full_attention"]}, ["layer_types", "found 1 entries", "num_hidden_layers = 2"]),
         ({**QWEN3, "layer_types": 7}, ["layer_types", "found 7", "a list"]),
