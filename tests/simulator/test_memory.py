@@ -164,7 +164,7 @@ def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(make_plan:
 
 
 def test_masks_are_counted_where_causality_alone_does_not_do(make_model: Callable[..., ModelSpec]) -> None:
-    plain, both = make_model(), make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=8)
+    plain, both = make_model(), make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True, sliding_window=8)
     capped = make_model(family="gemma2", head_dim=16, sliding_window=16)
     work, pairs = Workload(batch=3, sequence=16, dtype="fp32"), 16 * 16
     packed = msgspec.structs.replace(work, documents=True)
