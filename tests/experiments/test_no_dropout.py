@@ -51,7 +51,7 @@ def test_calibrate_takes_it() -> None:
     parser = OneLineParser()
     calibrate.describe(parser)
     words = ["tiny", "--out", "hardware.toml", *map(str, WORK)]
-    with pytest.raises(UserError, match="attention_dropout: found 0.1; allowed: 0; fix: make the plan with --no-dropout"):
+    with pytest.raises(UserError, match=r"attention_dropout: found 0\.1; allowed: 0; fix: make the plan with --no-dropout"):
         calibrate._wanted(parser.parse_args(words), torch.device("cpu"))
     (subject,), workload, _ = calibrate._wanted(parser.parse_args([*words, "--no-dropout"]), torch.device("cpu"))
     assert workload.no_dropout
