@@ -1,0 +1,70 @@
+"""The small breakages of a module: cosmic-ray's operators, those that keep types, and one that leaves a statement out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import parso
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.operators.provider import OperatorProvider
+
+_PAIRS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Div", "Mod_Mul", "BitAnd_BitOr", "BitOr_BitAnd")
+_COMPARISONS = ("Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Is_IsNot", "IsNot_Is")
+_OTHERS = ("AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceBreakWithContinue",
+           "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer", "RemoveDecorator", "ZeroIterationForLoop", "ReplaceUnaryOperator_Delete_Not")  # fmt: skip
+
+
+class RemoveStatement(Operator):
+    """Leaves out a call whose value is not used, an augmented assignment, or a `raise`."""
+
+    def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
+        first = node.children[0] if node.type == "simple_stmt" else None
+        call = first is not None and first.type in ("atom_expr", "power") and first.get_last_leaf().value == ")"
+        augmented = first is not None and first.type == "expr_stmt" and first.children[1].type == "operator" and first.children[1].value.endswith("=")
+        if call or (augmented and first.children[1].value != "=") or (first is not None and first.type == "raise_stmt"):
+            yield node.start_pos, node.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        first = node.children[0]
+        node.children[0] = parso.python.tree.Keyword("pass", first.start_pos, first.get_first_leaf().prefix)
+        return node
+
+    @classmethod
+    def examples(cls) -> tuple[()]:
+        return ()
+
+
+_NAMES = [*(f"ReplaceBinaryOperator_{pair}" for pair in _PAIRS), *(f"ReplaceComparisonOperator_{pair}" for pair in _COMPARISONS), *_OTHERS]
+OPERATORS = [*(OperatorProvider()[name]() for name in _NAMES), RemoveStatement()]
+
+
+def breakages(path: Path) -> dict[int, list[tuple[Operator, int]]]:
+    """Every breakage of the module: line -> the operator, and which of its occurrences."""
+    nodes, found = list(ast_nodes(get_ast(path.read_text()))), {}
+    for operator in OPERATORS:
+        for occurrence, line in enumerate([start[0] for node in nodes for start, _ in operator.mutation_positions(node)]):
+            found.setdefault(line, []).append((operator, occurrence))
+    return found
+
+
+class _Plain(ast.NodeTransformer):
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        node.args, node.posonlyargs, node.kwonlyargs = [*node.posonlyargs, *node.args, *node.kwonlyargs], [], []
+        return self.generic_visit(node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for field in {"annotation", "returns"} & set(node._fields):
+            setattr(node, field, None)
+        return super().generic_visit(node)
+
+
+def plain(source: str) -> str | None:
+    """The program without its annotations and without how a parameter may be passed. None for what is no program."""
+    try:
+        return ast.dump(_Plain().visit(ast.parse(source)))
+    except SyntaxError:
+        return None
