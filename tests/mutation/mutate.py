@@ -39,7 +39,9 @@ SECONDS = 60.0
 def record(files: list[str]) -> None:
     """Runs test files, each once, under coverage.py; without `files` those that were not recorded yet."""
     CACHE.mkdir(exist_ok=True)
-    every = [str(path.relative_to(ROOT)) for name in RECORDED for path in sorted((ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py"))]
+    every = [
+        str(path.relative_to(ROOT)) for name in RECORDED for path in sorted((ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py"))
+    ]
     for file in files or [file for file in every if not (CACHE / f"{file.replace('/', '.')}.xml").exists()]:
         print(file, flush=True)
         base = CACHE / file.replace("/", ".")
@@ -55,7 +57,9 @@ class Executing:
         """of each test that passed"""
         self.lines: dict[str, dict[int, set[str]]] = {}
         for report in sorted(CACHE.glob("*.xml")):
-            passed = {_id(case): float(case.attrib["time"]) for case in ElementTree.parse(report).iter("testcase") if {part.tag for part in case} <= {"properties"}}
+            passed = {
+                _id(case): float(case.attrib["time"]) for case in ElementTree.parse(report).iter("testcase") if {part.tag for part in case} <= {"properties"}
+            }
             self.seconds |= passed
             data = coverage.CoverageData(str(report.with_suffix(".coverage")))
             data.read()
@@ -126,7 +130,9 @@ def sample(paths: list[str], count: int, seed: int, executing: Executing) -> lis
 def run(paths: list[str], count: int, seed: int, at_least: float) -> int:
     """Prints a line for each breakage and a table of the modules. 1 where a smaller share than `at_least` was noticed."""
     executing = Executing()
-    equivalent = {(entry["file"], entry["before"], entry["after"]) for entry in tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["equivalent"]}
+    equivalent = {
+        (entry["file"], entry["before"], entry["after"]) for entry in tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["equivalent"]
+    }
     outcomes: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repository"

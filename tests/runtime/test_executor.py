@@ -136,6 +136,20 @@ def test_buffers_of_a_pool_do_not_overlap(executable: Callable[..., Plan], sessi
             assert end <= start
 
 
+@pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True}], ids=str)
+@pytest.mark.parametrize("policy", EXECUTABLE)
+def test_what_a_slot_held_before_changes_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, changes: dict[str, Any]) -> None:
+    """Also in the padding between tensors, which a norm adds up and an update reads."""
+    plan = executable(policy, **changes)
+    with session(plan) as undisturbed:
+        want = undisturbed.bits()
+    with session(plan) as running:
+        for buffer in running.executor.schedule.buffers:
+            if not (buffer.persistent or buffer.dynamic):
+                running.executor.arenas.flat(buffer.id, torch.uint8, buffer.bytes).fill_(0xFF)  # NaN in bf16 and fp32
+        assert running.bits() == want
+
+
 # ---- failures ----
 
 

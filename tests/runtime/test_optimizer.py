@@ -289,17 +289,18 @@ def test_sums_of_ratios_hang_on_no_block(monkeypatch: pytest.MonkeyPatch, three_
             assert torch.equal(found(three_threads, pieces), whole)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-4, 0.1, 1.0, 100.0])
-def test_the_clip_coefficient_is_torch_s(scale: float) -> None:
+@pytest.mark.parametrize(("scale", "max_norm"), [(0.0, 1.0), (1e-4, 1.0), (0.1, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-7, 1e-6)])
+def test_the_clip_coefficient_is_torch_s(scale: float, max_norm: float) -> None:
+    """For small norms as well, where the 1e-6 that torch adds counts."""
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(size, generator=generator) * scale for size in (3, 5000, 64)]
-    factor, norm = clip_coefficient([sum_of_squares(gradient) for gradient in gradients], 1.0)
+    factor, norm = clip_coefficient([sum_of_squares(gradient) for gradient in gradients], max_norm)
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
-    theirs = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    theirs = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
-    assert float(factor) == 1.0 if scale <= 1e-4 else float(factor) < 1.0
+    assert float(factor) == 1.0 if norm < max_norm else float(factor) < 1.0
     for parameter, gradient in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(gradient * factor, parameter.grad, rtol=1e-6, atol=0)
 

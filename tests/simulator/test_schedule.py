@@ -208,6 +208,18 @@ def test_a_broken_schedule_is_found(broken: Schedule, complaint: str) -> None:
     assert complaint in str(caught.value)
 
 
+@pytest.mark.parametrize("obtain", [policies.verified, policies.executable])
+def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, obtain: Callable[[Plan], Schedule]
+) -> None:
+    """Also where the plan carries that schedule's own digest."""
+    plan = make_plan("double_buffer")
+    _, _, broken = next(each_dependency_removed(policies.lower(plan)))
+    monkeypatch.setattr(policies, "lower", lambda _: broken)
+    with pytest.raises(ScheduleError, match="race on"):
+        obtain(msgspec.structs.replace(plan, digest=broken.digest))
+
+
 def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
     """The slot is released by an op that nothing orders behind the reader: the next to take it must wait for both."""
     reader = but(USE, releases=("device.hidden:0",))
