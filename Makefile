@@ -1,4 +1,4 @@
-# make demo | figures | test | lint | format | speed | venv
+# make demo | figures | test | mutation | lint | format | speed | venv
 #
 # The first of them makes .venv with the first Python >= 3.11 found; PYTHON=/path/to/python names another. The same command later
 # installs again only when pyproject.toml or constraints.txt has changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are obeyed.
@@ -17,12 +17,13 @@ PYTHON ?= $(shell for program in 'import venv, ensurepip; $(NEW)' '$(NEW)'; do f
 	$$name -c "$$program" >/dev/null 2>&1 && { command -v $$name; exit; }; done; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo figures test lint format speed venv
+.PHONY: help demo figures test mutation lint format speed venv
 
 help:
 	@echo "make demo    train a small model whose weights stream, and compare the prediction with the measurement"
 	@echo "make figures draw the paper's figures from stored results, into figures/"
 	@echo "make test    run the tests"
+	@echo "make mutation break single lines and count how many the tests notice: hours, docs/mutation.md"
 	@echo "make lint    ruff, mypy, import rules"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make speed   time the command and planning, and compare with the stored result"
@@ -36,6 +37,10 @@ figures: venv
 
 test: venv
 	$(RUN) pytest -n 2
+
+mutation: venv
+	$(VENV)/bin/pip --disable-pip-version-check install --quiet --no-build-isolation -e '.[dev,mutation]' -c constraints.txt
+	$(RUN) pytest -m nightly tests/mutation
 
 lint: venv
 	$(RUN) ruff check .

@@ -146,11 +146,9 @@ def run(paths: list[str], count: int, seed: int, at_least: float) -> int:
             else:
                 Path("tests.txt").write_text("\n".join(chosen))
                 Path(breakage.path).write_text(breakage.code)
-                result, output = run_tests(f"{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt", 10 * SECONDS)
+                result, output = run_tests(f"sh -c '{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt 2>&1'", 10 * SECONDS)
                 Path(breakage.path).write_text(breakage.source)
-                outcome = "survived" if result is TestOutcome.SURVIVED else "killed"
-                if "ERROR: not found" in output and "error" not in output.split("ERROR: not found")[0]:
-                    outcome = "lost"  # the recording is older than the tests
+                outcome = "survived" if result is TestOutcome.SURVIVED else "lost" if "no match in any of" in output else "killed"
             outcomes.setdefault(breakage.path, Counter())[outcome] += 1
             print(f"{outcome:10} {len(chosen):4} of {len(tests):4} tests  {breakage}", flush=True)
     kinds = ("killed", "survived", "equivalent", "lost")
