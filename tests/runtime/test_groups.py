@@ -69,5 +69,8 @@ def test_the_first_group_that_matches_counts() -> None:
 def test_a_pattern_without_a_tensor_is_refused(make_plan: Callable[..., Plan]) -> None:
     model = make_plan().model
     refuse_unmatched(AdamW(groups=(Group(match="model.layers.1.*norm*"),)), model)
-    with pytest.raises(UserError, match=r"^optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors: model.embed_tokens.weight, "):
+    shown = r"model\.embed_tokens\.weight, (model\.layers\.0\.[\w.]+, ){3}\.\.\., lm_head\.weight"
+    with pytest.raises(
+        UserError, match=rf"^optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors: {shown}; fix: correct the pattern$"
+    ):
         refuse_unmatched(AdamW(groups=(Group(match="*nrom*"),)), model)
