@@ -54,7 +54,11 @@ def breakages(path: Path) -> dict[int, list[tuple[Operator, int]]]:
 class _Plain(ast.NodeTransformer):
     def visit_arguments(self, node: ast.arguments) -> ast.AST:
         node.args, node.posonlyargs, node.kwonlyargs = [*node.posonlyargs, *node.args, *node.kwonlyargs], [], []
+        node.defaults, node.kw_defaults = [*node.defaults, *filter(None, node.kw_defaults)], []
         return self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        return ast.Constant("strict") if node.arg == "strict" else self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         for field in {"annotation", "returns"} & set(node._fields):
@@ -63,7 +67,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def plain(source: str) -> str | None:
-    """The program without its annotations and without how a parameter may be passed. None for what is no program."""
+    """The program without annotations, without how a parameter may be passed, and without `strict` of a zip, an assertion. None for what is no program."""
     try:
         return ast.dump(_Plain().visit(ast.parse(source)))
     except SyntaxError:

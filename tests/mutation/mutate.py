@@ -9,6 +9,7 @@ cosmic-ray makes the breakages and coverage.py says which tests execute a line. 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import random
 import shutil
@@ -71,10 +72,9 @@ class Executing:
         self.width = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
 
     def tests(self, path: str, lines: set[int]) -> list[str]:
-        """Those that execute one of `lines`, or anything of the module where only its import does. The narrowest come first."""
+        """Those that execute one of `lines`; without lines, those that execute anything of the module. The narrowest come first."""
         known = self.lines.get(path, {})
-        reached = [known[line] for line in lines if line in known]
-        tests = set().union(*reached) or (set().union(*known.values()) if reached else set())
+        tests = set().union(*(known[line] for line in lines or known))
         return sorted(tests, key=lambda test: (self.width[test], test))
 
     def within(self, tests: list[str], limit_s: float) -> list[str]:
@@ -115,11 +115,13 @@ def sample(paths: list[str], count: int, seed: int, executing: Executing) -> lis
     for path in modules:
         parser = PythonParser((ROOT / path).read_text())
         parser.parse_source()
+        functions = [node for node in ast.walk(ast.parse(parser.text)) if isinstance(node, ast.FunctionDef)]
+        called = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
         inside = list(breakages(ROOT / path).items())
         chance.shuffle(inside)
         for line, choices in inside:
             statement = {other for other in executing.lines.get(path, {}) if parser.first_line(other) == parser.first_line(line)}
-            if tests := executing.tests(path, statement):
+            if tests := executing.tests(path, statement if line in called else set()):
                 lines.append((path, line, choices, tests))
     first, step = chance.random(), len(lines) / count
     chosen = [lines[int((first + index) * step)] for index in range(count)]

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -184,6 +185,24 @@ def test_a_mistake_in_a_list_names_its_place() -> None:
     with pytest.raises(UserError) as caught:
         files.convert({"name": "x", "digest": "", "spans": [{"op": "F0.m0"}]}, Timeline, "t.json")
     assert "t.json: spans[0]: found no key `lane`; allowed: end_ns, lane, op, start_ns; fix: add `lane`" in str(caught.value)
+
+
+class Shelf(msgspec.Struct):
+    heights: dict[str, list[Annotated[int, msgspec.Meta(ge=1)]]] = {}
+    books: tuple[Annotated[int, msgspec.Meta(le=9)], ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"books": [3, 12]}, "shelf.toml: books[1]: found 12; allowed: `int` <= 9; fix: correct this value"),
+        ({"heights": {"left": [2, 0]}}, "shelf.toml: heights[...][1]: found another value; allowed: `int` >= 1; fix: correct this value"),
+    ],
+)
+def test_a_value_out_of_range_is_shown_where_its_place_is_known(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        files.convert(data, Shelf, "shelf.toml")
+    assert str(caught.value) == line
 
 
 def test_a_user_error_survives_the_way_between_processes() -> None:
