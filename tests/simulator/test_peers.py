@@ -74,6 +74,7 @@ def test_their_schedules_are_sound_whatever_the_plan(make_plan: Make, data: st.D
         "clipping": data.draw(st.sampled_from(get_args(Clipping))),
         "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
         "checkpoint_interval": data.draw(st.integers(1, 8)),
+        "vocabulary": data.draw(st.sampled_from([64, 4096])),  # a table smaller and one larger than a decoder layer
     }
     plan = make_plan(policy, **changes)
     schedule = policies.lower(plan)
