@@ -126,6 +126,14 @@ def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str
         assert policies.outline(plan).buffers == policies.lower(plan).buffers
 
 
+@pytest.mark.parametrize(("ahead", "around"), [(0, ("B2.m0", "W1r.m0.c0")), (1, ("W1r.m0.c0", "R1.m0"))])
+def test_an_update_stands_before_the_next_weights_or_right_behind_them(make_plan: Make, ahead: int, around: tuple[str, str]) -> None:
+    """With `weights_ahead` the next layer's weights are copied first; its recompute need not wait for the copies of an update's state."""
+    schedule = policies.lower(make_plan("overlapped", clipping="layer", weights_ahead=ahead, chunk_bytes=2**20))
+    place = {op.id: index for index, op in enumerate(schedule.ops)}
+    assert place[around[0]] < place["L2.c0"] < place["U2.c0"] < place["S2.c0"] < place[around[1]]
+
+
 def test_resident_copies_nothing(make_plan: Make) -> None:
     assert set(policies.lower(make_plan("resident", accumulation=2)).lanes) == {"compute", "update"}
 
