@@ -72,9 +72,8 @@ class Executing:
         self.width = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
 
     def tests(self, path: str, lines: set[int]) -> list[str]:
-        """Those that execute one of `lines`; without lines, those that execute anything of the module. The narrowest come first."""
-        known = self.lines.get(path, {})
-        tests = set().union(*(known[line] for line in lines or known))
+        """Those that execute one of `lines`, the narrowest first."""
+        tests = set().union(*(self.lines[path][line] for line in lines))
         return sorted(tests, key=lambda test: (self.width[test], test))
 
     def within(self, tests: list[str], limit_s: float) -> list[str]:
@@ -96,8 +95,8 @@ class Breakage:
         self.path, self.line = path, line
         self.source = (ROOT / path).read_text()
         self.code = mutate_code(self.source, operator, occurrence)
-        changed = [(old, new) for old, new in zip(self.source.splitlines(), self.code.splitlines(), strict=False) if old != new]
-        self.before, self.after = (side.strip() for side in changed[0]) if changed else ("", "")
+        lines, broken = self.source.splitlines(), self.code.splitlines()
+        self.before, self.after = lines[line - 1].strip(), broken[line - 1].strip()
 
     @property
     def changes(self) -> bool:
@@ -115,13 +114,17 @@ def sample(paths: list[str], count: int, seed: int, executing: Executing) -> lis
     for path in modules:
         parser = PythonParser((ROOT / path).read_text())
         parser.parse_source()
-        functions = [node for node in ast.walk(ast.parse(parser.text)) if isinstance(node, ast.FunctionDef)]
-        called = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
+        functions = [
+            (min([node.lineno, *(name.lineno for name in node.decorator_list)]), node.body[0].lineno, node.end_lineno or 0)
+            for node in ast.walk(ast.parse(parser.text)) if isinstance(node, ast.FunctionDef)
+        ]  # fmt: skip
         inside = list(breakages(ROOT / path).items())
         chance.shuffle(inside)
         for line, choices in inside:
+            _, body, end = max((found for found in functions if found[0] <= line <= found[2]), default=(0, 0, 0))
             statement = {other for other in executing.lines.get(path, {}) if parser.first_line(other) == parser.first_line(line)}
-            if tests := executing.tests(path, statement if line in called else set()):
+            whole = {other for other in executing.lines.get(path, {}) if body <= other <= end or not end}
+            if tests := executing.tests(path, statement if end and line >= body else whole):
                 lines.append((path, line, choices, tests))
     first, step = chance.random(), len(lines) / count
     chosen = [lines[int((first + index) * step)] for index in range(count)]
