@@ -19,7 +19,7 @@ from megatrain.simulator.hardware import COMPUTE_KINDS, HardwareSpec, Workspace
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.workload import DOCUMENTS, Workload
 
 
 def forward(batch: int | str) -> Op:
@@ -80,6 +80,11 @@ def test_a_single_point_stands_for_a_proportion() -> None:
 def test_a_measured_shape_is_taken_as_it_is() -> None:
     costs = Calibrated(table())
     assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
+
+
+def test_without_a_datasheet_rows_packed_the_other_way_take_as_long_and_are_flagged() -> None:
+    costs, packed = Calibrated(table()), msgspec.structs.replace(forward(8), shape=forward(8).shape + DOCUMENTS)
+    assert (costs.duration_ns(packed), costs.extrapolated(packed)) == (800, True)
 
 
 def test_between_two_measured_token_counts_is_a_line_and_beyond_them_the_nearest_is_scaled_by_flops_and_flagged() -> None:

@@ -74,6 +74,14 @@ def test_lanes_that_wait_for_each_other_are_named() -> None:
     assert str(error.value) == "compute is blocked at F0, which waits for W0; h2d is blocked at W0, which waits for F0"
 
 
+def test_lanes_that_wait_for_the_first_op_are_named() -> None:
+    schedule = program(("F0", "compute", ("W0",)), ("W0", "h2d", ("F0",)), ("G0", "d2h", ("F0",)))
+    with pytest.raises(DeadlockError) as error:
+        simulate(schedule, costs({"F0": 1, "W0": 1, "G0": 1}))
+    waiting = ("compute is blocked at F0, which waits for W0", "h2d is blocked at W0, which waits for F0", "d2h is blocked at G0, which waits for F0")
+    assert str(error.value) == "; ".join(waiting)
+
+
 def test_an_op_that_waits_for_nothing_that_runs_is_named() -> None:
     with pytest.raises(DeadlockError) as error:
         simulate(program(("F0", "compute", ("W7",)), ("G0", "d2h", ())), costs({"F0": 1, "G0": 1}))

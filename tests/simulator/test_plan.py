@@ -162,3 +162,16 @@ def test_a_plan_without_documents_does_not_speak_of_them(make_plan: Callable[...
         assert Plan.load(tmp_path / "plan.toml") == plan
         assert plan.workload.shape == "2x16-bf16" + ("-documents" if documents else "")
         assert lower(plan).buffer["device.tokens:0"].bytes == (3 if documents else 2) * 8 * 32, "ids, labels and documents"
+
+
+def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
+    """Plan files that people keep may leave a knob out: another default would make another plan of them."""
+    knobs = msgspec.to_builtins(Knobs())
+    assert set(knobs.pop("placement").values()) == {""}
+    assert knobs == {
+        "weight_slots": 2, "gradient_slots": 2, "gradient_slabs": 2, "chunk_bytes": 64 * 2**20, "checkpoint_interval": 1, "state_slots": 2, "weights_ahead": 0
+    }  # fmt: skip
+    workload = msgspec.convert({"batch": 3, "sequence": 5}, Workload)
+    assert workload == Workload(
+        batch=3, sequence=5, accumulation=1, dtype="bf16", clipping="global", compiled=False, attention=None, loss_chunk=1024, documents=False
+    )
