@@ -126,10 +126,19 @@ def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str
         assert policies.outline(plan).buffers == policies.lower(plan).buffers
 
 
-@pytest.mark.parametrize(("ahead", "around"), [(0, ("B2.m0", "W1r.m0.c0")), (1, ("W1r.m0.c0", "R1.m0"))])
-def test_an_update_stands_before_the_next_weights_or_right_behind_them(make_plan: Make, ahead: int, around: tuple[str, str]) -> None:
-    """With `weights_ahead` the next layer's weights are copied first; its recompute need not wait for the copies of an update's state."""
-    schedule = policies.lower(make_plan("overlapped", clipping="layer", weights_ahead=ahead, chunk_bytes=2**20))
+@pytest.mark.parametrize(
+    ("knobs", "around"),
+    [
+        ({"weights_ahead": 0}, ("B2.m0", "W1r.m0.c0")),
+        ({"weights_ahead": 1}, ("W1r.m0.c0", "R1.m0")),
+        ({"weights_ahead": 1, "weight_slots": 1}, ("B2.m0", "W1r.m0.c0")),
+    ],
+)
+def test_an_update_stands_before_the_next_weights_or_right_behind_them(make_plan: Make, knobs: dict[str, int], around: tuple[str, str]) -> None:
+    """With `weights_ahead` the next layer's weights are copied first; its recompute need not wait for the copies of an update's state. Not with one slot,
+    from which the update reads the old weights.
+    """
+    schedule = policies.lower(make_plan("overlapped", clipping="layer", chunk_bytes=2**20, **knobs))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
     assert place[around[0]] < place["L2.c0"] < place["U2.c0"] < place["S2.c0"] < place[around[1]]
 
