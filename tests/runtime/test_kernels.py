@@ -324,3 +324,17 @@ def test_callers_take_turns_and_shares_add_up() -> None:
     team.close()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert torch.equal(updated(team, drawn[0], 30), expected[0])
+
+
+@pytest.mark.skipif(host_kernels() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_team_has_as_many_threads_as_it_was_asked_for_until_it_is_closed(threads: int) -> None:
+    """The caller's is one of them."""
+    alone = host_kernels()
+    assert alone is not None
+    running = Path("/proc/self/task")
+    before = len(list(running.iterdir()))
+    team = alone.on(threads)
+    assert len(list(running.iterdir())) == before + threads - 1
+    team.close()
+    assert len(list(running.iterdir())) == before
