@@ -33,8 +33,6 @@ from coverage.parser import PythonParser
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".mutation"
 RECORDED = ("simulator", "runtime", "properties", "experiments/test_train.py", "experiments/test_resume.py", "experiments/test_export.py")
-SECONDS = 60.0
-"""for the tests of one breakage, as they took when recorded"""
 
 
 def record(files: list[str]) -> None:
@@ -132,7 +130,7 @@ def sample(paths: list[str], count: int, seed: int, executing: Executing) -> lis
     return [(breakage, tests) for breakage, tests in broken if breakage.changes]
 
 
-def run(paths: list[str], count: int, seed: int, at_least: float) -> int:
+def run(paths: list[str], count: int, seed: int, at_least: float, seconds: float) -> int:
     """Prints a line for each breakage and a table of the modules. 1 where a smaller share than `at_least` was noticed."""
     executing = Executing()
     equivalent = {
@@ -145,13 +143,13 @@ def run(paths: list[str], count: int, seed: int, at_least: float) -> int:
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": str(copy / "typings"), "OMP_NUM_THREADS": "1"}
         for breakage, tests in sample(paths, count, seed, executing):
-            chosen = executing.within(tests, SECONDS)
+            chosen = executing.within(tests, seconds)
             if (breakage.path, breakage.before, breakage.after) in equivalent:
                 outcome = "equivalent"
             else:
                 Path("tests.txt").write_text("\n".join(chosen))
                 Path(breakage.path).write_text(breakage.code)
-                result, output = run_tests(f"sh -c '{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt 2>&1'", 10 * SECONDS)
+                result, output = run_tests(f"sh -c '{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt 2>&1'", 600 + 2 * seconds)
                 Path(breakage.path).write_text(breakage.source)
                 outcome = "survived" if result is TestOutcome.SURVIVED else "lost" if "no match in any of" in output else "killed"
             outcomes.setdefault(breakage.path, Counter())[outcome] += 1
@@ -174,11 +172,12 @@ def main() -> int:
     running.add_argument("--mutants", type=int, default=60)
     running.add_argument("--seed", type=int, default=0)
     running.add_argument("--at-least", type=float, default=0.0, help="exit with 1 below this share, such as 0.85")
+    running.add_argument("--seconds", type=float, default=60.0, help="for the tests of one breakage, as they took when recorded")
     options = parser.parse_args()
     if options.command == "record":
         record(options.files)
         return 0
-    return run(options.paths, options.mutants, options.seed, options.at_least)
+    return run(options.paths, options.mutants, options.seed, options.at_least, options.seconds)
 
 
 if __name__ == "__main__":

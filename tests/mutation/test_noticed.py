@@ -30,4 +30,4 @@ def recorded() -> None:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("package", ["simulator", "runtime"])
 def test_85_percent_of_the_breakages_are_noticed(package: str) -> None:
-    mutate("run", package, "--mutants", "120", "--at-least", "0.85")
+    mutate("run", package, "--mutants", "120", "--seconds", "300", "--at-least", "0.85")

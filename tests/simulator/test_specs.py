@@ -219,3 +219,11 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pyte
 def test_dtypes_have_a_width() -> None:
     widths = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
     assert widths == DTYPE_BYTES
+
+
+def test_a_layer_s_activations_are_kept_whole_or_as_its_input(make_model: Callable[..., ModelSpec]) -> None:
+    """The input has `hidden` numbers a token, on the device or parked on the host."""
+    model = make_model(hidden=64)
+    assert model.saved("1", 100, "bf16")[1:] == (100 * 64 * 2, 100 * 64 * 2)
+    assert model.saved("1", 100, "fp32")[1:] == (100 * 64 * 4, 100 * 64 * 4)
+    assert model.saved("1", 100, "fp32").store == model.saved_bytes("1", 100, "fp32") > 100 * 64 * 4
