@@ -67,6 +67,13 @@ def test_another_system_is_refused_by_name(make_plan: Callable[..., Plan], polic
 
 
 @pytest.mark.usefixtures("nothing_allocated")
+def test_a_kernel_that_the_machine_has_not_is_refused(executable: Callable[..., Plan]) -> None:
+    plan = executable(attention="cudnn")
+    with pytest.raises(UserError, match=r"workload: attention: found cudnn on cpu"):
+        Executor(plan, config_of(plan.model), AdamW(), CPU)
+
+
+@pytest.mark.usefixtures("nothing_allocated")
 def test_a_digest_of_other_knobs_is_refused(executable: Callable[..., Plan]) -> None:
     plan = executable()
     changed = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, gradient_slots=1))
