@@ -78,7 +78,10 @@ def convert(data: object, into: type[T], where: str) -> T:
             raise UserError(f"{where}: {key}", found=invalid[1], allowed=_allowed_values(into, key), fix="correct this value") from None
         found, _, allowed = message.partition(", got ")[::-1]
         raise UserError(
-            f"{where}: {key}", found=found or _value(data, key, "another value"), allowed=(allowed or message).removeprefix("Expected "), fix="correct this value"
+            f"{where}: {key}",
+            found=found or _value(data, key, "another value"),
+            allowed=(allowed or message).removeprefix("Expected "),
+            fix="correct this value",
         ) from None
 
 
