@@ -161,6 +161,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The output projection is the embedding matrix."""
         return self._architecture.tied
 
+    @property
+    def projection(self) -> str:
+        """The output projection's weight by its full name."""
+        return f"{self._architecture.family.head}.weight"
+
     @functools.cached_property
     def stack(self) -> dict[str, LayerSpec]:
         """Every layer by name, in forward order: `e`, `0`, ..., and `h` where the head has weights of its own."""
@@ -168,7 +173,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)), *_tensors(shape.positions))
         head = _tensors(shape.norm.tensors)
         if not self.tied:
-            head += (TensorSpec("lm_head.weight", (self.vocabulary, self.hidden)),)
+            head += (TensorSpec(self.projection, (self.vocabulary, self.hidden)),)
         if family.head_bias:
             head += (TensorSpec("lm_head.bias", (self.vocabulary,)),)
         tensors = {kind: _tensors(part.tensors) for kind, part in shape.decoders.items()}

@@ -16,12 +16,16 @@ from transformers.core_model_loading import revert_weight_conversion
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import Source
+from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import EMBEDDING, HEAD
+
+_HEADS = frozenset(family.head for family in FAMILIES.values())
+"""what output projections are called, which lie outside of the decoder"""
 
 
 def hub_name(layer: str, tensor: str, stack: DecoderStack = DecoderStack()) -> str:  # noqa: B008 (a constant)
     """The name of a layer's tensor in transformers' model, whose decoder layers are at `stack`."""
-    if tensor.startswith("lm_head."):
+    if tensor.partition(".")[0] in _HEADS:
         return tensor
     return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
 

@@ -39,12 +39,18 @@ Plane = Callable[[int, int], torch.Tensor]
 """(first, end) -> these elements of a layer's flat weights, or of the low plane of their masters"""
 
 
+_CONSTANTS = {"beta": 0.5, "eps": -1e-6}
+"""buffers that are one number: those of the activation xIELU, by name"""
+
+
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
     """Matrices from N(0, 0.02), norms one, biases zero; a tensor depends on the seed, its own name and the kind of `device` that draws it: a GPU
     draws 7 G parameters in a second, one core in a minute.
     """
 
     def make(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if not shape:
+            return torch.tensor(_CONSTANTS[tensor.rpartition(".")[2]])
         if len(shape) == 1:
             return torch.zeros(shape) if tensor.endswith("bias") else torch.ones(shape)
         generator = torch.Generator(device).manual_seed(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.activations import XIELUActivation
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
@@ -18,6 +19,9 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device)
         for name, buffer in own.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)
         if own:
+            if isinstance(module, XIELUActivation):  # its constants, which `_init_weights` leaves out
+                module.beta.fill_(module._beta_scalar)
+                module.eps.fill_(module._eps_scalar)
             whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
     widen_buffers(whole)
     return whole.train()

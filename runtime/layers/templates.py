@@ -324,7 +324,7 @@ class Templates:
     def _name_in_head(self, tensor: str) -> str:
         """The parameter that the head uses a tensor of its layer as: the embedding's table is the projection where they are tied."""
         if tensor == self.model.stack[EMBEDDING].tensors[0].name:
-            return "lm_head.weight"
+            return self.model.projection
         return hub_name(HEAD, tensor, self._stack)
 
     def _token_losses(self, named: dict[str, torch.Tensor], row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.parts import Part, Tensors, joined
 from megatrain.simulator.families.refused import NOT_YET, REFUSED, UNDESCRIBED
+from megatrain.simulator.families.shared_experts import SHARED_EXPERT_FAMILIES
 
 __all__ = [
     "FAMILIES",
@@ -34,11 +35,15 @@ __all__ = [
     "with_nulls",
 ]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **GPT_FAMILIES}
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
-FROM_THE_ROW = {"llama4_text": "whose chunks and whose scaling of queries count from a row's start", "opt": "whose positions count from a row's start"}
+FROM_THE_ROW = {
+    "biogpt": "whose mask knows no documents",
+    "llama4_text": "whose chunks and whose scaling of queries count from a row's start",
+    "opt": "whose positions count from a row's start",
+}
 """families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
 WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""

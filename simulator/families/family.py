@@ -27,6 +27,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     embedding: str = "embed_tokens"
     positions: Callable[[Config], Tensors] | None = None
     """tables that are added to the embedding's rows, by name and shape [positions, hidden]; None: positions are the layers' business"""
+    unused_positions: int = 0
+    """rows at the start of such a table that no token's position reaches"""
+    head: str = "lm_head"
+    """what the output projection is called; it lies outside of the decoder"""
     head_bias: bool = False
     names: dict[str, str] = {}
     """what config.json calls `hidden_size` and its like, where it has names of its own"""

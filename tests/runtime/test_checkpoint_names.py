@@ -18,7 +18,7 @@ IN_PARTS = {"deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_m
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, "axk1", "cohere2_moe", "hy_v3")
 def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(family: str) -> None:
     config = tiny_config(family, num_hidden_layers=2)
     names, layer = CheckpointNames(config), ModelSpec.from_config(config.to_dict(), family, family).stack["1"]

@@ -37,6 +37,12 @@ OWN: dict[str, dict[str, Any]] = {
         for family in ("gpt2", "gpt_bigcode")
     },
     "opt": {"ffn_dim": 352, "dropout": 0.0, "max_position_embeddings": 254, "word_embed_proj_dim": None},
+    "biogpt": {"num_key_value_heads": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 254},
+    "persimmon": {"num_key_value_heads": None},
+    "hy_v3": {**EXPERTS, "head_dim": 16},
+    "axk1": {**LATENT, **GROUPED},
+    "aria_text": {"moe_num_experts": 8, "moe_topk": 2},
+    "cohere2_moe": {"head_dim": 16},
     "internlm3": {"head_dim": 16},
     "iquestcoder": {"head_dim": 16},
     "cwm": {"head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16},

@@ -71,7 +71,13 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "nemotron": [BIASED, {"mlp_bias": True}],
     "qwen3_5_text": [{"full_attention_interval": 2}, BIASED],
     "seed_oss": [{"attention_bias": False}, {"attention_out_bias": True}],
-    "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
+    "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}, {"qk_layernorm": True}],
+    "apertus": [BIASED],
+    "persimmon": [{"qk_layernorm": False}],
+    "hy_v3": [BIASED, {"mlp_bias": True}, {"num_shared_experts": 2}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "axk1": [{"first_k_dense_replace": 2, "moe_layer_freq": 2}, {"n_shared_experts": 2}, BIASED],
+    "aria_text": [BIASED, {"mlp_bias": True}, {"moe_num_shared_experts": 1}],
+    "cohere2_moe": [BIASED, {"num_shared_experts": 2}, {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 64}, {"sliding_window_pattern": 2}],
 }
 CASES = [(family, changes) for family in FAMILIES for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))]
 NAMES = [f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}" for family, changes in CASES]
@@ -177,6 +183,7 @@ SHAPES: list[dict[str, Any]] = [
     {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
 ]
 SAVED = [(family, {}) for family in FAMILIES] + [(family, changes) for family in ("llama", "mistral", "qwen2", "qwen3") for changes in SHAPES[1:]]
+SAVED += [("stablelm", {"qk_layernorm": True}), ("cohere2_moe", {"num_shared_experts": 2})]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -1,0 +1,90 @@
+"""Families with experts that every token uses besides those that it is routed to, in the way of DeepSeek's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.simulator.families.config import Config
+from megatrain.simulator.families.experts import experts, latent_attention, router, shared_expert
+from megatrain.simulator.families.family import Family, Parts, bare_norm, before, top_k
+from megatrain.simulator.families.kinds import DENSE, Kind, cohere_window, dense_between, every_layer, one_dense
+from megatrain.simulator.families.parts import Part, Traffic, attention, centred_norm, gated_mlp, residual, rms_norm, shared_input
+
+
+def hy_v3(c: Config, kind: Kind) -> Parts:
+    """A router in fp32, and perhaps the two sums of experts added in fp32."""
+    bias, mlp_bias, hidden = c.flag("attention_bias"), c.flag("mlp_bias"), c.hidden
+    mlp = gated_mlp(c, bias=mlp_bias)
+    if kind.mlp != DENSE:
+        (count, chosen), inner = top_k(c, "num_experts"), c.size("moe_intermediate_size")
+        wide = Part(forward=Traffic(0, 0, 3 * hidden), backward=Traffic(0, 0, 3 * hidden)) if c.flag("enable_moe_fp32_combine", True) else Part()
+        mlp = (
+            router("mlp.gate", hidden, count, wide=True), experts("mlp.experts", hidden, inner, count, chosen),
+            shared_expert(c, "mlp.shared_experts", inner * c.size("num_shared_experts"), bias=mlp_bias), wide,
+        )  # fmt: skip
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
+
+
+def axk1(c: Config, kind: Kind) -> Parts:
+    """DeepSeek-V3 with a norm after the experts."""
+    hidden = c.hidden
+    mlp = gated_mlp(c)
+    if kind.mlp != DENSE:
+        (count, chosen), inner = top_k(c, "n_routed_experts"), c.size("moe_intermediate_size")
+        mlp = (
+            experts("mlp.experts", hidden, inner, count, chosen), router("mlp.gate", hidden, count, wide=True),
+            shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts")), rms_norm("mlp.post_mlp_layernorm", hidden, projected=False),
+        )  # fmt: skip
+    return (*latent_attention(c, kind.attention), *mlp, *before(c))
+
+
+def aria(c: Config, kind: Kind) -> Parts:
+    """Llama's attention; a softmax over the chosen experts alone."""
+    bias, hidden, inner = c.flag("attention_bias"), c.hidden, c.size("intermediate_size")
+    count, chosen = c.size("moe_num_experts"), c.size("moe_topk")
+    if chosen > count:
+        raise c.wrong("moe_topk", f"at most the {count} experts")
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias), router("mlp.router", hidden, count),
+        experts("mlp.experts", hidden, inner, count, chosen, transposed=True),
+        shared_expert(c, "mlp.shared_experts", inner * c.size("moe_num_shared_experts"), bias=c.flag("mlp_bias")), *before(c),
+    )  # fmt: skip
+
+
+def cohere2_moe(c: Config, kind: Kind) -> Parts:
+    """One norm, attention and experts side by side; positions in layers with a window."""
+    bias, hidden = c.flag("attention_bias"), c.hidden
+    if c.get("rms_norm_eps") is not None:
+        raise c.wrong("rms_norm_eps", "none: Cohere's layer norm, as of layer_norm_eps")
+    mlp: Parts
+    if kind.mlp == DENSE:
+        mlp = gated_mlp(c, inner=c.size("prefix_dense_intermediate_size", c.size("intermediate_size")))
+    else:
+        (count, chosen), inner, shared = top_k(c, "num_experts"), c.size("intermediate_size"), c.count("num_shared_experts")
+        mlp = (router("mlp.gate", hidden, count), experts("mlp.experts", hidden, inner, count, chosen))
+        if shared:
+            mlp += (shared_expert(c, "mlp.shared_experts", inner * shared), Part(forward=Traffic(2 * hidden), backward=Traffic(2 * hidden)))
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias), *mlp, centred_norm("input_layernorm", (hidden,)), shared_input(hidden, 2), residual(hidden),
+    )  # fmt: skip
+
+
+_SILU: dict[str, Any] = {"hidden_act": "silu"}
+
+SHARED_EXPERT_FAMILIES: dict[str, Family] = {
+    "aria_text": Family(layer=aria, mlp=every_layer, defaults={
+        **_SILU, "intermediate_size": 4096, "moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2,
+    }),
+    "axk1": Family(layer=axk1, mlp=dense_between, defaults={
+        **_SILU, "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_intermediate_size": 2048, "n_routed_experts": 192, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }),
+    "cohere2_moe": Family(layer=cohere2_moe, attention=cohere_window, mlp=dense_between, norm=bare_norm, defaults={
+        **_SILU, "tie_word_embeddings": True, "head_dim": 128, "sliding_window": 4096, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0,
+        "first_k_dense_replace": 0, "moe_layer_freq": 1, "prefix_dense_sliding_window_pattern": 1, "sliding_window_pattern": 4,
+    }),
+    "hy_v3": Family(layer=hy_v3, mlp=one_dense, defaults={
+        **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+    }),
+}  # fmt: skip
