@@ -45,6 +45,10 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
         most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - FAMILIES[model.family].unused_positions
         if workload.sequence > most:
             raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most the {most} positions that it knows", fix="plan shorter rows")
+    if workload is not None and (key := FAMILIES[model.family].longest):
+        longest = int(model.config.get(key, defaults[key]))
+        if workload.sequence > longest:
+            raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most {key} = {longest}", fix="plan shorter rows")
     if model.config.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
     if workload is not None and workload.documents and model.against_documents:

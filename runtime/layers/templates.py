@@ -34,7 +34,7 @@ from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.layers.supported import DROPOUT, refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import WRITTEN_OUT
+from megatrain.simulator.families import FAMILIES, WRITTEN_OUT
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.workload import Workload
 
@@ -116,7 +116,7 @@ class Templates:
         """those of them that a checkpoint has"""
         self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
-        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions)
+        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions, FAMILIES[model.family].norm_name)
         self._counted: dict[int, torch.Tensor] = {}
         """of a micro-batch with documents, each token's position in its own"""
         self._causal: list[Arguments] = []

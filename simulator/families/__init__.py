@@ -13,11 +13,13 @@ from megatrain.simulator.families.family import Family
 from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
-from megatrain.simulator.families.parts import Part, Tensors, joined
+from megatrain.simulator.families.parts import Kept, Part, Tensors, joined
 from megatrain.simulator.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 from megatrain.simulator.families.shared_experts import SHARED_EXPERT_FAMILIES
+from megatrain.simulator.families.written import WRITTEN_FAMILIES
 
 __all__ = [
+    "ALWAYS_MASKED",
     "FAMILIES",
     "FROM_THE_ROW",
     "KEEP_ATTENTION",
@@ -26,6 +28,7 @@ __all__ = [
     "UNDESCRIBED",
     "WRITTEN_OUT",
     "Architecture",
+    "Kept",
     "Kind",
     "Part",
     "Tensors",
@@ -35,18 +38,22 @@ __all__ = [
     "with_nulls",
 ]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES}
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES, **WRITTEN_FAMILIES}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
 FROM_THE_ROW = {
     "biogpt": "whose mask knows no documents",
+    "falcon": "whose mask knows no documents",
+    "mpt": "whose mask knows no documents",
     "llama4_text": "whose chunks and whose scaling of queries count from a row's start",
     "opt": "whose positions count from a row's start",
 }
 """families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
-WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
+WRITTEN_OUT = ("codegen", "gemma2", "gpt_oss", "gptj", "mpt", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
+ALWAYS_MASKED = ("falcon",)
+"""families whose models make a mask for rows of one document too"""
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """keys with an entry for each layer"""
 

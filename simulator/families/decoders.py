@@ -43,6 +43,8 @@ from megatrain.simulator.families.parts import (
     rms_norm,
     rotary,
     shared_input,
+    sink_scores,
+    softmax_scores,
 )
 
 # ---- the families
@@ -63,9 +65,10 @@ def gemma(c: Config, kind: Kind) -> Parts:
 
 
 def _gemma_layer(c: Config, kind: Kind, norms: str) -> Parts:
-    bias = c.flag("attention_bias")
+    bias, capped = c.flag("attention_bias"), bool(c.get("attn_logit_softcapping"))
+    scores = softmax_scores(c.heads, capped=True) if capped else None
     return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms=norms, weight="wide"), *gated_mlp(c, act="hidden_activation"),
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms=norms, weight="wide", scores=scores), *gated_mlp(c, act="hidden_activation"),
         rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
         rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"), rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"), residual(c.hidden),
@@ -138,7 +141,7 @@ def cohere(c: Config, kind: Kind) -> Parts:
 def gpt_oss(c: Config, kind: Kind) -> Parts:
     bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_local_experts")
     return (
-        Part(tensors=(("self_attn.sinks", (c.heads,)),)), *attention(c, kind.attention, bias=bias, out_bias=bias),
+        Part(tensors=(("self_attn.sinks", (c.heads,)),)), *attention(c, kind.attention, bias=bias, out_bias=bias, scores=sink_scores(c.heads)),
         router("mlp.router", c.hidden, count, bias=True),
         experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen, transposed=True, bias=True), *before(c, "wide"),
     )  # fmt: skip
@@ -253,7 +256,9 @@ DECODERS: dict[str, Family] = {
         layer=gemma, norm=functools.partial(rms_norm, weight="wide"),
         defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
     ),
-    "gemma2": Family(layer=gemma2, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
+    "gemma2": Family(layer=gemma2, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={
+        **_GELU, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    }),
     "gemma3_text": Family(layer=gemma3, attention=pattern(6), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
     "phi3": Family(layer=phi3, attention=one_window, defaults=_SILU),
     "phi": Family(layer=phi, norm=layer_norm, norm_name="final_layernorm", head_bias=True, defaults={"hidden_act": "gelu_new"}),

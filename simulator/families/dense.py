@@ -22,6 +22,7 @@ from megatrain.simulator.families.parts import (
     rms_norm,
     rotary,
     shared_input,
+    softmax_scores,
     turned_in_pairs,
 )
 
@@ -134,9 +135,10 @@ def exaone4(c: Config, kind: Kind) -> Parts:
 
 
 def vaultgemma(c: Config, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
+    bias, capped = c.flag("attention_bias"), bool(c.get("attn_logit_softcapping"))
+    scores = softmax_scores(c.heads, capped=True) if capped else None
     return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, act="hidden_activation"),
+        *attention(c, kind.attention, bias=bias, out_bias=bias, scores=scores), *gated_mlp(c, act="hidden_activation"),
         rms_norm("input_layernorm", c.hidden, first=True, weight="wide"), rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"), residual(c.hidden),
     )  # fmt: skip
 
@@ -202,5 +204,6 @@ DENSE_FAMILIES: dict[str, Family] = {
     "stablelm": Family(layer=stablelm, norm=layer_norm, defaults={**_SILU, "num_key_value_heads": 32}),
     "vaultgemma": Family(layer=vaultgemma, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
     }),
 }  # fmt: skip

@@ -29,6 +29,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """tables that are added to the embedding's rows, by name and shape [positions, hidden]; None: positions are the layers' business"""
     unused_positions: int = 0
     """rows at the start of such a table that no token's position reaches"""
+    longest: str = ""
+    """the key that says how long a row may be, where longer ones fail; empty: none"""
     head: str = "lm_head"
     """what the output projection is called; it lies outside of the decoder"""
     head_bias: bool = False

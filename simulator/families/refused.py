@@ -15,8 +15,7 @@ _REASONS: dict[str, str] = {
         emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp""",
     "layers that are given rows of other parameters of the model besides the hidden states": """
         gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text""",
-    "attention that writes its matrix out, whose memory is not predicted": "bloom codegen cpmant gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",
-    "a mask for every row always, whose memory is not predicted": "falcon",
+    "attention that writes its matrix out, whose memory is not predicted": "bloom cpmant gpt_neo gpt_neox_japanese openai-gpt xglm",
     "a parameter that stays in fp32 beside bf16 weights": "afmoe ernie4_5_moe hunyuan_v1_moe",
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
     "weights that are quantised while they are trained": "bitnet",

@@ -17,7 +17,9 @@ from whole_models import (
     LEFT,
     PACKED,
     RIGHT,
+    ROUNDED,
     SEQUENCE,
+    as_loaded,
     compare,
     drawn,
     labelled,
@@ -33,7 +35,7 @@ from megatrain.runtime import calibrate as calibration
 from megatrain.runtime.contention import Contention
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
-from megatrain.runtime.layers.skeleton import kind_of, skeleton, widen_buffers
+from megatrain.runtime.layers.skeleton import kind_of, skeleton
 from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.runtime.rates import Rates
 from megatrain.simulator.errors import UserError
@@ -134,7 +136,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
         export(running.state, plan, config, tmp_path / "trained")
         reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
         loss = token_losses(reloaded(batches[0].ids).logits, batches[0].labels) * scale_of(batches)
-        compare(running, batches, loss, reloaded, 1e-5 if dtype == "fp32" else BF16_BOUND)
+        compare(running, batches, loss, reloaded, 1e-5 if dtype == "fp32" else ROUNDED.get(family, BF16_BOUND))
 
 
 # ---- what a layer is
@@ -154,8 +156,7 @@ def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
     config = config_of(model_of(family))
-    whole, real = skeleton(config, torch.bfloat16, torch.device("cpu")), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    widen_buffers(real)
+    whole, real = skeleton(config, torch.bfloat16, torch.device("cpu")), as_loaded(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     expected = dict(real.named_buffers())
     found = dict(whole.named_buffers())
     assert found.keys() == expected.keys()
