@@ -50,11 +50,11 @@ FROM_THE_ROW = {
     "opt": "whose positions count from a row's start",
 }
 """families whose layers or tables know no start but a row's, so that documents in it cannot be kept apart; what of them does"""
-WRITTEN_OUT = ("codegen", "gemma2", "gpt_oss", "gptj", "mpt", "vaultgemma")
+WRITTEN_OUT = ("codegen", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "mpt", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 ALWAYS_MASKED = ("falcon",)
 """families whose models make a mask for rows of one document too"""
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta")
 """keys with an entry for each layer"""
 
 

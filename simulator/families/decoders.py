@@ -20,6 +20,7 @@ from megatrain.simulator.families.kinds import (
     Kind,
     dense_first,
     every_layer,
+    full_first,
     one_window,
     pattern,
     qwen2_moe_window,
@@ -42,6 +43,7 @@ from megatrain.simulator.families.parts import (
     residual,
     rms_norm,
     rotary,
+    scaled_scores,
     shared_input,
     sink_scores,
     softmax_scores,
@@ -219,11 +221,25 @@ def olmoe(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole"), *routed, *before(c))
 
 
-def granitemoe(c: Config, kind: Kind) -> Parts:
+def sunk_attention(c: Config, kind: Kind) -> Parts:
+    """Attention whose output is scaled by a sigmoid of each head's log-sum-exp and a number that it learns; the output is kept for it."""
+    bias, output = c.flag("attention_bias"), c.heads * c.head_dim
+    scaled = Part(forward=Traffic(3 * output), backward=Traffic(6 * output), kept=Kept(output + c.heads, 2 * c.heads))
+    mixer = attention(c, kind.attention, bias=bias, out_bias=bias, scores=scaled_scores(c.heads))
+    return (Part(tensors=(("self_attn.sinks", (c.heads,)),)), *mixer, scaled)
+
+
+def granite_swa(c: Config, kind: Kind) -> Parts:
+    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
+    return (*sunk_attention(c, kind), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c), scaled)
+
+
+def granitemoe(c: Config, kind: Kind, *, sunk: bool = False) -> Parts:
     bias, (count, chosen), name = c.flag("attention_bias"), top_k(c, "num_local_experts"), "block_sparse_moe"
     routed = (router(f"{name}.router", c.hidden, count), experts(f"{name}.experts", c.hidden, c.size("intermediate_size"), count, chosen))
     scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *before(c), *routed, scaled)
+    mixer = sunk_attention(c, kind) if sunk else attention(c, kind.attention, bias=bias, out_bias=bias)
+    return (*mixer, *before(c), *routed, scaled)
 
 
 def starcoder2(c: Config, kind: Kind) -> Parts:
@@ -271,6 +287,9 @@ DECODERS: dict[str, Family] = {
         "num_experts_per_tok": 8,
     }),
     "granite": Family(layer=granite, defaults=_SILU),
+    "granite_swa": Family(layer=granite_swa, attention=full_first(4), defaults={
+        **_SILU, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True,
+    }),
     "granitemoe": Family(layer=granitemoe, mlp=every_layer, defaults={**_SILU, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "cohere": Family(layer=cohere, norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True}),
     "cohere2": Family(layer=cohere, attention=pattern(4), norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True, "sliding_window": 4096}),

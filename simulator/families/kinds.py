@@ -120,6 +120,12 @@ def dense_between(c: Config) -> list[str]:
     return listed or [SPARSE if index >= first and index % every == 0 else DENSE for index in range(c.layers)]
 
 
+def mimo_window(c: Config) -> list[str]:
+    """`layer_types`, or the first layer full and every sixth."""
+    listed = c.each_layer("layer_types", (FULL, SLIDING))
+    return listed or [SLIDING if index and (index + 1) % 6 else FULL for index in range(c.layers)]
+
+
 def cohere_window(c: Config) -> list[str]:
     """`layer_types`, or every so many layers a full one, counted anew after the dense layers that come first."""
     listed, first = c.each_layer("layer_types", (FULL, SLIDING)), c.count("first_k_dense_replace", 0, most=c.layers)

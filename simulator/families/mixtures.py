@@ -19,6 +19,7 @@ from megatrain.simulator.families.kinds import (
     dense_first,
     dots_window,
     every_layer,
+    full_first,
     listed_or_full,
     listed_or_sparse,
     llama4_chunks,
@@ -82,14 +83,18 @@ def exaone_moe(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, norms="head"), *mlp, *before(c))
 
 
-def granitemoeshared(c: Config, kind: Kind) -> Parts:
+def granitemoe_swa(c: Config, kind: Kind) -> Parts:
+    return granitemoeshared(c, kind, sunk=True)
+
+
+def granitemoeshared(c: Config, kind: Kind, *, sunk: bool = False) -> Parts:
     inner, hidden = c.count("shared_intermediate_size"), c.hidden
     if not inner:
-        return granitemoe(c, kind)
+        return granitemoe(c, kind, sunk=sunk)
     shared = joined(gated_mlp(c, inner=inner, fused=True, label=False))
     tensors = (("shared_mlp.input_linear.weight", (2 * inner, hidden)), ("shared_mlp.output_linear.weight", (hidden, inner)))
     added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
-    return (*granitemoe(c, kind), joined((Part(tensors=tensors), *_without_tensors(shared), added)))
+    return (*granitemoe(c, kind, sunk=sunk), joined((Part(tensors=tensors), *_without_tensors(shared), added)))
 
 
 def _without_tensors(part: Part) -> Parts:
@@ -173,6 +178,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(layer=glm4_moe_lite, mlp=dense_first, defaults={
         **_LATENT, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1, "moe_intermediate_size": 1536,
         "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+    }),
+    "granitemoe_swa": Family(layer=granitemoe_swa, attention=full_first(4), mlp=every_layer, defaults={
+        **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0, "sliding_window": 128,
     }),
     "granitemoeshared": Family(layer=granitemoeshared, mlp=every_layer, defaults={
         **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0,

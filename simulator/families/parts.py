@@ -81,6 +81,11 @@ def softmax_scores(heads: int, *, capped: bool = False) -> Scores:
     )  # fmt: skip
 
 
+def scaled_scores(heads: int) -> Scores:
+    """`softmax_scores` whose log-sum-exp, which keeps them (2), says how much of the output stays."""
+    return Scores(Kept(2 * heads, 0, heads), Kept(3 * heads, 2 * heads), Traffic(6 * heads, 3 * heads, 2 * heads), Traffic(6 * heads, 5 * heads, 2 * heads))
+
+
 def sink_scores(heads: int) -> Scores:
     """`softmax_scores` with one more column, a number that a head learns: joined (2), less the largest (3), softmax in the compute dtype, cut off (2)."""
     return Scores(Kept(heads), Kept(4 * heads), Traffic(15 * heads), Traffic(18 * heads))

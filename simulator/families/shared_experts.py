@@ -7,8 +7,21 @@ from typing import Any
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.experts import experts, latent_attention, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, bare_norm, before, top_k
-from megatrain.simulator.families.kinds import DENSE, Kind, cohere_window, dense_between, every_layer, one_dense
-from megatrain.simulator.families.parts import Part, Traffic, attention, centred_norm, gated_mlp, residual, rms_norm, shared_input
+from megatrain.simulator.families.kinds import DENSE, FULL, SLIDING, Kind, cohere_window, dense_between, every_layer, mimo_window, one_dense
+from megatrain.simulator.families.parts import (
+    Part,
+    Traffic,
+    attend,
+    attention,
+    centred_norm,
+    gated_mlp,
+    linear,
+    residual,
+    rms_norm,
+    rotary,
+    shared_input,
+    sink_scores,
+)
 
 
 def hy_v3(c: Config, kind: Kind) -> Parts:
@@ -36,6 +49,26 @@ def axk1(c: Config, kind: Kind) -> Parts:
             shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts")), rms_norm("mlp.post_mlp_layernorm", hidden, projected=False),
         )  # fmt: skip
     return (*latent_attention(c, kind.attention), *mlp, *before(c))
+
+
+def mimo(c: Config, kind: Kind) -> Parts:
+    """Attention with a sink for each head and twice the keys and values in layers with a window; scores written out everywhere."""
+    hidden, heads, size, value, bias = c.hidden, c.heads, c.head_dim, c.size("v_head_dim"), c.flag("attention_bias")
+    windowed = kind.attention == SLIDING
+    window = (c.count("sliding_window_size", 0) + 1 if c.get("sliding_window_size") is not None else c.size("sliding_window")) if windowed else 0
+    pairs = c.kv_heads * (2 if windowed else 1)
+    if heads % pairs:
+        raise c.wrong("num_key_value_heads", f"a divisor of half of the {heads} attention heads")
+    mlp = gated_mlp(c)
+    if kind.mlp != DENSE:
+        count, chosen = top_k(c, "n_routed_experts")
+        mlp = (experts("mlp.experts", hidden, c.size("moe_intermediate_size"), count, chosen), router("mlp.gate", hidden, count, wide=True))
+    return (
+        Part(tensors=(("self_attn.sinks", (heads,)),) if windowed else ()), linear("self_attn.q_proj", hidden, heads * size, bias),
+        linear("self_attn.k_proj", hidden, pairs * size, bias), linear("self_attn.v_proj", hidden, pairs * value, bias),
+        linear("self_attn.o_proj", heads * value, hidden), rotary((heads + pairs) * size),
+        attend(c, FULL, query=size, value=value, kv_heads=pairs, window=window, scores=sink_scores(heads)), shared_input(hidden, 3), *mlp, *before(c),
+    )  # fmt: skip
 
 
 def aria(c: Config, kind: Kind) -> Parts:
@@ -86,5 +119,9 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
     "hy_v3": Family(layer=hy_v3, mlp=one_dense, defaults={
         **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
         "moe_intermediate_size": 1536,
+    }),
+    "mimo_v2_flash": Family(layer=mimo, attention=mimo_window, mlp=one_dense, defaults={
+        **_SILU, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
     }),
 }  # fmt: skip

