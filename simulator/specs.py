@@ -174,7 +174,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         head = _tensors(shape.norm.tensors)
         if not self.tied:
             head += (TensorSpec(self.projection, (self.vocabulary, self.hidden)),)
-        if family.head_bias:
+        if shape.head_bias:
             head += (TensorSpec("lm_head.bias", (self.vocabulary,)),)
         tensors = {kind: _tensors(part.tensors) for kind, part in shape.decoders.items()}
         stack = [LayerSpec(name=EMBEDDING, kind="embedding", tensors=table + head if self.tied else table)]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.files.decoder_stack import DecoderStack, settle
 from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import Source
 from megatrain.simulator.families import FAMILIES
@@ -35,7 +35,10 @@ class CheckpointNames:
 
     def __init__(self, config: PretrainedConfig) -> None:
         with torch.device("meta"):
-            self._whole = AutoModelForCausalLM.from_config(config)
+            self._whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        settle(self._whole, torch.bfloat16)
+        self.wide = frozenset(name for name, parameter in self._whole.named_parameters() if parameter.dtype == torch.float32)
+        """parameters that transformers keeps in fp32 in a bf16 model"""
         self.stack = DecoderStack.of(self._whole)
         self.architecture: str = type(self._whole).__name__
 

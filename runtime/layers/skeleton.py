@@ -9,11 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.activations import XIELUActivation
 
+from megatrain.runtime.files.decoder_stack import settle
+
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """The model of `config`, in training mode: parameters of `dtype` on the meta device, buffers on `device` with what transformers starts them with."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    settle(whole, dtype)
     for module in whole.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():

@@ -54,7 +54,7 @@ WRITTEN_OUT = ("codegen", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemo
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 ALWAYS_MASKED = ("falcon",)
 """families whose models make a mask for rows of one document too"""
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta")
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
 """keys with an entry for each layer"""
 
 
@@ -74,6 +74,9 @@ class Architecture:
         self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
         self.positions = self.family.positions(c) if self.family.positions else ()
         """tables that are added to the embedding's rows"""
+        biased = self.family.head_bias
+        self.head_bias = c.flag(biased) if isinstance(biased, str) else biased
+        """the output projection has a bias"""
         self.decoders = {kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)}
         """a decoder layer of each kind"""
 

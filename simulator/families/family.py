@@ -33,7 +33,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """the key that says how long a row may be, where longer ones fail; empty: none"""
     head: str = "lm_head"
     """what the output projection is called; it lies outside of the decoder"""
-    head_bias: bool = False
+    head_bias: bool | str = False
+    """the projection has a bias; or the key of config.json that says whether"""
     names: dict[str, str] = {}
     """what config.json calls `hidden_size` and its like, where it has names of its own"""
     defaults: dict[str, Any] = {}

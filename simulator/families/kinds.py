@@ -126,6 +126,13 @@ def mimo_window(c: Config) -> list[str]:
     return listed or [SLIDING if index and (index + 1) % 6 else FULL for index in range(c.layers)]
 
 
+def ernie_sparse(c: Config) -> list[str]:
+    """Experts in every so many layers from one to another; -1 is the last."""
+    first, last, every = c.count("moe_layer_start_index"), c.get("moe_layer_end_index"), c.size("moe_layer_interval")
+    last = c.layers - 1 if last == -1 else c.count("moe_layer_end_index")
+    return [SPARSE if (index + 1) % every == 0 and first <= index <= last else DENSE for index in range(c.layers)]
+
+
 def cohere_window(c: Config) -> list[str]:
     """`layer_types`, or every so many layers a full one, counted anew after the dense layers that come first."""
     listed, first = c.each_layer("layer_types", (FULL, SLIDING)), c.count("first_k_dense_replace", 0, most=c.layers)

@@ -16,7 +16,7 @@ _REASONS: dict[str, str] = {
     "layers that are given rows of other parameters of the model besides the hidden states": """
         gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text""",
     "attention that writes its matrix out, whose memory is not predicted": "bloom cpmant gpt_neo gpt_neox_japanese openai-gpt xglm",
-    "a parameter that stays in fp32 beside bf16 weights": "afmoe ernie4_5_moe hunyuan_v1_moe",
+    "a parameter that stays in fp32 beside bf16 weights": "afmoe",
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
     "weights that are quantised while they are trained": "bitnet",
     "layers that run several times or at several lengths": "blt hrm_text",

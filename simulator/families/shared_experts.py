@@ -7,8 +7,21 @@ from typing import Any
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.experts import experts, latent_attention, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, bare_norm, before, top_k
-from megatrain.simulator.families.kinds import DENSE, FULL, SLIDING, Kind, cohere_window, dense_between, every_layer, mimo_window, one_dense
+from megatrain.simulator.families.kinds import (
+    DENSE,
+    FULL,
+    SLIDING,
+    Kind,
+    cohere_window,
+    dense_between,
+    ernie_sparse,
+    every_layer,
+    listed_or_full,
+    mimo_window,
+    one_dense,
+)
 from megatrain.simulator.families.parts import (
+    Kept,
     Part,
     Traffic,
     attend,
@@ -21,6 +34,7 @@ from megatrain.simulator.families.parts import (
     rotary,
     shared_input,
     sink_scores,
+    turned_in_pairs,
 )
 
 
@@ -69,6 +83,52 @@ def mimo(c: Config, kind: Kind) -> Parts:
         linear("self_attn.o_proj", heads * value, hidden), rotary((heads + pairs) * size),
         attend(c, FULL, query=size, value=value, kv_heads=pairs, window=window, scores=sink_scores(heads)), shared_input(hidden, 3), *mlp, *before(c),
     )  # fmt: skip
+
+
+def ernie4_5_moe(c: Config, kind: Kind) -> Parts:
+    """ERNIE 4.5 with a router in fp32 whose choice has a bias that is not trained."""
+    bias, hidden, turned = c.flag("use_bias"), c.hidden, turned_in_pairs((c.heads + c.kv_heads) * c.head_dim)
+    mlp = gated_mlp(c, bias=bias)
+    if kind.mlp != DENSE:
+        count, chosen, inner, shared = c.size("moe_num_experts"), c.size("moe_k"), c.size("moe_intermediate_size"), c.count("moe_num_shared_experts")
+        if chosen > count:
+            raise c.wrong("moe_k", f"at most the {count} experts")
+        mlp = (router("mlp.gate", hidden, count, wide=True), experts("mlp.experts", hidden, inner, count, chosen))
+        mlp += (shared_expert(c, "mlp.shared_experts", inner * shared, bias=bias),) if shared else ()
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned, *mlp, *before(c))
+
+
+def hunyuan_moe(c: Config, kind: Kind) -> Parts:
+    """A router in fp32, and an MLP for every token as wide as an expert."""
+    bias, hidden, inner, heads, pairs, size = c.flag("attention_bias"), c.hidden, c.size("intermediate_size"), c.heads, c.kv_heads, c.head_dim
+    count, chosen = c.size("num_experts"), c.size("moe_topk")
+    if chosen > count:
+        raise c.wrong("moe_topk", f"at most the {count} experts")
+    norms = tuple(rms_norm(f"self_attn.{name}_layernorm", size, rows=rows, projected=False) for name, rows in (("query", heads), ("key", pairs)))
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias), *norms, router("mlp.gate.wg", hidden, count, wide=True),
+        experts("mlp.experts", hidden, inner, count, chosen), shared_expert(c, "mlp.shared_mlp", inner), *before(c),
+    )  # fmt: skip
+
+
+def laguna(c: Config, kind: Kind) -> Parts:
+    """Attention whose output is scaled by a softplus of the layer's input, for each head or each element."""
+    bias, hidden, heads, size = c.flag("attention_bias"), c.hidden, c.heads, c.head_dim
+    c.each_layer("num_attention_heads_per_layer", (heads,))  # as many in every layer
+    gating = c.get("gating")
+    if gating not in (True, "per-head", "per-element"):
+        raise c.wrong("gating", "true, per-head or per-element")
+    output, gates = heads * size, heads * (size if gating == "per-element" else 1)
+    gate = Part(forward=Traffic(3 * output, 2 * gates, 2 * gates), backward=Traffic(6 * output, 3 * gates, 2 * gates), kept=Kept(2 * output + gates, 0, gates))
+    mlp = gated_mlp(c)
+    if kind.mlp != DENSE:
+        (count, chosen), inner = top_k(c, "num_experts"), c.size("moe_intermediate_size")
+        mlp = (
+            experts("mlp.experts", hidden, inner, count, chosen), router("mlp.gate", hidden, count),
+            shared_expert(c, "mlp.shared_experts", c.size("shared_expert_intermediate_size")), Part(forward=Traffic(2 * hidden), backward=Traffic(2 * hidden)),
+        )  # fmt: skip
+    mixer = attention(c, kind.attention, bias=bias, out_bias=bias, norms="head")
+    return (*mixer, linear("self_attn.g_proj", hidden, gates), gate, shared_input(hidden, 2), *mlp, *before(c))
 
 
 def aria(c: Config, kind: Kind) -> Parts:
@@ -123,5 +183,14 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(layer=mimo, attention=mimo_window, mlp=one_dense, defaults={
         **_SILU, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "n_routed_experts": 256, "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048,
+    }),
+    "ernie4_5_moe": Family(head_bias="use_bias", layer=ernie4_5_moe, mlp=ernie_sparse, defaults={
+        **_SILU, "num_key_value_heads": 4, "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    }),
+    "hunyuan_v1_moe": Family(layer=hunyuan_moe, mlp=every_layer, defaults={**_SILU, "num_experts": 1, "moe_topk": 1}),
+    "laguna": Family(layer=laguna, attention=listed_or_full, mlp=one_dense, defaults={
+        **_SILU, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "gating": True,
     }),
 }  # fmt: skip

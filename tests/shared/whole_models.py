@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
-from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.files.decoder_stack import DecoderStack, settle
 from megatrain.runtime.layers.skeleton import widen_buffers
 from megatrain.runtime.optimizer import round_to_bf16
 from megatrain.simulator.families import FAMILIES, FROM_THE_ROW
@@ -69,6 +69,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granite_swa": {"sliding_window": 8, "layer_rope_theta": [0.0, 10000.0] * 2, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "granitemoe_swa": {"sliding_window": 8, "shared_intermediate_size": 32, "layer_rope_theta": [0.0, 10000.0] * 2, "residual_multiplier": 0.5},
     "mimo_v2_flash": {"sliding_window": 8, "layer_types": SLIDING},
+    "ernie4_5_moe": {"head_dim": 16},
+    "laguna": {"sliding_window": 8, "layer_types": SLIDING, "moe_router_logit_softcapping": 3.0, "moe_routed_scaling_factor": 2.0},
     "falcon": {"bias": True},
     "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
@@ -106,7 +108,10 @@ def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def as_loaded(model: Any) -> Any:
-    """The model with buffers as `from_pretrained` makes them: computed in fp32, where `from_config` computes some in the model's dtype."""
+    """The model with parameters and buffers as `from_pretrained` makes them: buffers computed in fp32, where `from_config` computes some in the model's
+    dtype.
+    """
+    settle(model, model.dtype)
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             model._init_weights(module)

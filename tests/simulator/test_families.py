@@ -83,6 +83,9 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "granite_swa": [BIASED, {"mlp_bias": True}, {"layer_types": ["full_attention"] * 6}],
     "granitemoe_swa": [BIASED, {"shared_intermediate_size": 64}],
     "mimo_v2_flash": [BIASED, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
+    "ernie4_5_moe": [{"use_bias": True}, {"moe_num_shared_experts": 0}, {"moe_layer_start_index": 2, "moe_layer_end_index": 4, "moe_layer_interval": 2}],
+    "hunyuan_v1_moe": [BIASED, {"moe_topk": 1}],
+    "laguna": [BIASED, {"gating": "per-element"}, {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16}],
     "persimmon": [{"qk_layernorm": False}],
     "hy_v3": [BIASED, {"mlp_bias": True}, {"num_shared_experts": 2}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
     "axk1": [{"first_k_dense_replace": 2, "moe_layer_freq": 2}, {"n_shared_experts": 2}, BIASED],
@@ -124,7 +127,7 @@ def compare(spec: ModelSpec, model: Any) -> None:
     way = min(ways, key=lambda prefix: prefix.count("."))
     layers = {f"{way}.{index}.": [] for index in range(spec.layers)}
     outside = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad):
         layer = next((prefix for prefix in layers if name.startswith(prefix)), None)
         if layer is None:
             outside[name.removeprefix(f"{way.rpartition('.')[0]}.")] = tuple(parameter.shape)
@@ -134,7 +137,7 @@ def compare(spec: ModelSpec, model: Any) -> None:
     ours = [tensor for layer in spec.stack.values() if layer.kind != "decoder" for tensor in layer.tensors]
     assert {tensor.name: tensor.shape for tensor in ours} == outside
     assert len(ours) == len(outside)
-    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=NAMES)
