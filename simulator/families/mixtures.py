@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.decoders import deepseek_mlp, gated_attention, granitemoe, qwen_experts
-from megatrain.simulator.families.experts import experts, gated_delta, latent_attention, router, shared_expert
+from megatrain.simulator.families.experts import experts, gated_delta, latent_attention, lightning, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, before, top_k
 from megatrain.simulator.families.kinds import (
     CHUNKED,
@@ -40,6 +40,21 @@ from megatrain.simulator.families.parts import (
     shared_input,
     turned_in_pairs,
 )
+
+
+def minimax(c: Config, kind: Kind) -> Parts:
+    """Mixtral with linear attention in some layers, whose residuals are the norms' outputs."""
+    count, chosen = top_k(c, "num_local_experts")
+    routed = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen))
+    mixer = attention(c, kind.attention) if kind.attention == FULL else lightning(c)
+    return (*mixer, *before(c), *routed)
+
+
+def minimax_layers(c: Config) -> list[str]:
+    """`layer_types`, or every other layer a linear one."""
+    if c.count("sliding_window", 0):
+        raise c.wrong("sliding_window", "none")
+    return c.each_layer("layer_types", (FULL, LINEAR)) or [LINEAR if index % 2 else FULL for index in range(c.layers)]
 
 
 def deepseek_v2(c: Config, kind: Kind) -> Parts:
@@ -195,6 +210,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     }),
     "minicpm3": Family(layer=minicpm3, defaults={
         **_SILU, "tie_word_embeddings": True, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    }),
+    "minimax": Family(layer=minimax, attention=minimax_layers, mlp=every_layer, defaults={
+        **_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "block_size": 256,
     }),
     "minimax_m2": Family(layer=minimax_m2, mlp=every_layer, defaults={
         **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8,

@@ -9,15 +9,18 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder, with cross-attention": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr whisper""",
     "layers with a state-space, convolutional or recurrent mixer, whose costs are not known here": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2""",
     "a multimodal model: save its language model by itself and train that": """
         emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp""",
     "layers that are given rows of other parameters of the model besides the hidden states": """
         gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text""",
-    "attention that writes its matrix out, whose memory is not predicted": "bloom cpmant gpt_neo gpt_neox_japanese openai-gpt xglm",
+    "attention that writes its matrix out, whose memory is not predicted": "cpmant gpt_neo gpt_neox_japanese openai-gpt xglm",
     "a parameter that stays in fp32 beside bf16 weights": "afmoe",
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
+    "a router that draws a token's experts at random while it is trained, so that a recomputed layer would draw others": "phimoe",
+    "a router that rounds otherwise without gradients on a GPU, so that a recomputed layer could choose other experts": "kolibri1",
+    "a norm between the embedding and the first layer": "bloom nanochat",
     "weights that are quantised while they are trained": "bitnet",
     "layers that run several times or at several lengths": "blt hrm_text",
 }

@@ -71,6 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"sliding_window": 8, "layer_types": SLIDING},
     "ernie4_5_moe": {"head_dim": 16},
     "laguna": {"sliding_window": 8, "layer_types": SLIDING, "moe_router_logit_softcapping": 3.0, "moe_routed_scaling_factor": 2.0},
+    "minimax": {"block_size": 16, "mlp_alpha_factor": 1.5, "linear_attn_beta_factor": 0.5},
     "falcon": {"bias": True},
     "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
@@ -199,7 +200,7 @@ def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, 
 PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
-LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LINEAR = ("minimax", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DOCUMENTED = [family for family in FAMILIES if family not in (*LINEAR, *FROM_THE_ROW)]
 
 

@@ -86,6 +86,7 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "ernie4_5_moe": [{"use_bias": True}, {"moe_num_shared_experts": 0}, {"moe_layer_start_index": 2, "moe_layer_end_index": 4, "moe_layer_interval": 2}],
     "hunyuan_v1_moe": [BIASED, {"moe_topk": 1}],
     "laguna": [BIASED, {"gating": "per-element"}, {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16}],
+    "minimax": [{"layer_types": ["full_attention", "full_attention", "linear_attention"] * 2}],
     "persimmon": [{"qk_layernorm": False}],
     "hy_v3": [BIASED, {"mlp_bias": True}, {"num_shared_experts": 2}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
     "axk1": [{"first_k_dense_replace": 2, "moe_layer_freq": 2}, {"n_shared_experts": 2}, BIASED],
@@ -201,7 +202,7 @@ SAVED = [(family, {}) for family in FAMILIES] + [(family, changes) for family in
 SAVED += [
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("falcon", {"multi_query": False}), ("mpt", {"attn_config": {"clip_qkv": 6.0}}),
 ]  # fmt: skip
-BOUNDED = ("falcon", "codegen")
+BOUNDED = ("falcon", "codegen", "minimax")
 """of which the prediction is an upper bound, at most two fifths more than what autograd keeps"""
 SAVED += [("gemma2", {"attn_logit_softcapping": None}), ("stablelm", {"qk_layernorm": True}), ("cohere2_moe", {"num_shared_experts": 2})]
 
@@ -230,7 +231,7 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
         saved = spec.saved(layer.name, batch * sequence, sequence, dtype)
         kept = kept_bytes(forward, given)
         if family in BOUNDED:
-            assert kept <= saved.store * 1.001 <= 1.4 * kept, layer.signature
+            assert kept <= saved.store * 1.003 <= 1.4 * kept, layer.signature
         else:
             assert saved.store == pytest.approx(kept, rel=0.1), layer.signature
         assert saved.recompute == saved.park == x_BSH.numel() * DTYPE_BYTES[dtype]
