@@ -223,7 +223,7 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
         x_BSH = torch.randn(batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
         turns, module = turns_of(model, x_BSH, positions, layer.attention), layer_of(model, layer.name)
         tensors = (tensor for turn in turns.values() if turn is not None for tensor in (turn if isinstance(turn, tuple) else (turn,)))
-        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *tensors, *module.parameters())}
+        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *tensors, *module.parameters(), *module.buffers())}
 
         def forward(module: Any = module, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns) -> object:
             return module(x, attention_mask=None, position_ids=positions, **turns)
