@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
+from megatrain.simulator.errors import UserError
 
 Arguments = dict[str, Any]
 """what the model hands to a decoder layer besides the hidden states: mask, positions and their embeddings"""
@@ -121,7 +122,11 @@ class Edges:
         row = torch.ones(1, 1, self._hidden, dtype=self._dtype, device=self._device)
         none = {name: torch.zeros(8, self._hidden, dtype=self._dtype, device=self._device) for name in self._positions}  # OPT's first two are not used
         first = self.enter(row, none)
-        assert torch.equal(self.enter(2 * row, none), 2 * first), "an embedding that is not linear in its rows"
+        if not torch.equal(self.enter(2 * row, none), 2 * first):
+            raise UserError(
+                "model: model_type", found=f"{self._way_to_layers.config.model_type}, whose first layer's input is not linear in the embedding's rows",
+                allowed="an embedding that is scaled or has positions added", fix="use a model of another family",
+            )  # fmt: skip
         return not none and torch.equal(first, row)
 
     def arguments(self, batch: int, sequence: int, positions: torch.Tensor | None) -> list[Arguments]:
