@@ -11,7 +11,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """Saved activations of one decoder layer, where nobody measured: what autograd saves by the formula, and the layer's output, which is there until its
     backward. Of four models whose layers ran eager on an H200 (experiments/results) that is what was measured, to a thousandth; compiled ones keep less.
     """
-    return model.most_saved_bytes(workload.tokens, workload.dtype) + workload.tokens * model.hidden * DTYPE_BYTES[workload.dtype]
+    return model.most_saved_bytes(workload.tokens, workload.sequence, workload.dtype) + workload.tokens * model.hidden * DTYPE_BYTES[workload.dtype]
 
 
 def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
@@ -25,5 +25,5 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     chunk = min(workload.loss_chunk, tokens)
     matrix = model.vocabulary * model.hidden
     head = chunk * model.vocabulary * (4 + 4 + 2 * width) + matrix * width + (4 * matrix if tokens > chunk else 0)
-    layer = model.transient_bytes(tokens, workload.dtype) + model.mask_bytes(workload)
+    layer = model.transient_bytes(tokens, workload.sequence, workload.dtype) + model.mask_bytes(workload)
     return Workspace(layer=layer, head=head, update=4 * -(-max(spec.elements for spec in model.stack.values()) // 4096))

@@ -16,7 +16,19 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.errors import UserError, suggestion
-from megatrain.simulator.families import KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT, Architecture, Part, Tensors, cut, text_config
+from megatrain.simulator.families import (
+    ALWAYS_MASKED,
+    FROM_THE_ROW,
+    KEEP_ATTENTION,
+    WIDE_HEADS,
+    WRITTEN_OUT,
+    Architecture,
+    Kept,
+    Part,
+    Tensors,
+    cut,
+    text_config,
+)
 from megatrain.simulator.files import read_json
 from megatrain.simulator.workload import Dtype, Workload
 
@@ -161,6 +173,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The output projection is the embedding matrix."""
         return self._architecture.tied
 
+    @property
+    def projection(self) -> str:
+        """The output projection's weight by its full name."""
+        return f"{self._architecture.family.head}.weight"
+
     @functools.cached_property
     def stack(self) -> dict[str, LayerSpec]:
         """Every layer by name, in forward order: `e`, `0`, ..., and `h` where the head has weights of its own."""
@@ -168,8 +185,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table = (TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)), *_tensors(shape.positions))
         head = _tensors(shape.norm.tensors)
         if not self.tied:
-            head += (TensorSpec("lm_head.weight", (self.vocabulary, self.hidden)),)
-        if family.head_bias:
+            head += (TensorSpec(self.projection, (self.vocabulary, self.hidden)),)
+        if shape.head_bias:
             head += (TensorSpec("lm_head.bias", (self.vocabulary,)),)
         tensors = {kind: _tensors(part.tensors) for kind, part in shape.decoders.items()}
         stack = [LayerSpec(name=EMBEDDING, kind="embedding", tensors=table + head if self.tied else table)]
@@ -232,7 +249,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         With T tokens, b bytes an element, P parameters of the layer, V words, d the hidden size:
 
-            forward         FLOPs once;   the forward traffic of its parts (families/parts.py) T, and P b
+            forward         FLOPs once;   the forward traffic of its parts (families/parts.py) T, that of written-out scores T S, and P b
             backward        FLOPs twice;  the backward traffic T, and 2 P b: weights read, gradients written
             head            FLOPs thrice; both traffics of the norm T; T V (2 b + 32): logits cast, softmax in fp32 (8), and backward zeros (4),
                             softmax (12) and a cast; of the matrix two reads, a gradient and its sum, V d (4 b + 8) a loss chunk
@@ -253,19 +270,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             moved = tokens * (self._architecture.norm.forward.bytes(width) + self.vocabulary * (width + 12))
             return Work(self.head_flops(tokens), 0, moved + -(-tokens // workload.loss_chunk) * table * width)
         part, passes = self._part(layer), _PASSES[kind]
-        traffic = part.backward if kind == "backward" else part.forward
+        traffic, matrix = (part.backward, part.scores.backward) if kind == "backward" else (part.forward, part.scores.forward)
         return Work(
             passes * 2 * tokens * part.active, 0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
-            tokens * traffic.bytes(width) + passes * width * self.stack[layer].parameters,
+            tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width)) + passes * width * self.stack[layer].parameters,
         )  # fmt: skip
 
-    def saved_bytes(self, layer: str, tokens: int, dtype: Dtype) -> int:
-        """Bytes that autograd keeps of a decoder layer between its forward and its backward, eager, attention without its matrix.
+    def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:
+        """Bytes that autograd keeps of a decoder layer between its forward and its backward, eager; of attention its matrix only where it is written out.
 
         Per token, with b bytes an element: a norm keeps its input in fp32 (where that is a copy), the normalised row and its own output;
         attention keeps q, k, v and its output; a gated MLP keeps gate, up, the activation and their product. The sum over the layer's parts.
         """
-        return tokens * self._part(layer).kept.bytes(DTYPE_BYTES[dtype])
+        part, width = self._part(layer), DTYPE_BYTES[dtype]
+        return tokens * (part.kept.bytes(width) + sequence * part.scores.kept.bytes(width))
+
+    @functools.cached_property
+    def writes_scores(self) -> bool:
+        """Attention's scores are written out in some layer: memory grows with the square of a row."""
+        return any(part.scores.kept != Kept() for part in self._architecture.decoders.values())
 
     def keeps_attention(self, layer: str) -> bool:
         """The runtime can keep the decoder layer's attention from its forward for its backward."""
@@ -276,19 +299,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         attended = self._part(layer).attended
         return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
 
-    def most_saved_bytes(self, tokens: int, dtype: Dtype) -> int:
+    def most_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
         """`saved_bytes` of the decoder layer that keeps most."""
-        return max(self.saved_bytes(layer.name, tokens, dtype) for layer in {layer.signature: layer for layer in self.decoders}.values())
+        return max(self.saved_bytes(layer.name, tokens, sequence, dtype) for layer in {layer.signature: layer for layer in self.decoders}.values())
 
-    def transient_bytes(self, tokens: int, dtype: Dtype) -> int:
+    def transient_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
         """Bytes that a decoder layer's backward holds besides what was saved, of the layer with most: its parameters' gradients before they go
-        where they belong, P b, and three temporaries of the MLP, 3 T F b, F the width between its projections.
+        where they belong, P b, and three temporaries of the MLP, 3 T F b, F the width between its projections; where scores are written out their
+        temporaries too, which need not be there at the same time.
         """
         width = DTYPE_BYTES[dtype]
-        return max(width * (layer.elements + 3 * tokens * layer.inner) for layer in self.decoders)
+        return max(
+            width * (layer.elements + 3 * tokens * layer.inner) + tokens * sequence * self._part(layer.name).scores.held.bytes(width)
+            for layer in self.decoders
+        )  # fmt: skip
 
     def against_documents(self, sequence: int) -> str | None:
         """Why the documents of a row of `sequence` tokens cannot be kept apart; None where they can."""
+        if self.family in FROM_THE_ROW:
+            return f"{self.family}, {FROM_THE_ROW[self.family]}"
         first = self._architecture.scaled_from
         if first is not None and sequence >= first:
             return f"{self.family}, which scales queries by their place in a row of {first} tokens or more"
@@ -302,21 +331,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Bytes of what says which token sees which, where causality alone does not: with documents, or a window shorter than a row.
 
         A byte a pair for each type of attention, S S, and with documents for each row, B S S; and in a layer that reads one, the same for each
-        row in the compute dtype, as it is added to the scores, B S S b. Linear attention has none, and neither has a kernel that is told lengths.
+        row in the compute dtype, as it is added to the scores, B S S b. Scores that are written out always have a mask, of both forms. Linear attention has none, and neither has a kernel that is told lengths.
         """
         if workload.documents and self.documents_by(workload.dtype) == "lengths":
             return 0
-        pairs, masks = workload.sequence**2, dict[str, int]()
+        pairs, masks, added = workload.sequence**2, dict[str, int](), workload.batch * workload.sequence**2 * DTYPE_BYTES[workload.dtype]
         for layer in self.decoders:
             windowed = 0 < self._part(layer.name).window < workload.sequence
-            if layer.attention != "linear_attention" and (workload.documents or windowed):
-                masks[layer.attention] = pairs * (workload.batch if workload.documents else 1)
-        return sum(masks.values()) + (workload.batch * pairs * DTYPE_BYTES[workload.dtype] if masks else 0)
+            written = self._part(layer.name).scores.kept != Kept()
+            always = written or self.family in ALWAYS_MASKED
+            if layer.attention != "linear_attention" and (workload.documents or windowed or always):
+                masks[layer.attention] = pairs * (workload.batch if workload.documents else 1) + (added if written else 0)
+        return sum(masks.values()) + (added if masks else 0)
 
-    def saved(self, layer: str, tokens: int, dtype: Dtype) -> Saved:
+    def saved(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> Saved:
         """What each way of keeping a decoder layer's activations takes."""
         row = tokens * self.hidden * DTYPE_BYTES[dtype]
-        return Saved(self.saved_bytes(layer, tokens, dtype), row, row)
+        return Saved(self.saved_bytes(layer, tokens, sequence, dtype), row, row)
 
     def with_layers(self, layers: int) -> ModelSpec:
         """The model of the first `layers` layers."""

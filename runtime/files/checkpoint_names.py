@@ -14,10 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.files.decoder_stack import DecoderStack, settle
 from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import Source
+from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import EMBEDDING, HEAD
+
+_HEADS = frozenset(family.head for family in FAMILIES.values())
+"""what output projections are called, which lie outside of the decoder"""
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -27,8 +31,9 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 
 def hub_name(layer: str, tensor: str, stack: DecoderStack = DecoderStack()) -> str:  # noqa: B008 (a constant)
     """The name of a layer's tensor in transformers' model, whose decoder layers are at `stack`."""
-    if tensor.startswith("lm_head."):
-        return stack.head + tensor.removeprefix("lm_head")
+    head, _, rest = tensor.partition(".")
+    if head in _HEADS:
+        return f"{stack.head}.{rest}" if stack.head.rpartition(".")[2] == head else tensor
     return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
 
 
@@ -38,7 +43,10 @@ class CheckpointNames:
     def __init__(self, config: PretrainedConfig) -> None:
         kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         with torch.device("meta"):
-            self._whole = kind.from_config(config)
+            self._whole = kind.from_config(config, dtype=torch.bfloat16)
+        settle(self._whole, torch.bfloat16)
+        self.wide = frozenset(name for name, parameter in self._whole.named_parameters() if parameter.dtype == torch.float32)
+        """parameters that transformers keeps in fp32 in a bf16 model"""
         self.stack = DecoderStack.of(self._whole)
         self.architecture: str = type(self._whole).__name__
 

@@ -38,3 +38,21 @@ class DecoderStack(NamedTuple):
     def layers_of(self, whole: Any) -> Any:
         """The list of decoder layers."""
         return getattr(self.decoder_of(whole), self.layers)
+
+
+def settle(whole: Any, dtype: torch.dtype) -> None:
+    """Gives a model that was made by `from_config` the parameters that it has where `from_pretrained` loads it in `dtype`.
+
+    Those without gradient, such as the bias by which a router chooses, become buffers: a model folder has them, and no step changes them. Those that the
+    model's code makes in fp32 stay so only where the model says that they are kept in fp32.
+    """
+    kept = {*whole._keep_in_fp32_modules_strict, *(whole._keep_in_fp32_modules or ())}
+    for path, module in whole.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if not parameter.requires_grad:
+                del module._parameters[name]
+                module.register_buffer(name, parameter.data)
+            elif parameter.dtype != dtype and not any(key in f"{path}.{name}" for key in kept):
+                module._parameters[name] = torch.nn.Parameter(parameter.data.to(dtype))

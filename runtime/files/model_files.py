@@ -38,20 +38,26 @@ Plane = Callable[[int, int], torch.Tensor]
 """(first, end) -> these elements of a layer's flat weights, or of the low plane of their masters"""
 
 
-def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
-    """Matrices from N(0, 0.02), norms one, biases zero; a tensor depends on the seed, its own name and the kind of `device` that draws it: a GPU
-    draws 7 G parameters in a second, one core in a minute.
+class Drawn:
+    """Random weights: matrices from N(0, 0.02), norms one, biases zero. A tensor depends on the seed, its own name and the kind of `device` that draws it:
+    a GPU draws 7 G parameters in a second, one core in a minute.
     """
 
-    def make(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+
+    def __call__(self, layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.zeros(shape) if tensor.endswith("bias") else torch.ones(shape)
-        generator = torch.Generator(device).manual_seed(
-            seed * 1_000_003 + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode())) % 2**31
+        generator = torch.Generator(self._device).manual_seed(
+            self._seed * 1_000_003 + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode())) % 2**31
         )
-        return torch.randn(shape, generator=generator, device=device) * 0.02
+        return torch.randn(shape, generator=generator, device=self._device) * 0.02
 
-    return make
+
+def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
+    """`Drawn` ones. Buffers are not among them: a run that begins with these has those that transformers starts with."""
+    return Drawn(seed, device)
 
 
 @contextlib.contextmanager
@@ -158,7 +164,9 @@ class ModelState:
         self.load_buffers(weights)
 
     def load_buffers(self, weights: Weights) -> None:
-        """Writes the layers' buffers alone."""
+        """Writes the layers' buffers alone; where weights are drawn, they stay as transformers starts them."""
+        if isinstance(weights, Drawn):
+            return
         for layer, buffers in self._buffers.items():
             for name, buffer in buffers.items():
                 buffer.copy_(weights(layer, name, tuple(buffer.shape)))
@@ -277,6 +285,13 @@ def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
         raise UserError(str(folder), found=str(error).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
 
 
+def _wide(state: Exportable, layer: LayerSpec, names: CheckpointNames) -> dict[str, Source]:
+    """Those of the layer's tensors that transformers keeps in fp32 beside bf16 weights, such as a router's: the masters."""
+    wide = [tensor.name for tensor in layer.tensors if hub_name(layer.name, tensor.name, names.stack) in names.wide]
+    made = state.sources(layer, torch.float32) if wide else {}
+    return {name: made[name] for name in wide}
+
+
 def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype, source: Path | None) -> None:
     names = CheckpointNames(config)
     shards: list[dict[str, Source]] = [{}]
@@ -288,7 +303,8 @@ def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
             shards[-1][name] = stored
 
     for layer in plan.model.stack.values():
-        held = {**state.sources(layer, dtype), **{name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}}
+        buffers = {name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}
+        held = {**state.sources(layer, dtype), **_wide(state, layer, names), **buffers}
         add(names.saved({hub_name(layer.name, name, names.stack): tensor for name, tensor in held.items()}))
     with contextlib.ExitStack() as opened:
         if is_multimodal(config):

@@ -19,6 +19,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.linear_documents import ARGUMENT
 from megatrain.runtime.layers.scaled_positions import ScaledPositions
+from megatrain.simulator.errors import UserError
 
 Arguments = dict[str, Any]
 """what the model hands to a decoder layer besides the hidden states: mask, positions and their embeddings"""
@@ -44,14 +45,14 @@ class _Noting(nn.Module):
 
 
 class _Giving(nn.Module):
-    """Returns `rows` whatever its input is."""
+    """Returns `rows` whatever its input is; `wrapped`: as the first of a tuple, for a model that takes the first of what its layers return."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = torch.empty(0)
+        self.rows, self.wrapped = torch.empty(0), False
 
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self.rows
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return (self.rows,) if self.wrapped else self.rows
 
 
 class _Zero(nn.Module):
@@ -90,8 +91,8 @@ def _apart(arguments: Arguments) -> bool:
 class Edges:
     """The two edges of a `skeleton`, on the device of its buffers."""
 
-    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = ()) -> None:
-        """`positions`: the decoder's tables that its forward adds to the rows."""
+    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm") -> None:
+        """`positions`: the decoder's tables that its forward adds to the rows; `norm`: the name of its final norm."""
         stack = DecoderStack.of(whole)
         base = stack.decoder_of(whole)
         layers = stack.layers_of(whole)
@@ -110,9 +111,14 @@ class Edges:
         self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **added)
         self._entered = _Noting(True, layers[0])
         self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
+        normed = _Noting(True, base._modules[norm])
+        self._giving.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
+        probed = _beside(base, **{stack.layers: nn.ModuleList([self._giving]), norm: normed}, **bare, **added)
         self._exit = _within(whole, stack.decoder, _beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added))
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._run(probed, inputs_embeds=self._giving.rows, position_ids=self._no_positions, attention_mask=self._no_mask)
+        self._giving.wrapped = normed.rows.dim() == 2  # the first of the two rows, where a tensor was taken for a tuple
         self.plain = self._is_plain()
         """the first layer's input is the table's rows as they are"""
 
@@ -120,7 +126,11 @@ class Edges:
         row = torch.ones(1, 1, self._hidden, dtype=self._dtype, device=self._device)
         none = {name: torch.zeros(8, self._hidden, dtype=self._dtype, device=self._device) for name in self._positions}  # OPT's first two are not used
         first = self.enter(row, none)
-        assert torch.equal(self.enter(2 * row, none), 2 * first), "an embedding that is not linear in its rows"
+        if not torch.equal(self.enter(2 * row, none), 2 * first):
+            raise UserError(
+                "model: model_type", found=f"{self._way_to_layers.config.model_type}, whose first layer's input is not linear in the embedding's rows",
+                allowed="an embedding that is scaled or has positions added", fix="use a model of another family",
+            )  # fmt: skip
         return not none and torch.equal(first, row)
 
     def arguments(self, batch: int, sequence: int, positions: torch.Tensor | None) -> list[Arguments]:

@@ -20,6 +20,8 @@ class LayerKind:
 
     def __init__(self, module: torch.nn.Module, router: type | None, output: int, compiled: bool) -> None:
         self._module = module.to("meta")  # its buffers too: they come with each layer, and one that is its own would be another graph
+        narrow = {parameter.dtype for parameter in module.parameters()} - {torch.float32}
+        self._wide = [name for name, parameter in module.named_parameters() if narrow and parameter.dtype == torch.float32]
         self._routed: list[torch.Tensor] = []
         for part in module.modules() if router else ():
             if isinstance(part, router or ()):
@@ -32,6 +34,8 @@ class LayerKind:
     def eager(self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's output and its router's logits. `tensors`: its parameters and buffers."""
         self._routed.clear()
+        if self._wide:  # fp32 beside bf16 weights: multiplied in fp32, with what the slot has of them
+            tensors = {**tensors, **{name: tensors[name].float() for name in self._wide}}
         output = functional_call(self._module, tensors, (x,), arguments)
         return output[0] if isinstance(output, tuple) else output, self._routed.pop() if self._routed else None
 

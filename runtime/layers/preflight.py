@@ -30,7 +30,7 @@ def preflight(model: ModelSpec) -> None:
         stack = DecoderStack.of(whole)
     except Exception as error:  # a model's constructor computes on values that nobody has checked
         raise _unable(model, error) from None
-    theirs = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    theirs = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters() if parameter.requires_grad}  # others count as buffers
     ours = {hub_name(layer.name, tensor.name, stack): tensor.shape for layer in model.stack.values() for tensor in layer.tensors}
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):

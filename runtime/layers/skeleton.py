@@ -7,17 +7,24 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.activations import XIELUActivation
+
+from megatrain.runtime.files.decoder_stack import settle
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """The model of `config`, in training mode: parameters of `dtype` on the meta device, buffers on `device` with what transformers starts them with."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    settle(whole, dtype)
     for module in whole.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)
         if own:
+            if isinstance(module, XIELUActivation):  # its constants, which `_init_weights` leaves out
+                module.beta.fill_(module._beta_scalar)
+                module.eps.fill_(module._eps_scalar)
             whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
     widen_buffers(whole)
     return whole.train()

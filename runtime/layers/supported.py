@@ -12,7 +12,7 @@ from megatrain.simulator.workload import Workload
 
 DROPOUT = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout", "router_jitter_noise",
-    "attn_pdrop", "dropout", "layerdrop",
+    "attn_pdrop", "dropout", "layerdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout",
 )  # fmt: skip
 """keys that make a layer draw random numbers while it is trained"""
 
@@ -43,9 +43,13 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
         if value := model.config.get(key, defaults.get(key)):
             raise UserError(f"{where}: {key}", found=repr(value), allowed="0", fix="make the plan with --no-dropout, which trains without it")
     if workload is not None and model.positions:
-        most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - (2 if model.family == "opt" else 0)
+        most = min(tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors if tensor.name in model.positions) - FAMILIES[model.family].unused_positions
         if workload.sequence > most:
             raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most the {most} positions that it knows", fix="plan shorter rows")
+    if workload is not None and (key := FAMILIES[model.family].longest):
+        longest = int(model.config.get(key, defaults[key]))
+        if workload.sequence > longest:
+            raise UserError(f"{where}: sequence", found=workload.sequence, allowed=f"at most {key} = {longest}", fix="plan shorter rows")
     if model.config.get("use_bidirectional_attention") not in (None, False, "vision"):  # Gemma 4's "vision" is about tokens of images
         raise UserError(f"{where}: use_bidirectional_attention", found="true", allowed="false", fix="set use_bidirectional_attention to false in config.json")
     if workload is not None and workload.documents and (obstacle := model.against_documents(workload.sequence)):

@@ -34,7 +34,7 @@ from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.layers.supported import DROPOUT, refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import WIDE_HEADS, WRITTEN_OUT
+from megatrain.simulator.families import FAMILIES, WIDE_HEADS, WRITTEN_OUT
 from megatrain.simulator.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.workload import Workload
 
@@ -119,7 +119,7 @@ class Templates:
         """those of them that a checkpoint has"""
         self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
-        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions)
+        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions, FAMILIES[model.family].norm_name)
         self._counted: dict[int, torch.Tensor] = {}
         """of a micro-batch with documents, each token's position in its own"""
         self._causal: list[Arguments] = []
@@ -341,7 +341,7 @@ class Templates:
     def _name_in_head(self, tensor: str) -> str:
         """The parameter that the head uses a tensor of its layer as: the embedding's table is the projection where they are tied."""
         if tensor == self.model.stack[EMBEDDING].tensors[0].name:
-            return "lm_head.weight"
+            return self.model.projection
         return hub_name(HEAD, tensor, self._stack)
 
     def _token_losses(self, named: dict[str, torch.Tensor], row: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

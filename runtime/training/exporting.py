@@ -15,8 +15,10 @@ from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.checkpoint.stored_state import StoredState
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
-from megatrain.runtime.files.model_files import export, folder_weights, random_weights
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.tensor_file import MalformedFile
+from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import exported_config, find_model, not_trained
 from megatrain.simulator.errors import UserError
@@ -56,7 +58,7 @@ def export_run(
     if origin is not None and not random:
         with contextlib.suppress(UserError), folder_weights(origin, on_note):  # for its notes; an export does without the folder's weights
             pass
-    buffers = _buffers(manifest, settled, None if random else origin, None if config is None or not random else config.training.seed)
+    buffers = _buffers(manifest, settled, None if random else origin, random=random)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
     export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin)
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
@@ -99,14 +101,18 @@ def _origin(home: Path, manifest: Manifest, on_note: Callable[[str], None]) -> P
         return None
 
 
-def _buffers(manifest: Manifest, config: PretrainedConfig, origin: Path | None, seed: int | None) -> dict[str, dict[str, torch.Tensor]]:
-    """Of the decoder layers, by layer and name, from the folder that the run began with, or drawn again from its `seed`."""
+def _buffers(manifest: Manifest, config: PretrainedConfig, origin: Path | None, *, random: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Of the decoder layers, by layer and name, from the folder that the run began with, or where it began at random those that transformers starts with."""
     shapes = {layer: named for layer, named in CheckpointNames(config).buffers().items() if named}
     if not shapes:
         return {}
-    if origin is None and seed is None:
+    if origin is None and random:
+        whole = skeleton(config, torch.float32, torch.device("cpu"))
+        layers = DecoderStack.of(whole).layers_of(whole)
+        return {layer: {name: layers[int(layer)].get_buffer(name) for name in named} for layer, named in shapes.items()}
+    if origin is None:
         raise UserError(
             f"model {manifest.model.name}", found="no folder with its buffers", allowed="the folder that the run began with", fix="name it with --model"
         )
-    with folder_weights(origin) if origin is not None else contextlib.nullcontext(random_weights(seed or 0)) as weights:
+    with folder_weights(origin) as weights:
         return {layer: {name: weights(layer, name, shape).clone() for name, shape in named.items()} for layer, named in shapes.items()}

@@ -167,12 +167,12 @@ class Calibrated(Shared):
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Of this model and workload, or of the same model with the nearest tokens, if need be packed the other way: what autograd saves is
-        proportional to the tokens.
+        proportional to the tokens. Where scores are written out it is not, and the very same rows alone count.
         """
         known, shape = self.table.activations, f"{model.shape}/{workload.shape}"
         for wanted in (shape, _other_packing(shape)):
             alike = [known[other] for other in sorted(known) if _layer(other) == _layer(wanted) and _dtype(other) == _dtype(wanted)]
-            if alike:
+            if alike and (wanted in known or not model.writes_scores):
                 tokens, size = known.get(wanted) or min(alike, key=lambda point: abs(math.log(point[0] / workload.tokens)))
                 return -(-size * workload.tokens // tokens)
         return None
@@ -195,6 +195,8 @@ class Calibrated(Shared):
         known = self.table.workspace
         if shape in known:
             return known[shape]
+        if model.writes_scores:
+            return None
         points: dict[int, Workspace] = {}
         for other, found in sorted(known.items()):
             if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):

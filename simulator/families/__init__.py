@@ -14,11 +14,15 @@ from megatrain.simulator.families.gpt import GPT_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.multimodal import INSIDE
-from megatrain.simulator.families.parts import Part, Tensors, joined
+from megatrain.simulator.families.parts import Kept, Part, Tensors, joined
 from megatrain.simulator.families.refused import NOT_YET, REFUSED, UNDESCRIBED
+from megatrain.simulator.families.shared_experts import SHARED_EXPERT_FAMILIES
+from megatrain.simulator.families.written import WRITTEN_FAMILIES
 
 __all__ = [
+    "ALWAYS_MASKED",
     "FAMILIES",
+    "FROM_THE_ROW",
     "INSIDE",
     "KEEP_ATTENTION",
     "NOT_YET",
@@ -27,6 +31,7 @@ __all__ = [
     "WIDE_HEADS",
     "WRITTEN_OUT",
     "Architecture",
+    "Kept",
     "Kind",
     "Part",
     "Tensors",
@@ -36,15 +41,24 @@ __all__ = [
     "with_nulls",
 ]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **GPT_FAMILIES}
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES, **WRITTEN_FAMILIES}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
-WRITTEN_OUT = ("gemma2", "gpt_oss", "vaultgemma")
+FROM_THE_ROW = {
+    "biogpt": "whose mask knows no documents",
+    "falcon": "whose mask knows no documents",
+    "minimax": "whose linear attention lets a document see the ones before it",
+    "mpt": "whose mask knows no documents",
+}
+"""families that cannot keep the documents of a row apart, with the reason"""
+WRITTEN_OUT = ("codegen", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "mpt", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 WIDE_HEADS = ("gemma4_text",)
 """families with heads of more than 256 elements, which no fused kernel takes that is given documents' lengths"""
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+ALWAYS_MASKED = ("falcon",)
+"""families whose models make a mask for rows of one document too"""
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
 """keys with an entry for each layer"""
 
 
@@ -64,6 +78,9 @@ class Architecture:
         self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
         self.positions = self.family.positions(c) if self.family.positions else ()
         """tables that are added to the embedding's rows"""
+        biased = self.family.head_bias
+        self.head_bias = c.flag(biased) if isinstance(biased, str) else biased
+        """the output projection has a bias"""
         self.decoders = {kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)}
         """a decoder layer of each kind"""
 

@@ -21,6 +21,7 @@ from megatrain.simulator.families.kinds import (
     Kind,
     dense_first,
     every_layer,
+    full_first,
     one_window,
     pattern,
     qwen2_moe_window,
@@ -43,7 +44,10 @@ from megatrain.simulator.families.parts import (
     residual,
     rms_norm,
     rotary,
+    scaled_scores,
     shared_input,
+    sink_scores,
+    softmax_scores,
 )
 
 # ---- the families
@@ -64,9 +68,10 @@ def gemma(c: Config, kind: Kind) -> Parts:
 
 
 def _gemma_layer(c: Config, kind: Kind, norms: str) -> Parts:
-    bias = c.flag("attention_bias")
+    bias, capped = c.flag("attention_bias"), bool(c.get("attn_logit_softcapping"))
+    scores = softmax_scores(c.heads, capped=True) if capped else None
     return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms=norms, weight="wide"), *gated_mlp(c, act="hidden_activation"),
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms=norms, weight="wide", scores=scores), *gated_mlp(c, act="hidden_activation"),
         rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
         rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"), rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"), residual(c.hidden),
@@ -139,7 +144,7 @@ def cohere(c: Config, kind: Kind) -> Parts:
 def gpt_oss(c: Config, kind: Kind) -> Parts:
     bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_local_experts")
     return (
-        Part(tensors=(("self_attn.sinks", (c.heads,)),)), *attention(c, kind.attention, bias=bias, out_bias=bias),
+        Part(tensors=(("self_attn.sinks", (c.heads,)),)), *attention(c, kind.attention, bias=bias, out_bias=bias, scores=sink_scores(c.heads)),
         router("mlp.router", c.hidden, count, bias=True),
         experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen, transposed=True, bias=True), *before(c, "wide"),
     )  # fmt: skip
@@ -217,11 +222,25 @@ def olmoe(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole"), *routed, *before(c))
 
 
-def granitemoe(c: Config, kind: Kind) -> Parts:
+def sunk_attention(c: Config, kind: Kind) -> Parts:
+    """Attention whose output is scaled by a sigmoid of each head's log-sum-exp and a number that it learns; the output is kept for it."""
+    bias, output = c.flag("attention_bias"), c.heads * c.head_dim
+    scaled = Part(forward=Traffic(3 * output), backward=Traffic(6 * output), kept=Kept(output + c.heads, 2 * c.heads))
+    mixer = attention(c, kind.attention, bias=bias, out_bias=bias, scores=scaled_scores(c.heads))
+    return (Part(tensors=(("self_attn.sinks", (c.heads,)),)), *mixer, scaled)
+
+
+def granite_swa(c: Config, kind: Kind) -> Parts:
+    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
+    return (*sunk_attention(c, kind), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c), scaled)
+
+
+def granitemoe(c: Config, kind: Kind, *, sunk: bool = False) -> Parts:
     bias, (count, chosen), name = c.flag("attention_bias"), top_k(c, "num_local_experts"), "block_sparse_moe"
     routed = (router(f"{name}.router", c.hidden, count), experts(f"{name}.experts", c.hidden, c.size("intermediate_size"), count, chosen))
     scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *before(c), *routed, scaled)
+    mixer = sunk_attention(c, kind) if sunk else attention(c, kind.attention, bias=bias, out_bias=bias)
+    return (*mixer, *before(c), *routed, scaled)
 
 
 def starcoder2(c: Config, kind: Kind) -> Parts:
@@ -254,7 +273,9 @@ DECODERS: dict[str, Family] = {
         layer=gemma, norm=functools.partial(rms_norm, weight="wide"),
         defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
     ),
-    "gemma2": Family(layer=gemma2, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={**_GELU, "sliding_window": 4096}),
+    "gemma2": Family(layer=gemma2, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={
+        **_GELU, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    }),
     "gemma3_text": Family(layer=gemma3, attention=pattern(6), norm=functools.partial(rms_norm, weight="wide"), defaults={
         **_GELU, "sliding_window": 4096, "num_attention_heads": 8, "vocab_size": 262_208,  # which the text_config of Gemma 3 with images leaves out
     }),
@@ -272,6 +293,9 @@ DECODERS: dict[str, Family] = {
         "num_experts_per_tok": 8,
     }),
     "granite": Family(layer=granite, defaults=_SILU),
+    "granite_swa": Family(layer=granite_swa, attention=full_first(4), defaults={
+        **_SILU, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True,
+    }),
     "granitemoe": Family(layer=granitemoe, mlp=every_layer, defaults={**_SILU, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "cohere": Family(layer=cohere, norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True}),
     "cohere2": Family(layer=cohere, attention=pattern(4), norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True, "sliding_window": 4096}),

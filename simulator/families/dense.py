@@ -12,13 +12,17 @@ from megatrain.simulator.families.parts import (
     Kept,
     Part,
     Traffic,
+    attend,
     attention,
     gated_mlp,
     layer_norm,
+    linear,
     plain_mlp,
     residual,
     rms_norm,
+    rotary,
     shared_input,
+    softmax_scores,
     turned_in_pairs,
 )
 
@@ -93,12 +97,20 @@ def olmo(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c), *norms)
 
 
+def _norms_of_heads(c: Config, of: str, heads: int) -> Part:
+    """Layer norms of queries (`of` is "q") or keys ("k") without bias, each head with a weight of its own; their outputs are joined by a copy."""
+    size = c.head_dim
+    return Part(
+        tensors=tuple((f"self_attn.{of}_layernorm.norms.{head}.weight", (size,)) for head in range(heads)),
+        forward=Traffic(4 * heads * size), backward=Traffic(7 * heads * size), kept=Kept(heads * size, 2 * heads),
+    )  # fmt: skip
+
+
 def stablelm(c: Config, kind: Kind) -> Parts:
-    if c.flag("qk_layernorm"):
-        raise c.wrong("qk_layernorm", "false: a norm of its own for each head is not predicted")
+    own: Parts = (_norms_of_heads(c, "q", c.heads), _norms_of_heads(c, "k", c.kv_heads)) if c.flag("qk_layernorm") else ()
     norms: Parts = (layer_norm("input_layernorm", c.hidden, first=True), residual(c.hidden))
     norms += (shared_input(c.hidden, 2),) if c.flag("use_parallel_residual") else (layer_norm("post_attention_layernorm", c.hidden),)
-    return (*attention(c, kind.attention, bias=c.flag("use_qkv_bias"), copied=True), *gated_mlp(c), *norms)
+    return (*attention(c, kind.attention, bias=c.flag("use_qkv_bias"), copied=True), *own, *gated_mlp(c), *norms)
 
 
 def hyperclovax(c: Config, kind: Kind) -> Parts:
@@ -123,9 +135,10 @@ def exaone4(c: Config, kind: Kind) -> Parts:
 
 
 def vaultgemma(c: Config, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
+    bias, capped = c.flag("attention_bias"), bool(c.get("attn_logit_softcapping"))
+    scores = softmax_scores(c.heads, capped=True) if capped else None
     return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c, act="hidden_activation"),
+        *attention(c, kind.attention, bias=bias, out_bias=bias, scores=scores), *gated_mlp(c, act="hidden_activation"),
         rms_norm("input_layernorm", c.hidden, first=True, weight="wide"), rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"), residual(c.hidden),
     )  # fmt: skip
 
@@ -136,9 +149,38 @@ def hunyuan(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, bias=bias, out_bias=bias), *norms, *gated_mlp(c), *before(c))
 
 
+def persimmon(c: Config, kind: Kind) -> Parts:
+    """One projection to queries, keys and values, with layer norms of queries and keys, and a plain MLP."""
+    hidden, heads, size = c.hidden, c.heads, c.head_dim
+    norms: Parts = ()
+    if c.flag("qk_layernorm", True):  # they read the projection, which attention keeps anyway
+        norms = tuple(layer_norm(f"self_attn.{name}_layernorm", size, rows=heads, first=True, projected=False) for name in "qk")
+    return (
+        linear("self_attn.query_key_value", hidden, 3 * hidden, True), linear("self_attn.dense", hidden, hidden, True), *norms, rotary(2 * hidden),
+        attend(c, kind.attention, copied=True, fused=True), *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"), *_layer_norms(c),
+    )  # fmt: skip
+
+
+def apertus(c: Config, kind: Kind) -> Parts:
+    """Llama with norms of queries and keys, and an MLP whose activation has two trained numbers."""
+    bias, hidden, inner = c.flag("attention_bias"), c.hidden, c.size("intermediate_size")
+    if c.get("hidden_act") != "xielu":
+        raise c.wrong("hidden_act", "xielu")
+    # xIELU as transformers writes it out: 14 elementwise kernels; keeps its input, three results and a mask of one byte an element
+    between = Part(
+        tensors=(("mlp.act_fn.alpha_p", (1,)), ("mlp.act_fn.alpha_n", (1,))), forward=Traffic(38 * inner), backward=Traffic(60 * inner),
+        kept=Kept(5 * inner, inner // 4), inner=inner, mlp=f"xielu{inner}",
+    )  # fmt: skip
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), linear("mlp.up_proj", hidden, inner), linear("mlp.down_proj", inner, hidden),
+        between, rms_norm("attention_layernorm", hidden, first=True), rms_norm("feedforward_layernorm", hidden), residual(hidden),
+    )  # fmt: skip
+
+
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 
 DENSE_FAMILIES: dict[str, Family] = {
+    "apertus": Family(layer=apertus, defaults={"hidden_act": "xielu"}),
     "arcee": Family(layer=arcee, defaults={"hidden_act": "relu2", "num_key_value_heads": 32}),
     "cwm": Family(layer=cwm, attention=full_first(4), defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}),
     "ernie4_5": Family(layer=ernie4_5, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True}),
@@ -155,11 +197,13 @@ DENSE_FAMILIES: dict[str, Family] = {
     "ministral3": Family(layer=ministral3, attention=one_window, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128}),
     "nemotron": Family(layer=nemotron, norm=layer_norm, defaults={"hidden_act": "relu2"}),
     "olmo": Family(layer=olmo, norm=no_norm, defaults=_SILU),
+    "persimmon": Family(layer=persimmon, norm=layer_norm, norm_name="final_layernorm", defaults={"hidden_act": "relu2"}),
     "seed_oss": Family(
         layer=seed_oss, defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1}
     ),
     "stablelm": Family(layer=stablelm, norm=layer_norm, defaults={**_SILU, "num_key_value_heads": 32}),
     "vaultgemma": Family(layer=vaultgemma, attention=pattern(2), norm=functools.partial(rms_norm, weight="wide"), defaults={
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
     }),
 }  # fmt: skip

@@ -112,3 +112,21 @@ def gated_delta(c: Config, *, apart: bool = False) -> tuple[Part, ...]:
         Part(tensors=small), convolution, *((norm, out, *projections) if apart else (*projections, norm, out)), rule, gate,
         shared_input(hidden, len(projections)),
     )  # fmt: skip
+
+
+def lightning(c: Config) -> tuple[Part, ...]:
+    """MiniMax's linear attention over blocks of tokens: inside a block queries and keys are multiplied out, and a state carries the blocks before.
+
+    FLOPs a token and head, with blocks of C tokens and head size k: q k' and its product with v (2 C k each), the state's with q and its sum (2 k k
+    each). What is kept is an upper bound: a row has fewer products than C where it is shorter than a block.
+    """
+    hidden, heads, size, block, name = c.hidden, c.heads, c.head_dim, c.size("block_size"), "self_attn"
+    values = heads * size
+    rule = Part(
+        state=heads * (4 * block * size + 4 * size * size), forward=Traffic(40 * values + 5 * heads * block), backward=Traffic(80 * values + 10 * heads * block),
+        kept=Kept(14 * values + heads * block + heads * size * size // block), attention=f"lightning{heads}x{size}b{block}",
+    )  # fmt: skip
+    return (
+        rms_norm(f"{name}.norm", values, projected=False), linear(f"{name}.qkv_proj", hidden, 3 * values), linear(f"{name}.out_proj", values, hidden),
+        linear(f"{name}.output_gate", hidden, values), rule, shared_input(hidden, 2),
+    )  # fmt: skip

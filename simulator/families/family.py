@@ -29,7 +29,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """tables that are added to the embedding's rows, by name and shape [positions, hidden]; None: positions are the layers' business"""
     scaled_from: Callable[[Config], int | None] | None = None
     """the shortest row in which some layer scales queries by their place in the row; None: whatever layers do counts from a document's start"""
-    head_bias: bool = False
+    unused_positions: int = 0
+    """rows at the start of such a table that no token's position reaches"""
+    longest: str = ""
+    """the key that says how long a row may be, where longer ones fail; empty: none"""
+    head: str = "lm_head"
+    """what the output projection is called; it lies outside of the decoder"""
+    head_bias: bool | str = False
+    """the projection has a bias; or the key of config.json that says whether"""
     names: dict[str, str] = {}
     """what config.json calls `hidden_size` and its like, where it has names of its own"""
     published: Callable[[dict[str, Any], str], dict[str, Any]] | None = None

@@ -64,6 +64,16 @@ def opt(c: Config, kind: Kind) -> Parts:
     )  # fmt: skip
 
 
+def biogpt(c: Config, kind: Kind) -> Parts:
+    """OPT's layers with another activation."""
+    hidden, inner = c.hidden, c.size("intermediate_size")
+    return (
+        *(linear(f"self_attn.{name}_proj", hidden, hidden, True) for name in ("k", "v", "q", "out")), layer_norm("self_attn_layer_norm", hidden, first=True),
+        linear("fc1", hidden, inner, True), linear("fc2", inner, hidden, True), layer_norm("final_layer_norm", hidden),
+        activation(c, inner), Part(kept=Kept(inner), inner=inner, mlp=str(inner)), attend(c, kind.attention), residual(hidden),
+    )  # fmt: skip
+
+
 def _table(name: str, key: str, offset: int = 0) -> Any:
     return lambda c: ((f"{name}.weight", (c.size(key) + offset, c.hidden)),)
 
@@ -83,8 +93,12 @@ GPT_FAMILIES: dict[str, Family] = {
         layer=gpt_bigcode, norm=layer_norm, norm_name="ln_f", embedding="wte", positions=_table("wpe", "n_positions"), names=_NAMES,
         defaults={**_GPT2, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
     ),
+    "biogpt": Family(
+        layer=biogpt, head="output_projection", unused_positions=2, norm=layer_norm, norm_name="layer_norm", positions=_table("embed_positions", "max_position_embeddings", 2), defaults={
+        "hidden_act": "gelu", "max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+    }),
     "opt": Family(
-        layer=opt, norm=layer_norm, norm_name="final_layer_norm", positions=_table("embed_positions", "max_position_embeddings", 2), defaults={
+        layer=opt, unused_positions=2, norm=layer_norm, norm_name="final_layer_norm", positions=_table("embed_positions", "max_position_embeddings", 2), defaults={
         "activation_function": "relu", "ffn_dim": 3072, "max_position_embeddings": 2048, "tie_word_embeddings": True, "dropout": 0.1,
     }),
 }  # fmt: skip

@@ -113,6 +113,38 @@ def llama4_sparse(c: Config) -> list[str]:
     return [SPARSE if index in named else DENSE for index in range(c.layers)]
 
 
+def one_dense(c: Config) -> list[str]:
+    """`mlp_layer_types`, or the first layer dense."""
+    return c.each_layer("mlp_layer_types", (DENSE, SPARSE)) or [SPARSE if index else DENSE for index in range(c.layers)]
+
+
+def dense_between(c: Config) -> list[str]:
+    """`mlp_layer_types`, or experts from `first_k_dense_replace` on in every `moe_layer_freq`-th layer."""
+    first, every = c.count("first_k_dense_replace"), c.size("moe_layer_freq")
+    listed = c.each_layer("mlp_layer_types", (DENSE, SPARSE))
+    return listed or [SPARSE if index >= first and index % every == 0 else DENSE for index in range(c.layers)]
+
+
+def mimo_window(c: Config) -> list[str]:
+    """`layer_types`, or the first layer full and every sixth."""
+    listed = c.each_layer("layer_types", (FULL, SLIDING))
+    return listed or [SLIDING if index and (index + 1) % 6 else FULL for index in range(c.layers)]
+
+
+def ernie_sparse(c: Config) -> list[str]:
+    """Experts in every so many layers from one to another; -1 is the last."""
+    first, last, every = c.count("moe_layer_start_index"), c.get("moe_layer_end_index"), c.size("moe_layer_interval")
+    last = c.layers - 1 if last == -1 else c.count("moe_layer_end_index")
+    return [SPARSE if (index + 1) % every == 0 and first <= index <= last else DENSE for index in range(c.layers)]
+
+
+def cohere_window(c: Config) -> list[str]:
+    """`layer_types`, or every so many layers a full one, counted anew after the dense layers that come first."""
+    listed, first = c.each_layer("layer_types", (FULL, SLIDING)), c.count("first_k_dense_replace", 0, most=c.layers)
+    parts = ((first, c.size("prefix_dense_sliding_window_pattern")), (c.layers - first, c.size("sliding_window_pattern")))
+    return listed or [SLIDING if (index + 1) % period else FULL for count, period in parts for index in range(count)]
+
+
 def dense_first(c: Config) -> list[str]:
     """`mlp_layer_types`, or the first few dense."""
     listed = c.each_layer("mlp_layer_types", (DENSE, SPARSE))

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain.simulator.families.config import Config
 from megatrain.simulator.families.decoders import deepseek_mlp, gated_attention, granitemoe, qwen_experts
-from megatrain.simulator.families.experts import experts, gated_delta, latent_attention, router, shared_expert
+from megatrain.simulator.families.experts import experts, gated_delta, latent_attention, lightning, router, shared_expert
 from megatrain.simulator.families.family import Family, Parts, before, top_k
 from megatrain.simulator.families.kinds import (
     CHUNKED,
@@ -19,6 +19,7 @@ from megatrain.simulator.families.kinds import (
     dense_first,
     dots_window,
     every_layer,
+    full_first,
     listed_or_full,
     listed_or_sparse,
     llama4_chunks,
@@ -40,6 +41,21 @@ from megatrain.simulator.families.parts import (
     shared_input,
     turned_in_pairs,
 )
+
+
+def minimax(c: Config, kind: Kind) -> Parts:
+    """Mixtral with linear attention in some layers, whose residuals are the norms' outputs."""
+    count, chosen = top_k(c, "num_local_experts")
+    routed = (router("mlp.gate", c.hidden, count), experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen))
+    mixer = attention(c, kind.attention) if kind.attention == FULL else lightning(c)
+    return (*mixer, *before(c), *routed)
+
+
+def minimax_layers(c: Config) -> list[str]:
+    """`layer_types`, or every other layer a linear one."""
+    if c.count("sliding_window", 0):
+        raise c.wrong("sliding_window", "none")
+    return c.each_layer("layer_types", (FULL, LINEAR)) or [LINEAR if index % 2 else FULL for index in range(c.layers)]
 
 
 def deepseek_v2(c: Config, kind: Kind) -> Parts:
@@ -83,14 +99,18 @@ def exaone_moe(c: Config, kind: Kind) -> Parts:
     return (*attention(c, kind.attention, norms="head"), *mlp, *before(c))
 
 
-def granitemoeshared(c: Config, kind: Kind) -> Parts:
+def granitemoe_swa(c: Config, kind: Kind) -> Parts:
+    return granitemoeshared(c, kind, sunk=True)
+
+
+def granitemoeshared(c: Config, kind: Kind, *, sunk: bool = False) -> Parts:
     inner, hidden = c.count("shared_intermediate_size"), c.hidden
     if not inner:
-        return granitemoe(c, kind)
+        return granitemoe(c, kind, sunk=sunk)
     shared = joined(gated_mlp(c, inner=inner, fused=True, label=False))
     tensors = (("shared_mlp.input_linear.weight", (2 * inner, hidden)), ("shared_mlp.output_linear.weight", (hidden, inner)))
     added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
-    return (*granitemoe(c, kind), joined((Part(tensors=tensors), *_without_tensors(shared), added)))
+    return (*granitemoe(c, kind, sunk=sunk), joined((Part(tensors=tensors), *_without_tensors(shared), added)))
 
 
 def _without_tensors(part: Part) -> Parts:
@@ -175,6 +195,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         **_LATENT, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1, "moe_intermediate_size": 1536,
         "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
     }),
+    "granitemoe_swa": Family(layer=granitemoe_swa, attention=full_first(4), mlp=every_layer, defaults={
+        **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0, "sliding_window": 128,
+    }),
     "granitemoeshared": Family(layer=granitemoeshared, mlp=every_layer, defaults={
         **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0,
     }),
@@ -188,6 +211,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     }),
     "minicpm3": Family(layer=minicpm3, defaults={
         **_SILU, "tie_word_embeddings": True, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    }),
+    "minimax": Family(layer=minimax, attention=minimax_layers, mlp=every_layer, defaults={
+        **_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "block_size": 256,
     }),
     "minimax_m2": Family(layer=minimax_m2, mlp=every_layer, defaults={
         **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8,

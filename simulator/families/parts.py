@@ -6,6 +6,8 @@ writes its result once. What is kept for the backward pass is counted by the par
     FLOPs   2 x `active`, plus `pair` for each earlier token attended to, plus `state` (linear attention)
     bytes   b x low + 4 x wide + (b + 4) x casts, b the width of the compute dtype; casts only where b < 4
     kept    b x low + 4 x wide, and 4 x upcast where b < 4
+
+Where attention's scores are written out (`Scores`), the same again for each pair of tokens of a row, masked ones too.
 """
 
 from __future__ import annotations
@@ -53,6 +55,42 @@ class Kept(NamedTuple):
         return Kept(self.low + other.low, self.wide + other.wide, self.upcast + other.upcast)
 
 
+class Scores(NamedTuple):
+    """What scores that are written out take: elements a pair of tokens of a row, all heads together."""
+
+    kept: Kept = Kept()
+    held: Kept = Kept()
+    """at most at once in the backward pass besides these"""
+    forward: Traffic = Traffic()
+    backward: Traffic = Traffic()
+
+    def plus(self, other: Scores) -> Scores:
+        return Scores(
+            self.kept.plus(other.kept), self.held.plus(other.held), self.forward.plus(other.forward), self.backward.plus(other.backward)
+        )  # fmt: skip
+
+
+def softmax_scores(heads: int, *, capped: bool = False) -> Scores:
+    """Products of queries and keys, scaled (2) and with a mask added (3) in the compute dtype; softmax in fp32 (3) between two casts. Backward: the same
+    without the mask, softmax 5. Keeps the softmax in fp32 and in the compute dtype. `capped`: a division, a tanh, which is kept, and a product (2 each).
+    """
+    cap = 6 * heads if capped else 0
+    return Scores(
+        Kept(heads * (2 if capped else 1), 0, heads), Kept(2 * heads, 2 * heads),
+        Traffic(5 * heads + cap, 3 * heads, 2 * heads), Traffic(2 * heads + cap, 5 * heads, 2 * heads),
+    )  # fmt: skip
+
+
+def scaled_scores(heads: int) -> Scores:
+    """`softmax_scores` whose log-sum-exp, which keeps them (2), says how much of the output stays."""
+    return Scores(Kept(2 * heads, 0, heads), Kept(3 * heads, 2 * heads), Traffic(6 * heads, 3 * heads, 2 * heads), Traffic(6 * heads, 5 * heads, 2 * heads))
+
+
+def sink_scores(heads: int) -> Scores:
+    """`softmax_scores` with one more column, a number that a head learns: joined (2), less the largest (3), softmax in the compute dtype, cut off (2)."""
+    return Scores(Kept(heads), Kept(4 * heads), Traffic(15 * heads), Traffic(18 * heads))
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A module of a decoder layer, or several."""
 
@@ -72,6 +110,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     kept: Kept = Kept()
     attended: Kept = Kept()
     """of these, what attention's kernel leaves: its output and the log-sum-exp of each head"""
+    scores: Scores = Scores()
+    """where attention writes them out"""
     inner: int = 0
     """elements a token between an MLP's projections"""
     attention: str = ""
@@ -82,14 +122,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def joined(parts: tuple[Part, ...]) -> Part:
     """The parts as one: sums; tensors in order."""
-    forward, backward, kept, attended = Traffic(), Traffic(), Kept(), Kept()
+    forward, backward, kept, attended, scores = Traffic(), Traffic(), Kept(), Kept(), Scores()
     for part in parts:
         forward, backward = forward.plus(part.forward), backward.plus(part.backward)
-        kept, attended = kept.plus(part.kept), attended.plus(part.attended)
+        kept, attended, scores = kept.plus(part.kept), attended.plus(part.attended), scores.plus(part.scores)
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors), active=sum(part.active for part in parts), idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts), window=max(part.window for part in parts), state=sum(part.state for part in parts),
-        forward=forward, backward=backward, kept=kept, attended=attended, inner=sum(part.inner for part in parts),
+        forward=forward, backward=backward, kept=kept, attended=attended, scores=scores, inner=sum(part.inner for part in parts),
         attention="".join(part.attention for part in parts), mlp="".join(part.mlp for part in parts),
     )  # fmt: skip
 
@@ -158,13 +198,15 @@ def turned_in_pairs(elements: int) -> Part:
 
 
 def attend(
-    c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: int = 0, window: int = 0, copied: bool = False, fused: bool = False
+    c: Config, kind: str, *, query: int = 0, value: int = 0, kv_heads: int = 0, window: int = 0, copied: bool = False, fused: bool = False,
+    scores: Scores | None = None,
 ) -> Part:  # fmt: skip
     """Attention itself, in one kernel that keeps q, k, v, its output and a scale a head. A sliding window `kind` sees `sliding_window` tokens, another one
     `window` where it is not 0.
 
     `copied`: queries were put together head by head, so the output comes head by head and is copied for the projection, which keeps the copy.
-    `fused`: q, k and v are one projection, all of which is kept with v.
+    `fused`: q, k and v are one projection, all of which is kept with v. `scores`: those are written out, and no one kernel computes it; keys and values
+    that several heads share are copied for each, and q, k and v as a product wants them.
     """
     heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
     value = value or query
@@ -174,6 +216,11 @@ def attend(
             raise c.wrong("layer_types", "full_attention alone, since sliding_window or use_sliding_window says that there is no window")
     output, whole = heads * value if copied else 0, (heads + kv_heads) * query if fused else 0
     label = f"{heads}:{kv_heads}x{query}" + (f"v{value}" if value != query else "") + (f"w{window}" if window else "")
+    if scores is not None:
+        return Part(
+            pair=2 * heads * (query + value), window=window, forward=Traffic(2 * heads * (2 * query + 2 * value)), scores=scores,
+            backward=Traffic(3 * heads * (2 * query + 2 * value)), kept=Kept(2 * heads * (query + value)), attention=label,
+        )  # fmt: skip
     return Part(
         pair=2 * heads * (query + value), window=window, forward=Traffic(2 * output), backward=Traffic(2 * output),
         kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads), attended=Kept(heads * value, heads), attention=label,
@@ -181,7 +228,16 @@ def attend(
 
 
 def attention(
-    c: Config, kind: str, *, bias: bool = False, out_bias: bool = False, out: str = "o_proj", norms: str = "", weight: str = "low", copied: bool = False
+    c: Config,
+    kind: str,
+    *,
+    bias: bool = False,
+    out_bias: bool = False,
+    out: str = "o_proj",
+    norms: str = "",
+    weight: str = "low",
+    copied: bool = False,
+    scores: Scores | None = None,
 ) -> tuple[Part, ...]:
     """Query, key and value projections, rotary positions, attention, output projection. `norms`: of query and key, over a `head` or the `whole`."""
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
@@ -190,7 +246,7 @@ def attention(
     for name, count in (("q", heads), ("k", kv_heads)) if norms else ():
         rows, each = (count, size) if norms == "head" else (1, count * size)
         parts.append(rms_norm(f"self_attn.{name}_norm", each, rows=rows, projected=False, weight=weight))
-    return (*parts, rotary((heads + kv_heads) * size), attend(c, kind, copied=copied), shared_input(hidden, 3))
+    return (*parts, rotary((heads + kv_heads) * size), attend(c, kind, copied=copied, scores=scores), shared_input(hidden, 3))
 
 
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")

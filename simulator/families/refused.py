@@ -11,7 +11,7 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder, with cross-attention": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr whisper""",
     "layers with a state-space, convolutional or recurrent mixer, whose costs are not known here": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2""",
     "a multimodal model: save its language model by itself and train that": """
         emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize phi4_multimodal qwen4_exp""",
@@ -19,10 +19,12 @@ _REASONS: dict[str, str] = {
     "layers that pass on four streams of hidden states, are given rows of another embedding table, and attend to keys and values of an earlier layer": "gemma3n_text",
     "layers that are given rows of another embedding table, or keys and values of another layer or model, besides the hidden states": """
         gemma4_assistant gemma4_unified_assistant gemma4_unified_text""",
-    "attention that writes its matrix out, whose memory is not predicted": "bloom codegen cpmant gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",
-    "a mask for every row always, whose memory is not predicted": "falcon",
-    "a parameter that stays in fp32 beside bf16 weights": "afmoe ernie4_5_moe hunyuan_v1_moe",
+    "attention that writes its matrix out, whose memory is not predicted": "cpmant gpt_neo gpt_neox_japanese openai-gpt xglm",
+    "a parameter that stays in fp32 beside bf16 weights": "afmoe",
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
+    "a router that draws a token's experts at random while it is trained, so that a recomputed layer would draw others": "phimoe",
+    "a router that rounds otherwise without gradients on a GPU, so that a recomputed layer could choose other experts": "kolibri1",
+    "a norm between the embedding and the first layer": "bloom nanochat",
     "weights that are quantised while they are trained": "bitnet",
     "layers that run several times or at several lengths": "blt hrm_text",
 }

@@ -100,7 +100,7 @@ class _Compute:
         self.first = {block[0] for block in self.blocks}
         self.attended = {int(layer) for layer in plan.placed("attention")} - self.stored
         longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)
-        saved = model.most_saved_bytes(work.tokens, work.dtype)
+        saved = model.most_saved_bytes(work.tokens, work.sequence, work.dtype)
         builder.slots("device.checkpoints", len(self.blocks) - len(self.parked) + min(len(self.parked), 2), self.hidden_bytes)
         builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes)
         builder.slots("device.activations", longest, saved, dynamic=True)

@@ -49,7 +49,7 @@ def rounding(builder: Builder, name: str, sizes: Iterable[int]) -> None:
 
 def workspace(builder: Builder, plan: Plan) -> int:
     """A layer's temporaries in `memory_formulas.workspace_estimate`, as a pool of the schedule: its bytes."""
-    size = plan.model.transient_bytes(plan.workload.tokens, plan.workload.dtype)
+    size = plan.model.transient_bytes(plan.workload.tokens, plan.workload.sequence, plan.workload.dtype)
     builder.persistent("device.workspace", "layer", size)
     return size
 
@@ -76,7 +76,7 @@ class Offload:
             builder.slots("host.gradient_slabs", 2, self.gradient_width * max(self.decoder, self.vocabulary))
         self.held: str | None = None  # a tied matrix's gradient, between head and embedding
         self.passes = 0
-        beside = workspace(builder, plan) + plan.model.most_saved_bytes(plan.workload.tokens, plan.workload.dtype)
+        beside = workspace(builder, plan) + plan.model.most_saved_bytes(plan.workload.tokens, plan.workload.sequence, plan.workload.dtype)
         beside += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (self.decoder + self.vocabulary)
         self.logits = plan.workload.tokens * plan.model.vocabulary
         builder.persistent("device.logits", "loss", max(LOGIT_BYTES * self.logits - beside, 0))

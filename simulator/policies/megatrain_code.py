@@ -78,7 +78,7 @@ class _Code:
         blocks = -(-self.model.layers // self.interval)
         builder.slots("device.checkpoints", blocks + 1, hidden)
         builder.slots("device.hidden", self.interval + 2, hidden)
-        saved = self.model.most_saved_bytes(self.work.tokens, self.work.dtype)
+        saved = self.model.most_saved_bytes(self.work.tokens, self.work.sequence, self.work.dtype)
         builder.slots("device.activations", 1, saved, dynamic=True)
         logits = self.width * self.work.tokens * self.model.vocabulary
         chunk = self.width * self.work.batch * min(_POSITIONS, self.work.sequence) * self.model.vocabulary

@@ -14,7 +14,7 @@ from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import ModelSpec
 
 IN_PARTS = {"deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"} | {
-    "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "glm4_moe_lite", "mellum", "minimax_m2", "qwen3_5_moe_text", "solar_open",
+    "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "glm4_moe_lite", "mellum", "minimax_m2", "qwen3_5_moe_text", "solar_open", "axk1", "cohere2_moe", "hy_v3", "minimax", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "mimo_v2_flash",
 }  # fmt: skip
 
 

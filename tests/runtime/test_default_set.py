@@ -44,7 +44,7 @@ def test_what_is_chosen_fits(make_plan: Callable[..., Plan], chosen: DefaultSet,
         for batch, sequence in points:
             plan = make_plan(policy, model=model, batch=batch, sequence=sequence, chunk_bytes=2**27)
             taken = [buffer for buffer in lower(plan).buffers if buffer.place == "device"]
-            beside = model.most_saved_bytes(batch * sequence, "bf16") + model.transient_bytes(batch * sequence, "bf16")
+            beside = model.most_saved_bytes(batch * sequence, sequence, "bf16") + model.transient_bytes(batch * sequence, sequence, "bf16")
             assert sum(buffer.allocated for buffer in taken) + beside < 0.9 * device, (name, batch, sequence)
     plan = make_plan("sequential", model=model_of(chosen.models[0]).shortest(3), batch=4, sequence=1024, accumulation=2, chunk_bytes=2**27)
     assert sum(buffer.allocated for buffer in lower(plan).buffers if buffer.place == "host") < 0.9 * host

@@ -10,13 +10,16 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_families import config_of as tiny_config
 from transformers import AutoModelForCausalLM
 from whole_models import (
     BF16_BOUND,
     LEFT,
     PACKED,
     RIGHT,
+    ROUNDED,
     SEQUENCE,
+    as_loaded,
     compare,
     drawn,
     labelled,
@@ -33,11 +36,12 @@ from megatrain.runtime import calibrate as calibration
 from megatrain.runtime.contention import Contention
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
-from megatrain.runtime.layers.skeleton import kind_of, skeleton, widen_buffers
+from megatrain.runtime.layers.edges import Edges
+from megatrain.runtime.layers.skeleton import kind_of, skeleton
 from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.runtime.rates import Rates
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES
+from megatrain.simulator.families import FAMILIES, FROM_THE_ROW
 from megatrain.simulator.hardware import FixedCosts
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
@@ -46,9 +50,10 @@ from megatrain.simulator.workload import Workload
 
 KINDS = {"gemma2": 2, "gemma3_text": 2, "gemma4_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
          "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
-         "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2}  # fmt: skip
+         "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2,
+         "axk1": 2, "ernie4_5_moe": 2, "laguna": 3, "minimax": 2, "granite_swa": 2, "granitemoe_swa": 2, "mimo_v2_flash": 3, "cohere2_moe": 3, "hy_v3": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "granitemoeshared", "mellum", "minimax_m2",
-          "qwen3_5_moe_text")  # fmt: skip
+          "qwen3_5_moe_text", "granitemoe_swa", "ernie4_5_moe", "laguna", "minimax")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any]
         loss = sum(token_losses(model(batch.ids).logits, batch.labels) for batch in batches) * scale_of(batches)
         compare(running, batches, loss, model, bound)
         # one whose gradient is None would decay here and not in PyTorch: no family has one
-        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
 # ---- padding
@@ -131,7 +136,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
         export(running.state, plan, config, tmp_path / "trained")
         reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
         loss = token_losses(reloaded(batches[0].ids).logits, batches[0].labels) * scale_of(batches)
-        compare(running, batches, loss, reloaded, 1e-5 if dtype == "fp32" else BF16_BOUND)
+        compare(running, batches, loss, reloaded, 1e-5 if dtype == "fp32" else ROUNDED.get(family, BF16_BOUND))
 
 
 # ---- what a layer is
@@ -151,8 +156,7 @@ def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
     config = config_of(model_of(family))
-    whole, real = skeleton(config, torch.bfloat16, torch.device("cpu")), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    widen_buffers(real)
+    whole, real = skeleton(config, torch.bfloat16, torch.device("cpu")), as_loaded(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     expected = dict(real.named_buffers())
     found = dict(whole.named_buffers())
     assert found.keys() == expected.keys()
@@ -210,6 +214,13 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
         ModelSpec.from_config({"model_type": "mamba", "hidden_size": 64}, "config.json")
 
 
+def test_an_embedding_that_is_normalised_is_refused_in_one_line() -> None:
+    """NanoChat's, of which the simulator knows nothing."""
+    whole = skeleton(tiny_config("nanochat", num_hidden_layers=2), torch.float32, torch.device("cpu"))
+    with pytest.raises(UserError, match="found nanochat, whose first layer's input is not linear in the embedding's rows; allowed: "):
+        Edges(whole, 128, torch.float32, torch.device("cpu"))
+
+
 def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_documents(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> None:
     """Llama 4's layers without positions; in shorter rows, with positions in all layers, or without the scaling, its documents are kept apart."""
     plan = make_plan("resident", model=model_of("llama4_text", floor_scale=4), documents=True)
@@ -221,4 +232,5 @@ def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_docume
     assert plan.model.against_documents(3) is None
     for changes in ({"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 4}):
         assert model_of("llama4_text", floor_scale=4, **changes).against_documents(24) is None
-    assert [model_of(family).against_documents(2**20) for family in FAMILIES if family != "llama4_text"] == [None] * (len(FAMILIES) - 1)
+    others = {family: model_of(family).against_documents(2**20) for family in FAMILIES if family != "llama4_text"}
+    assert {family for family, obstacle in others.items() if obstacle} == set(FROM_THE_ROW)

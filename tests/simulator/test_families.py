@@ -27,7 +27,7 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [{**WINDOW, "max_window_layers": 2}],
     "qwen3": [BIASED, {"head_dim": 64}, {**WINDOW, "max_window_layers": 3}],
     "gemma": [BIASED, {"head_dim": 32}],
-    "gemma2": [BIASED, {"head_dim": 32}, {"layer_types": ["full_attention"] * 6}],
+    "gemma2": [BIASED, {"head_dim": 32}, {"attn_logit_softcapping": None}, {"layer_types": ["full_attention"] * 6}],
     "gemma3_text": [{"head_dim": 32, "sliding_window_pattern": 3}, BIASED],
     "phi3": [{"sliding_window": 16}],
     "phi": [{"qk_layernorm": True}],
@@ -73,7 +73,27 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "nemotron": [BIASED, {"mlp_bias": True}],
     "qwen3_5_text": [{"full_attention_interval": 2}, BIASED],
     "seed_oss": [{"attention_bias": False}, {"attention_out_bias": True}],
-    "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
+    "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}, {"qk_layernorm": True}],
+    "apertus": [BIASED],
+    "falcon": [
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"multi_query": False},
+        {"parallel_attn": False, "bias": True},
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ],
+    "mpt": [{"attn_config": {"clip_qkv": 6.0}}],
+    "granite_swa": [BIASED, {"mlp_bias": True}, {"layer_types": ["full_attention"] * 6}],
+    "granitemoe_swa": [BIASED, {"shared_intermediate_size": 64}],
+    "mimo_v2_flash": [BIASED, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
+    "ernie4_5_moe": [{"use_bias": True}, {"moe_num_shared_experts": 0}, {"moe_layer_start_index": 2, "moe_layer_end_index": 4, "moe_layer_interval": 2}],
+    "hunyuan_v1_moe": [BIASED, {"moe_topk": 1}],
+    "laguna": [BIASED, {"gating": "per-element"}, {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16}],
+    "minimax": [{"layer_types": ["full_attention", "full_attention", "linear_attention"] * 2}],
+    "persimmon": [{"qk_layernorm": False}],
+    "hy_v3": [BIASED, {"mlp_bias": True}, {"num_shared_experts": 2}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "axk1": [{"first_k_dense_replace": 2, "moe_layer_freq": 2}, {"n_shared_experts": 2}, BIASED],
+    "aria_text": [BIASED, {"mlp_bias": True}, {"moe_num_shared_experts": 1}],
+    "cohere2_moe": [BIASED, {"num_shared_experts": 2}, {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 64}, {"sliding_window_pattern": 2}],
 }
 CASES = [(family, changes) for family in FAMILIES for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))]
 NAMES = [f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}" for family, changes in CASES]
@@ -95,7 +115,9 @@ def turns_of(model: Any, x: torch.Tensor, positions: torch.Tensor, attention: st
     """What the model hands to its layers of positions."""
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
-        return {}
+        return {"position_bias": model.transformer.build_mpt_alibi_tensor(model.config.n_heads, x.shape[1])} if model.config.model_type == "mpt" else {}
+    if model.config.model_type == "falcon":
+        return {"position_embeddings": rotary(x, positions), "alibi": None}
     try:
         return {"position_embeddings": rotary(x, positions, attention)}
     except TypeError:
@@ -108,7 +130,7 @@ def compare(spec: ModelSpec, model: Any) -> None:
     way = min(ways, key=lambda prefix: prefix.count("."))
     layers = {f"{way}.{index}.": [] for index in range(spec.layers)}
     outside = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad):
         layer = next((prefix for prefix in layers if name.startswith(prefix)), None)
         if layer is None:
             outside[name.removeprefix(f"{way.rpartition('.')[0]}.")] = tuple(parameter.shape)
@@ -118,14 +140,14 @@ def compare(spec: ModelSpec, model: Any) -> None:
     ours = [tensor for layer in spec.stack.values() if layer.kind != "decoder" for tensor in layer.tensors]
     assert {tensor.name: tensor.shape for tensor in ours} == outside
     assert len(ours) == len(outside)
-    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=NAMES)
 def test_tensors_are_those_of_transformers_in_its_order(family: str, changes: dict[str, Any]) -> None:
     config = config_of(family, **changes)
     given = {"model_type": family, **{key: value for key, value in {**SMALL, **OWN.get(family, {}), **changes}.items() if value is not None}}
-    if changes.get("q_lora_rank", 1) is None or changes.get("sliding_window", 1) is None:
+    if changes.get("q_lora_rank", 1) is None or changes.get("sliding_window", 1) is None or "attn_logit_softcapping" in changes:
         given |= changes  # where null means something
     model = skeleton(config)
     for content in (config.to_dict(), given):  # as transformers writes it, and as people do, without what has a default
@@ -183,6 +205,12 @@ SAVED = (
     + [("gemma4_text", GEMMA4_EXPERTS)]
     + [(family, changes) for family in ("llama", "mistral", "qwen2", "qwen3") for changes in SHAPES[1:]]
 )
+SAVED += [
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("falcon", {"multi_query": False}), ("mpt", {"attn_config": {"clip_qkv": 6.0}}),
+]  # fmt: skip
+BOUNDED = ("falcon", "codegen", "minimax")
+"""of which the prediction is an upper bound, at most two fifths more than what autograd keeps"""
+SAVED += [("gemma2", {"attn_logit_softcapping": None}), ("stablelm", {"qk_layernorm": True}), ("cohere2_moe", {"num_shared_experts": 2})]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -192,21 +220,26 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
     batch, sequence = 1, 256
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="one_kernel").to(TORCH_DTYPE[dtype]).train()
+    attention = "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"  # falcon calls PyTorch's kernels itself
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(TORCH_DTYPE[dtype]).train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.05)
     positions = torch.arange(sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
         turns, module = turns_of(model, x_BSH, positions, layer.attention), layer_of(model, layer.name)
-        tensors = (tensor for turn in turns.values() for tensor in (turn if isinstance(turn, tuple) else (turn,)))
-        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *tensors, *module.parameters())}
+        tensors = (tensor for turn in turns.values() if turn is not None for tensor in (turn if isinstance(turn, tuple) else (turn,)))
+        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *tensors, *module.parameters(), *module.buffers())}
 
         def forward(module: Any = module, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns) -> object:
             return module(x, attention_mask=None, position_ids=positions, **turns)
 
-        saved = spec.saved(layer.name, batch * sequence, dtype)
-        assert saved.store == pytest.approx(kept_bytes(forward, given), rel=0.1), layer.signature
+        saved = spec.saved(layer.name, batch * sequence, sequence, dtype)
+        kept = kept_bytes(forward, given)
+        if family in BOUNDED:
+            assert kept <= saved.store * 1.003 <= 1.4 * kept, layer.signature
+        else:
+            assert saved.store == pytest.approx(kept, rel=0.1), layer.signature
         assert saved.recompute == saved.park == x_BSH.numel() * DTYPE_BYTES[dtype]
 
 
@@ -215,7 +248,8 @@ def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
     """On the CPU, where torch counts every matrix product and no attention kernel. Experts one by one: it does not count grouped products."""
     config, workload = config_of(family), Workload(batch=2, sequence=64)
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="one_kernel", experts_implementation="eager")
+    attention = "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"  # falcon calls PyTorch's kernels itself
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     positions = torch.arange(workload.sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(workload.batch, workload.sequence, spec.hidden)

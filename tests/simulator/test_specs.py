@@ -181,7 +181,7 @@ def survives(config: object) -> None:
     if spec:
         assert spec.parameters >= spec.active_parameters > 0
         assert spec.work("forward", "0", Workload(batch=1, sequence=8)).flops > 0
-        assert spec.saved("0", 8, "bf16").store > 0
+        assert spec.saved("0", 8, 8, "bf16").store > 0
         assert spec.shortest(1).layers <= spec.layers
         tomli_w.dumps(msgspec.to_builtins(spec))
 
