@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from whole_models import (
     BF16_BOUND,
+    DOCUMENTED,
     LEFT,
     LINEAR,
     PACKED,

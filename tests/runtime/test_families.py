@@ -85,6 +85,8 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 @pytest.mark.parametrize("family", ROUTED)
 def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
     """The mean of the micro-batches' own, with theirs taken from the whole model; one layer's graph is kept from the forward, the others' are not."""
+    if padded and family in FROM_THE_ROW:
+        pytest.skip("it keeps no documents apart")
     model_spec = model_of(family, output_router_logits=True, router_aux_loss_coef=0.7)
     with run(model_spec, accumulation=2, documents=padded, placement=Placement(stored="1", weights="all", gradients="all"), policy="overlapped") as running:
         config = config_of(running.plan.model)

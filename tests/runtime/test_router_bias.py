@@ -22,7 +22,7 @@ def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
     """Training leaves it as it is, so no checkpoint holds it: loading the model, which goes before every restore, does."""
-    model = ModelSpec.from_config(tiny_config(family, num_hidden_layers=3).to_dict(), family, family)
+    model = ModelSpec.from_config(tiny_config(family, num_hidden_layers=3, num_key_value_heads=8).to_dict(), family, family)
     plan = executable("overlapped", model=model, device_limit_bytes=2**30, host_limit_bytes=2**30)
     drawn = random_weights(0)
 
