@@ -23,7 +23,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.workload import Workload
 
 Note = Callable[[str], None]
-_FORMAT = 1
+_FORMAT = 2
 """of what tokenised data is; part of the cache's key"""
 _LOOKED_AT = 100
 _SHOWN = 3

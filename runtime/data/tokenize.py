@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.runtime.data.chat import Chat
-from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract
+from megatrain.runtime.data.columns import Conversation, Layout, Pair, Unusable, alpaca_text, extract
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
 from megatrain.runtime.training.data_options import Loss
@@ -72,13 +72,11 @@ class Encoder:
         """`where` names the tokenizer. Raises UserError where rows of messages have no chat template to go through."""
         self.layout = layout
         self._tokenizer, self._loss = tokenizer, loss
-        self._chat = None
-        if layout.name in ("messages", "sharegpt", "alpaca") and tokenizer.chat_template:
-            self._chat = Chat(tokenizer, loss, where)
-        elif layout.name in ("messages", "sharegpt"):
+        self._chat = Chat(tokenizer, loss, where) if layout.name != "text" and tokenizer.chat_template else None
+        if not self._chat and layout.name in ("messages", "sharegpt"):
             raise UserError(
                 f"tokenizer {where}", found="no chat template", allowed=f"one, for {layout.name} rows",
-                fix="add chat_template.jinja to the model's folder, or take an instruction-tuned model's",
+                fix="name a template with --chat-template, or take an instruction-tuned model's",
             )  # fmt: skip
         self.flagged = layout.name != "text"
         """whether ids carry TARGET"""
@@ -89,15 +87,20 @@ class Encoder:
         """whether the last piece of text did not end its document"""
 
     def describe(self) -> str:
-        """What rows are taken for, in words."""
-        if self._chat:
-            which = "all assistant turns" if self._loss == "assistant" else "the last assistant turn"
-            how = "its generation markers" if self._chat.marked else "rendered prefixes"
-            return f"{self.layout.name}, chat template of the tokenizer, loss on {which}, found by {how}"
+        """What rows are taken for, and what a user should know of those encoded so far, in words."""
+        ignored = [f"columns that are not read: {', '.join(self.layout.ignored)}"] if self.layout.ignored else []
+        return "; ".join([self._described(), *ignored, *(self._chat.remarks() if self._chat else ())])
+
+    def _described(self) -> str:
+        pairs = "loss on every token" if self._loss == "all" else "loss on the completion"
+        if self._chat and self.layout.name != "prompt/completion":
+            where = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "every token"}[self._loss]
+            how = "" if self._loss == "all" else f", found by its {'generation markers' if self._chat.marked else 'loop over messages'}"
+            return f"{self.layout.name}, chat template of the tokenizer, loss on {where}{how}"
         if self.layout.name == "alpaca":
-            return "alpaca, headings instead of a chat template, which the tokenizer has not, loss on the output"
+            return f"alpaca, headings instead of a chat template, which the tokenizer has not, {pairs.replace('completion', 'output')}"
         if self.layout.name == "prompt/completion":
-            return "prompt/completion, loss on the completion"
+            return f"prompt/completion, {pairs}"
         return "text, loss on every token" + ("" if self._after else "; the tokenizer has no end-of-sequence token, so nothing stands between documents")
 
     def encode(self, rows: Iterable[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
@@ -117,21 +120,20 @@ class Encoder:
             if not text and not self._open:
                 yield None
                 continue
-            before = [] if self._open else self._before
+            before = [] if self._open or ids[:1] == self._before else self._before
             self._open = not row.closes
             after = self._after if row.closes and ids[-1:] != self._after else []
             yield np.array([*before, *ids, *after], dtype=np.uint32), row.closes
 
     def _examples(self, batch: Sequence[Row | BadRow]) -> Iterator[Piece | BadRow]:
         found = [_example(row, self.layout) if isinstance(row, Row) else row for row in batch]
-        if self._chat:
-            named = [(f"{row.file}:{row.line}", value) for row, value in zip(batch, found, strict=True) if isinstance(value, list)]
-            encoded = iter(self._chat.encode(named))
-        else:
-            found = [alpaca_text(value) if isinstance(value, list) else value for value in found]
-            encoded = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
+        if not self._chat:
+            found = [alpaca_text(value) if isinstance(value, Conversation) and self.layout.name == "alpaca" else value for value in found]
+        pairs = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
+        conversations = [value for value in found if isinstance(value, Conversation)]
+        chats = iter(self._chat.encode(conversations) if self._chat else ["messages, and the tokenizer has no chat template"] * len(conversations))
         for row, value in zip(batch, found, strict=True):
-            ids = value if isinstance(value, BadRow) else next(encoded)
+            ids = value if isinstance(value, BadRow) else next(pairs if isinstance(value, Pair) else chats)
             if isinstance(ids, str):
                 yield BadRow(row.file, row.line, ids)
             else:
@@ -141,8 +143,10 @@ class Encoder:
         prompts, wholes = self._ids([pair.prompt for pair in pairs]), self._ids([pair.prompt + pair.completion for pair in pairs])
         for prompt, whole in zip(prompts, wholes, strict=True):
             shared = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
-            ids = np.array([*self._before, *whole, *self._after], dtype=np.uint32)
-            ids[len(self._before) + shared :] |= np.uint32(TARGET)
+            before = [] if whole[:1] == self._before else self._before
+            after = [] if whole[-1:] == self._after else self._after
+            ids = np.array([*before, *whole, *after], dtype=np.uint32)
+            ids[0 if self._loss == "all" else len(before) + shared :] |= np.uint32(TARGET)
             yield ids if (ids[1:] >= TARGET).any() else "the completion has no token"
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -160,7 +164,7 @@ def _text(row: Row, layout: Layout) -> str | BadRow:
     return found
 
 
-def _example(row: Row, layout: Layout) -> str | Pair | list | BadRow:
+def _example(row: Row, layout: Layout) -> str | Pair | Conversation | BadRow:
     assert isinstance(row.value, dict)
     try:
         return extract(row.value, layout)

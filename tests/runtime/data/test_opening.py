@@ -247,7 +247,7 @@ def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any],
     ("changes", "reason"),
     [
         ({"packing": "tight"}, "data: packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
-        ({"loss": "all"}, "data: loss: found 'all'; allowed: 'assistant', 'last'"),
+        ({"loss": "none"}, "data: loss: found 'none'; allowed: 'assistant', 'last', 'all'"),
         ({"columns": "csv"}, "data: columns: found 'csv'; allowed: 'auto', 'text', "),
         ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: `float` < 1.0"),
         ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: `float`"),
