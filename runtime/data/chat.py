@@ -95,8 +95,6 @@ class Chat:
             return text, [span for number in learned for span in self._turn(conversation, rendering, number)], []
         except _Undetermined as error:
             return str(error)
-        except Exception as error:  # a template is a program: whatever it raises is about this data
-            return f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}"
 
     def _turn(self, conversation: Conversation, rendering: Rendering, number: int) -> list[Span]:
         """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
@@ -120,7 +118,7 @@ class Chat:
         for before in (number, number + 1):  # the prompt for another turn is as good where a template has none for this one
             try:
                 prompt = self._prompt(conversation, rendering, messages[:before]) if before else None
-            except Exception:
+            except _Undetermined:
                 if before > number:
                     raise
                 continue  # the template needs a user's message first, say
@@ -164,29 +162,6 @@ class Chat:
         stop = self._stops.match(text, span.end) if any(conversation.messages[other]["role"] != "assistant" for other in follows) else None
         return stop.end() if stop else span.end  # what begins the next message stops the model: GLM-4.5's <|user|>
 
-    def _prompt(self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]) -> str | None:
-        """The generation prompt after `messages`, the first ones of `whole`. None where none of them is in the text."""
-        prompted = self._render_marked(conversation, messages, prompt=True)
-        ours, theirs = ([span for number in range(len(messages)) for span in _written(rendering, number)] for rendering in (whole, prompted))
-        if not ours or not theirs:
-            return None
-        (begin, end), last = (max(spans, key=lambda span: span.end) for spans in (ours, theirs))
-        if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
-            return prompted.text[last.end :]
-        without = self._render(conversation, messages)  # the prompt may be written as part of the last message
-        return prompted.text[len(os.path.commonprefix([prompted.text, without])) :]
-
-    def _end(self, text: str, span: Span, *, last: bool) -> int:
-        """Where the turn that is in `span` ends. Blanks after its last special token are not generated: the model has stopped there."""
-        eos = self._tokenizer.eos_token
-        if last and eos and text.startswith(str(eos), span.end):  # written after the loop over messages
-            return span.end + len(eos)
-        turn = text[span.begin : span.end].rstrip()
-        if turn.endswith(self._special or ("\0",)):
-            return span.begin + len(turn)
-        stop = self._stops.match(text, span.end)  # the beginning of another turn, which stops the model: GLM-4.5's <|user|>
-        return stop.end() if stop else span.end
-
     def _look(self, conversation: Conversation, text: str, turns: list[int]) -> None:
         """Counts for `remarks`."""
         names = [str(_function(tool).get("name")) for tool in conversation.tools or ()]
@@ -199,9 +174,13 @@ class Chat:
     # ---- the template ----
 
     def _render(self, conversation: Conversation, messages: list[dict[str, Any]], source: str | None = None, *, prompt: bool = False) -> str:
-        text: Any = self._tokenizer.apply_chat_template(
-            messages, tools=conversation.tools, tokenize=False, add_generation_prompt=prompt, chat_template=source, **conversation.arguments
-        )
+        """Raises _Undetermined for whatever the template raises: it is a program, and this is about the data."""
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=prompt, chat_template=source, **conversation.arguments
+            )
+        except Exception as error:
+            raise _Undetermined(f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}") from None
         return text
 
     def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, prompt: bool = False) -> Rendering:
