@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_UNSHOWN = "the chat template does not show which text is which message's; {% generation %} in it would mark what the model generates"
 
 
 class _Undetermined(Exception):
@@ -86,7 +87,7 @@ class Chat:
                 return text, [Span(0, len(text))], []
             rendering = self._render_marked(conversation, messages)
             if rendering.text != text:
-                raise _Undetermined("the chat template does not show which text is which message's")
+                raise _Undetermined(_UNSHOWN)
             self._look(conversation, text, turns)
             if self._loss == "all":
                 return text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])]
@@ -100,6 +101,8 @@ class Chat:
         """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
         text, message = rendering.text, conversation.messages[number]
         spans = _written(rendering, number)
+        if not rendering.messages:
+            raise _Undetermined(_UNSHOWN)
         if not spans:
             return []
         _check_calls(message, "".join(text[begin:end] for begin, end in spans), number)
@@ -113,7 +116,7 @@ class Chat:
     def _begin(self, conversation: Conversation, rendering: Rendering, number: int, span: Span) -> int:
         """Where in `span` the generation prompt for message `number` ends."""
         text, messages = rendering.text[span.begin : span.end], conversation.messages
-        words = [value.strip() for value in messages[number].values() if isinstance(value, str) and value.strip()]
+        words = [value.strip() for key, value in messages[number].items() if key != "role" and isinstance(value, str) and value.strip()]
         prompts = []
         for before in (number, number + 1):  # the prompt for another turn is as good where a template has none for this one
             try:
@@ -134,7 +137,7 @@ class Chat:
             return span.begin + shared
         if not text[:shared].strip() and any(prompts) and not text.lstrip().startswith(tuple(words) or "\0"):
             raise _Undetermined(f"the chat template begins message {number + 1} with something else than the generation prompt")
-        own = (at for at in range(shared) if any(text.startswith(word, at) and at + len(word) > shared for word in words))
+        own = (at for at in range(shared) if any(text.startswith(word, at) and at + len(word) >= shared for word in words))
         return span.begin + next(own, shared)  # the message itself may begin like the rest of the prompt
 
     def _prompt(self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]) -> str | None:
@@ -201,7 +204,7 @@ def _of_messages(rendering: Rendering, numbers: list[int], *, every: bool) -> li
         return rendering.generated
     begins = sorted((span.begin, number) for number in rendering.messages for span in _written(rendering, number))
     if not begins:
-        raise _Undetermined("the chat template does not show which text is which message's")
+        raise _Undetermined(_UNSHOWN)
     return [span for span in rendering.generated if next((number for begin, number in reversed(begins) if begin <= span.begin), -1) in numbers]
 
 
