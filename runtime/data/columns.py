@@ -29,7 +29,21 @@ _CALL = "function_call"
 """sharegpt's role of a tool call; its value is the call as JSON"""
 _TRAINED = ("weight", "train", "training")
 """keys of a message that say whether it has loss: OpenAI's is 0 or 1, Axolotl's true or false"""
-_MATTER = ("tools", "chat_template_kwargs", "functions", "parallel_tool_calls", "documents", "images", "image", "videos", "audios", "chosen", "rejected", "label", "weight")
+_MATTER = (
+    "tools",
+    "chat_template_kwargs",
+    "functions",
+    "parallel_tool_calls",
+    "documents",
+    "images",
+    "image",
+    "videos",
+    "audios",
+    "chosen",
+    "rejected",
+    "label",
+    "weight",
+)
 """columns that change what a model should learn"""
 
 

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data import byte_level
+from megatrain.runtime.data.bad_rows import BadRows, in_words
 from megatrain.runtime.data.cache import CacheWriter, Summary, load
 from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_columns
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, Row, Source, find, rows
-from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
+from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, read_chat_template, tokenizer_digest
 from megatrain.runtime.training.data_options import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.workload import Workload
@@ -26,7 +27,6 @@ Note = Callable[[str], None]
 _FORMAT = 2
 """of what tokenised data is; part of the cache's key"""
 _LOOKED_AT = 100
-_SHOWN = 3
 
 
 def open_data(
@@ -78,7 +78,7 @@ def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary
     source = find(path, split=options.split)
     left_out = f"; not read: {source.left_out}" if source.left_out else ""
     on_note(f"data {path}: {source.kind}, {_count(len(source.files), 'file')}{left_out}")
-    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if folder else None
+    tokenizer = load_tokenizer(folder, chat_template=options.chat_template, trust_remote_code=options.trust_remote_code) if folder else None
     if tokenizer is None:
         return _as_bytes(source, folder, vocabulary, on_note)
     assert folder is not None
@@ -87,7 +87,7 @@ def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary
     if stored is None:
         layout = Layout("text", ()) if source.kind == "text" else _layout(source, options)
         largest = max(tokenizer.get_vocab().values(), default=0)
-        _tokenise(source, Encoder(tokenizer, layout, options.loss, str(folder)), options, key, largest)
+        _tokenise(source, Encoder(tokenizer, layout, options.loss, str(folder), options.chat_template), options, key, largest)
         if _key(source, options, folder) != key:
             raise UserError(f"data {path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
         stored, state = load(options.cache_folder, key), "tokenised now, and cached"
@@ -99,8 +99,8 @@ def _documents(options: DataOptions, path: Path, folder: Path | None, vocabulary
     on_note(f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')}, {_count(documents.total, 'token')}; {state}")
     if summary.bad:
         if options.strict:
-            raise _stopped(summary.shown[0])
-        on_note(f"{_count(summary.bad, 'bad row')} left out, the first: {'; '.join(summary.shown)}")
+            raise _stopped(summary.shown[0][0])
+        on_note(in_words(summary.bad, summary.shown))
     if summary.largest_id >= vocabulary:
         raise UserError(
             f"model: vocabulary, for data {path}", found=vocabulary, allowed=f">= {summary.largest_id + 1}, the tokens' largest id + 1",
@@ -140,8 +140,8 @@ def _layout(source: Source, options: DataOptions) -> Layout:
 
 def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, largest: int) -> None:
     """Into the cache. Raises UserError for no usable row, and, where `options` are strict, for the first bad one."""
-    count = bad = empty = largest_id = 0
-    shown: list[str] = []
+    count = empty = largest_id = 0
+    bad = BadRows()
     dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
     layout = encoder.layout
     with CacheWriter(options.cache_folder, key, dtype) as writer:
@@ -151,18 +151,19 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
             elif isinstance(found, BadRow):
                 if options.strict:
                     raise _stopped(str(found))
-                count, bad = count + 1, bad + 1
-                shown += [str(found)] if len(shown) < _SHOWN else []
+                count += 1
+                bad.add(found)
             else:
                 ids, closes = found
                 count += closes
                 largest_id = max(largest_id, int((ids & np.uint32(TARGET - 1)).max(initial=0)))
                 writer.add(ids, closes=closes)
         if not writer.documents:
-            raise _nothing(source, f"no row that can be used, the first {shown[0]}" if shown else "no text" if count else "no rows")
+            reasons = "; ".join(row for row, _ in bad.shown)
+            raise _nothing(source, f"no row that can be used, the first {reasons}" if reasons else "no text" if count else "no rows")
         known = Summary(
             layout=encoder.describe(), flagged=encoder.flagged, whole=layout.name != "text", largest_id=largest_id,
-            rows=count, bad=bad, shown=tuple(shown), empty=empty,
+            rows=count, bad=bad.count, shown=bad.shown, empty=empty,
         )  # fmt: skip
         writer.finish(known)
 
@@ -176,8 +177,9 @@ def _key(source: Source, options: DataOptions, folder: Path) -> str:
         files = [(str(file.resolve()), status.st_size, status.st_mtime_ns) for file in source.files if (status := file.stat())]
     except OSError as error:
         raise UserError(f"data {source.path}", found=str(error.strerror).lower(), allowed="files at rest", fix="check the path") from None
+    template = read_chat_template(options.chat_template) if options.chat_template else ""
     parts = (
-        _FORMAT, source.kind, files, options.columns, options.loss, tokenizer_digest(folder), transformers.__version__, tokenizers.__version__,
+        _FORMAT, source.kind, files, options.columns, options.loss, template, tokenizer_digest(folder), transformers.__version__, tokenizers.__version__,
         [layout.columns for layout in LAYOUTS],
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 
 from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Conversation, Layout, Pair, Unusable, alpaca_text, extract
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
+from megatrain.runtime.data.marked_template import marked_template
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,9 +35,11 @@ Piece = tuple[np.ndarray, bool]
 """ids, and whether the document ends with them"""
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a Hugging Face folder, None where it has none. Raises UserError for one that cannot be loaded, and, unless
-    `trust_remote_code`, for one that brings code of its own: none of it is run.
+def load_tokenizer(folder: Path, *, chat_template: str = "", trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a Hugging Face folder, None where it has none; with the chat template in the file `chat_template`, if one is named.
+
+    Raises UserError for one that cannot be loaded, for a file that is not a template, and, unless `trust_remote_code`, for a tokenizer that brings code
+    of its own: none of it is run.
     """
     if not tokenizer_files(folder):
         return None
@@ -48,7 +53,19 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         fix = "read that code, and pass --trust-remote-code if it may run" if refused else "save it again with save_pretrained"
         raise UserError(f"tokenizer {folder}", found=reason, allowed="a tokenizer that transformers can load", fix=fix) from None
     tokenizer.model_max_length = 2**62  # documents are cut by packing: its warning of a long text would mean nothing
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
+
+
+def read_chat_template(file: str) -> str:
+    """The text of a chat template. Raises UserError where it cannot be read, or is not Jinja."""
+    text = read_text(Path(file))
+    try:
+        marked_template(text)
+    except TemplateSyntaxError as error:
+        raise UserError(f"chat template {file}", found=f"{error.message} (line {error.lineno})", allowed="a Jinja template", fix="correct the file") from None
+    return text
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -68,9 +85,10 @@ def tokenizer_digest(folder: Path) -> str:
 class Encoder:
     """Rows of one layout, tokenised."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: Layout, loss: Loss, where: str) -> None:
-        """`where` names the tokenizer. Raises UserError where rows of messages have no chat template to go through."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: Layout, loss: Loss, where: str, chat_template: str = "") -> None:
+        """`where` names the tokenizer, and `chat_template` the file of the template, where it is not the tokenizer's own. Raises UserError where rows of messages have no chat template to go through."""
         self.layout = layout
+        self._template = chat_template or "of the tokenizer"
         self._tokenizer, self._loss = tokenizer, loss
         self._chat = Chat(tokenizer, loss, where) if layout.name != "text" and tokenizer.chat_template else None
         if not self._chat and layout.name in ("messages", "sharegpt"):
@@ -96,7 +114,7 @@ class Encoder:
         if self._chat and self.layout.name != "prompt/completion":
             where = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "every token"}[self._loss]
             how = "" if self._loss == "all" else f", found by its {'generation markers' if self._chat.marked else 'loop over messages'}"
-            return f"{self.layout.name}, chat template of the tokenizer, loss on {where}{how}"
+            return f"{self.layout.name}, chat template {self._template}, loss on {where}{how}"
         if self.layout.name == "alpaca":
             return f"alpaca, headings instead of a chat template, which the tokenizer has not, {pairs.replace('completion', 'output')}"
         if self.layout.name == "prompt/completion":

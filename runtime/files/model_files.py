@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.runtime import optimizer
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, inside, weight_files
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE, COMPANIONS, INDEX, inside, weight_files
 from megatrain.runtime.files.tensor_file import read_entries
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
@@ -256,12 +256,21 @@ class Trained(Protocol):
     def workload(self) -> Workload: ...
 
 
-def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
+def export(
+    state: Exportable,
+    plan: Trained,
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    dtype: Dtype | None = None,
+    source: Path | None = None,
+    chat_template: Path | None = None,
+) -> None:
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
 
     A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
-    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one under way that a checkpoint has in parts (a layer's
-    experts). Raises UserError where `folder` exists or cannot be written.
+    `source`, where the model came from; the file `chat_template`, where it exists, replaces the tokenizer's template. Streamed: no second copy of a tensor
+    is made, but of the one under way that a checkpoint has in parts (a layer's experts). Raises UserError where `folder` exists or cannot be written.
     """
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
@@ -275,6 +284,9 @@ def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
         for name in COMPANIONS if source is not None else ():
             if source is not None and (source / name).exists():
                 shutil.copyfile(inside(source, name), aside / name)
+        if chat_template is not None and chat_template.exists():
+            shutil.copyfile(chat_template, aside / CHAT_TEMPLATE)
+            (aside / "chat_template.json").unlink(missing_ok=True)
         aside.chmod(0o755)
         aside.rename(folder)
     except OSError as error:

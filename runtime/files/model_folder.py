@@ -11,9 +11,10 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json
 
 INDEX = "model.safetensors.index.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "vocab.txt", "merges.txt", CHAT_TEMPLATE, "chat_template.json",
 )  # fmt: skip
 """what belongs to a model besides its config and its weights"""
 _HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[A-Za-z0-9][\w./-]{0,127}))?")

@@ -16,6 +16,7 @@ from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.checkpoint.stored_state import StoredState
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.model_files import export, folder_weights, random_weights
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.training.config import Config
@@ -54,7 +55,7 @@ def export_run(
     settled = config_of(manifest.model, None if origin is None else str(origin))
     buffers = _buffers(manifest, settled, None if random else origin, None if config is None or not random else config.training.seed)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
-    export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin)
+    export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin, chat_template=home / CHAT_TEMPLATE)
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
 
 

@@ -1,6 +1,7 @@
 """RunFolder: what a run leaves on disk, a callback.
 
-`plan.toml`, `hardware.toml`, `config.toml` and `environment.json` at the start; `metrics.jsonl`, a line a step and a line an evaluation; at the end
+`plan.toml`, `hardware.toml`, `config.toml` and `environment.json` at the start, and `chat_template.jinja` where the config names a
+template; `metrics.jsonl`, a line a step and a line an evaluation; at the end
 `measured.json` (the timeline of the steady step whose duration is the median), `memory.json` (bytes allocated) and the model in Hugging Face format.
 The trainer itself keeps `checkpoints/` there. When a run goes on, what its metrics say of steps after the checkpoint is cut off.
 """
@@ -21,6 +22,7 @@ import torch
 from megatrain.runtime.checkpoint.checkpoint import replace
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import export
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, Evaluation, Step
 from megatrain.simulator.errors import UserError
@@ -48,6 +50,8 @@ class RunFolder(Callback):
             self._cut(trainer.first_step)
         self._save_plan(trainer)
         write_toml(self.path / "config.toml", trainer.config, "The config of this run, every field; `megatrain train --config` takes it.")
+        if trainer.config.data.chat_template:  # as it was when the run began: exports take it from here
+            write_text(self.path / CHAT_TEMPLATE, read_text(Path(trainer.config.data.chat_template)))
         write_json(self.path / "environment.json", describe(trainer.device))
 
     def on_step(self, trainer: Trainer, step: Step) -> None:
@@ -74,7 +78,15 @@ class RunFolder(Callback):
         """Over the model of an earlier end, if the run has gone on after it."""
         model, config = self.path / "model", trainer.config.saving
         aside = self.path / "model.new" if model.exists() else model
-        export(trainer.state, trainer.plan, trainer.model_config, aside, dtype=config.export_dtype or None, source=trainer.folder)
+        export(
+            trainer.state,
+            trainer.plan,
+            trainer.model_config,
+            aside,
+            dtype=config.export_dtype or None,
+            source=trainer.folder,
+            chat_template=self.path / CHAT_TEMPLATE,
+        )
         if aside != model:
             replace(aside, model)
 

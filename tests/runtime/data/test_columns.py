@@ -60,7 +60,10 @@ def test_rows_are_recognised_and_taken_from(row: dict[str, Any], name: str, valu
         ({"messages": CHAT, "tools": "weather"}, "`tools` is not a list"),
         ({"messages": CHAT, "tools": ["weather"]}, "`tools` is not a list of objects"),
         ({"messages": CHAT, "chat_template_kwargs": []}, "`chat_template_kwargs` is not an object"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1 of `messages`: `content` has a part of type 'image_url' that is not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "message 1 of `messages`: `content` has a part of type 'image_url' that is not text",
+        ),
         ({"conversations": [{"from": "function_call", "value": "weather()"}]}, "message 1 of `conversations`: a function_call is not an object with `name`"),
         ({"messages": "hello"}, "`messages` is not a list of messages"),
         ({"messages": []}, "`messages` is not a list of messages"),
@@ -68,7 +71,10 @@ def test_rows_are_recognised_and_taken_from(row: dict[str, Any], name: str, valu
         ({"messages": CHAT[:1]}, "no assistant turn in `messages`"),
         ({"messages": [CHAT[0], {"role": "bot", "content": "a"}]}, "message 2 of `messages` has the unknown role 'bot'; known: system, developer, user, "),
         ({"messages": [{"content": "a"}]}, "message 1 of `messages` has no `role`; known: "),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "text"}]}]}, "message 2 of `messages`: `content` has a part of type 'text' that is not text"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "text"}]}]},
+            "message 2 of `messages`: `content` has a part of type 'text' that is not text",
+        ),
         ({"messages": [CHAT[0], {"role": "assistant"}]}, "message 2 of `messages`: `content` is not a string"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, "message 1 of `conversations` has the unknown from 'bot'; known: system, "),
         ({"conversations": [{"from": "gpt", "value": 3}]}, "message 1 of `conversations`: `value` is not a string"),

@@ -59,9 +59,8 @@ def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Fo
     assert "recognised: messages, chat template of the tokenizer, loss on all assistant turns, found by its generation markers" in text
     assert "25 rows, 21 documents, " in text
     assert "tokenised now, and cached" in text
-    assert f"4 bad rows left out, the first: {path}:21: invalid JSON: " in text
-    assert f"{path}:22: `messages` is not a list of messages; {path}:23: `messages` is not" in text
-    assert f"{path}:24" not in text
+    assert f"4 bad rows left out, the first of each kind: {path}:21: invalid JSON: " in text
+    assert f"; {path}:22: `messages` is not a list of messages (and 1 more like it); {path}:24: a list, not an object" in text
     assert "training: 21 documents, " in text
     assert "% padding; 1 document truncated by " in text
 
@@ -117,6 +116,48 @@ def test_a_file_that_changes_while_it_is_read_is_refused(opened: Callable[..., A
     monkeypatch.setattr(opening, "_tokenise", slowly)
     with pytest.raises(UserError, match="found files that changed while they were read"):
         opened(path)
+
+
+def test_bad_rows_are_counted_by_what_is_wrong_with_them(opened: Callable[..., Any], jsonl: Folder) -> None:
+    wrong = [{"messages": [CHAT[0], {"role": name, "content": "a"}]} for name in ("bot", "robot")] + [{"messages": CHAT[:1]}] * 3
+    rows = [{"messages": CHAT}] * 30 + wrong + [{"messages": [{"role": "user", "content": number}, CHAT[1]]} for number in range(4)]
+    path = jsonl(rows)
+    for _ in range(2):  # the second time from the cache
+        note = opened(path)[2][3]
+        assert note.startswith(f"9 bad rows left out, the first of each kind: {path}:31: message 2 of `messages` has the unknown role 'bot'; known: ")
+        assert f" (and 1 more like it); {path}:33: no assistant turn in `messages` (and 2 more like it); {path}:36: message 1 of `messages`: " in note
+        assert note.endswith("`content` is not a string (and 3 more like it)")
+
+
+def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(opened: Callable[..., Any], jsonl: Folder) -> None:
+    called = {**CHAT[1], "tool_calls": [{"function": {"name": "weather"}}]}
+    path = jsonl([*[{"messages": CHAT}] * 20, {"messages": [CHAT[0], called]}])
+    _, _, notes = opened(path, template="unmarked")
+    assert notes[3].endswith(f"{path}:21: the chat template leaves out the tool calls of message 2")
+    with pytest.raises(UserError, match="bad row .*:21: found the chat template leaves out the tool calls"):
+        opened(path, template="unmarked", strict=True)
+    with pytest.raises(UserError, match="found no row that can be used, the first .*:1: the chat template leaves out the tool calls of message 2"):
+        opened(jsonl([{"messages": [CHAT[0], called]}]), template="unmarked")
+
+
+def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    path, template = jsonl([{"messages": CHAT}] * 20), tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    counts = set()
+    for name in ("unmarked", None):  # whether or not the tokenizer has one
+        corpus, _, notes = opened(path, template=name, chat_template=str(template))
+        assert f"recognised: messages, chat template {template}, loss on all assistant turns" in notes[1]
+        counts.add(corpus.tokens)
+    assert len(counts) == 1
+    template.write_text("{% for m in messages %}{{ m.content }}!<|end|>{% endfor %}")
+    corpus, _, notes = opened(path, chat_template=str(template))
+    assert "tokenised now" in notes[2]
+    assert {corpus.tokens - 20 * 2} == counts  # another token in each message
+    template.write_text("{% for m in messages %}{{ m.content } }{% endfor %}")
+    with pytest.raises(UserError, match=r"chat template .*own\.jinja: found .* \(line 1\); allowed: a Jinja template"):
+        opened(path, chat_template=str(template))
+    with pytest.raises(UserError, match=r"none\.jinja"):
+        opened(path, chat_template=str(tmp_path / "none.jinja"))
 
 
 def test_strict_stops_at_the_first_bad_row(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
@@ -187,7 +228,7 @@ def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) ->
     corpus, _, notes = opened(tmp_path / "texts", work=Workload(batch=1, sequence=48))
     assert notes[1] == "recognised: text, loss on every token"
     assert notes[2].startswith("42 rows, 1 without text, 40 documents, ")
-    assert "1 bad row left out, the first: " in notes[3]
+    assert "1 bad row left out, the first of each kind: " in notes[3]
     batches = [corpus.step(number)[0] for number in range(1, corpus.rows + 1)]
     assert sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40  # each ends
 

@@ -26,7 +26,9 @@ if _spec is None or not _spec.submodule_search_locations:
 FOLDER = Path(next(iter(_spec.submodule_search_locations))) / "chat_templates"
 IMAGES = ("idefics3", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 NAMES = sorted(name for file in FOLDER.glob("*_training.jinja") if (name := file.stem.removesuffix("_training")) not in IMAGES)
-SPECIAL = re.compile(r"<[｜|][^<>\s]+?[｜|]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<\|?tool_(?:call|response)\|>|<\|tool_(?:call|response)>")
+SPECIAL = re.compile(
+    r"<[｜|][^<>\s]+?[｜|]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<\|?tool_(?:call|response)\|>|<\|tool_(?:call|response)>"
+)
 
 CHATML = r"<\|im_start\|>assistant\n{}(.*?<\|im_end\|>)"
 PATTERNS = {
