@@ -190,7 +190,11 @@ class Chat:
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
         if source not in self._marked:
             self._marked[source] = marked_template(source)
-        return unmarked(self._render(conversation, numbered(messages), self._marked[source], prompt=prompt))
+        written = self._render(conversation, numbered(messages), self._marked[source], prompt=prompt)
+        try:
+            return unmarked(written)
+        except (ValueError, IndexError):
+            raise _Undetermined("a message has characters that are no text (U+FDD1)") from None
 
 
 def _written(rendering: Rendering, number: int) -> list[Span]:

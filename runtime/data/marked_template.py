@@ -7,15 +7,16 @@ template compares the text without its marks with what the original writes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
-_NUMBER, _ITEM, _LOOP_ENDS, _CLOSE, _OPENS, _CLOSES = (chr(0xFDD0 + number) for number in range(6))
-_MARK = re.compile(f"{_ITEM}(?P<loop>[0-9]+):(?P<message>[0-9]+){_CLOSE}|{_LOOP_ENDS}(?P<ends>[0-9]+){_CLOSE}|(?P<opens>{_OPENS})|(?P<closes>{_CLOSES})")
+_NUMBER, _MARK, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""key of a message under which a marked template finds its number; what each mark begins and ends with"""
+_ITEM, _LOOP_ENDS, _OPENS, _CLOSES = "item", "end", "opens", "closes"
+"""a mark's first word; a loop's number follows, and a message's"""
 _CAPTURES = ("macro", "call", "filter", "set")
 """blocks whose output the template may look at or change before it writes it: no marks there"""
 
@@ -40,9 +41,9 @@ class Rendering:
     """What a marked template wrote, without the marks."""
 
     text: str
-    messages: dict[int, list[Span]] = field(default_factory=dict)
+    messages: dict[int, list[Span]]
     """what was written of each message, by its number from 0, in order; empty parts are left out"""
-    generated: list[Span] = field(default_factory=list)
+    generated: list[Span]
     """what `{% generation %}` blocks wrote"""
 
 
@@ -86,23 +87,27 @@ def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[st
     elif tag.startswith("end") and open_blocks and tag == f"end{open_blocks[-1].tag}":
         number = open_blocks.pop().number
     if tag == "generation":
-        return "", _output(_literal(_OPENS))
+        return "", _mark(_OPENS)
     if tag == "endgeneration":
-        return _output(_literal(_CLOSES)), ""
+        return _mark(_CLOSES), ""
     if tag == "for" and not captured and words[2:3] == ["in"]:
         return "", _item(words[1], number)
     loop = next((block for block in reversed(open_blocks) if block.tag == "for"), None)
     if loop and tag == "set" and not captured and words[2:3] == ["="] and words[4:] == ["[", loop.variable, "]"]:
         return "", _item(words[1], loop.number)
     if tag == "endfor" and not captured:
-        return "", _output(_literal(f"{_LOOP_ENDS}{number}{_CLOSE}"))
+        return "", _mark(f"{_LOOP_ENDS} {number}")
     return "", ""
 
 
 def _item(name: str, loop: int) -> str:
     """The mark before what `loop` writes of `name`, where that is a message."""
     own = f"{name}[{_literal(_NUMBER)}]"
-    return _output(f"{_literal(f'{_ITEM}{loop}:')} ~ {own} ~ {_literal(_CLOSE)} if {name} is mapping and {own} is defined")
+    return _output(f"{_literal(f'{_MARK}{_ITEM} {loop} ')} ~ {own} ~ {_literal(_CLOSE)} if {name} is mapping and {own} is defined")
+
+
+def _mark(words: str) -> str:
+    return _output(_literal(f"{_MARK}{words}{_CLOSE}"))
 
 
 def _output(expression: str) -> str:
@@ -115,42 +120,45 @@ def _literal(text: str) -> str:
 
 
 def unmarked(marked: str) -> Rendering:
-    """Of what a marked template wrote."""
-    pieces: list[str] = []
-    found = Rendering("")
-    length = at = 0
-    open_items: list[tuple[str, int, int]] = []
-    """loop, message, and from where on text is the message's"""
+    """Of what a marked template wrote. Raises ValueError or IndexError where the text itself has what marks are made of."""
+    first, *parts = marked.split(_MARK)
+    pieces, length = [first], len(first)
+    messages: dict[int, list[Span]] = {}
+    generated: list[Span] = []
     opened: list[int] = []
-
-    def pause() -> None:
-        if open_items and length > open_items[-1][2]:
-            spans = found.messages.setdefault(open_items[-1][1], [])
-            if spans and spans[-1].end == open_items[-1][2]:
-                spans[-1] = Span(spans[-1].begin, length)
-            else:
-                spans.append(Span(open_items[-1][2], length))
-
-    for mark in _MARK.finditer(marked):
-        pieces.append(marked[at : mark.start()])
-        length += mark.start() - at
-        at = mark.end()
-        loop = mark["loop"] or mark["ends"]
-        if mark["opens"]:
+    items: list[tuple[str, int]] = []
+    """the loops that are running, and the message that each is at"""
+    begin = 0
+    """from where on the text is the last item's"""
+    for part in parts:
+        mark, _, text = part.partition(_CLOSE)
+        word, *numbers = mark.split()
+        if word == _OPENS:
             opened.append(length)
-        elif mark["closes"]:
-            if opened:
-                found.generated.append(Span(opened.pop(), length))
+        elif word == _CLOSES:
+            generated.append(Span(opened.pop(), length))
         else:
-            pause()
-            names = [name for name, _, _ in open_items]
-            if loop in names:
-                del open_items[names.index(loop) :]
-            if mark["message"]:
-                open_items.append((loop, int(mark["message"]), length))
-            elif open_items:
-                open_items[-1] = (*open_items[-1][:2], length)
-    pieces.append(marked[at:])
-    length += len(marked) - at
-    pause()
-    return Rendering("".join(pieces), found.messages, found.generated)
+            if items and length > begin:
+                messages.setdefault(items[-1][1], []).append(Span(begin, length))
+            loops = [loop for loop, _ in items]
+            if numbers[0] in loops:
+                del items[loops.index(numbers[0]) :]
+            if word == _ITEM:
+                items.append((numbers[0], int(numbers[1])))
+            begin = length
+        pieces.append(text)
+        length += len(text)
+    if items and length > begin:
+        messages.setdefault(items[-1][1], []).append(Span(begin, length))
+    return Rendering("".join(pieces), {number: _joined(spans) for number, spans in messages.items()}, generated)
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Those that touch as one."""
+    found = spans[:1]
+    for span in spans[1:]:
+        if span.begin == found[-1].end:
+            found[-1] = Span(found[-1].begin, span.end)
+        else:
+            found.append(span)
+    return found

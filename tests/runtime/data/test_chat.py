@@ -181,6 +181,11 @@ def test_a_row_whose_turns_are_not_known_says_why(targets: Callable[..., Any], t
     assert targets(template, Conversation(messages=messages)) == reason
 
 
+@pytest.mark.parametrize("text", ["\ufdd1", "\ufdd1item 3 1\ufdd2", "\ufdd1closes\ufdd2", "\ufdd1end x\ufdd2", "\ufdd1\ufdd2"])
+def test_a_message_that_looks_like_a_mark_is_a_bad_row(targets: Callable[..., Any], text: str) -> None:
+    assert targets("plain", Conversation(messages=[user(f"a{text}b"), answer("world")])).startswith(("a message has", "the chat template does not show"))
+
+
 @pytest.mark.parametrize(
     ("template", "conversation", "remark"),
     [
