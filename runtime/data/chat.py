@@ -8,7 +8,6 @@ is the prompt's. It does not matter whether earlier messages look different once
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,8 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: Loss, where: str) -> None:
         """Raises UserError for several templates without a default, for one that is not Jinja, and for a tokenizer that cannot say where in the text its
-        tokens are."""
+        tokens are.
+        """
         self._tokenizer, self._loss = tokenizer, loss
         self._marked: dict[str, str] = {}
         try:
@@ -90,6 +90,8 @@ class Chat:
                 raise _Undetermined(_UNSHOWN)
             self._look(conversation, text, turns)
             if self._loss == "all":
+                if not rendering.messages:
+                    raise _Undetermined(_UNSHOWN)
                 return text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])]
             if self.marked:
                 return text, _of_messages(rendering, learned, every=self._loss == "assistant" and not conversation.silent and not conversation.prompt), []
@@ -128,7 +130,7 @@ class Chat:
             if prompt is None:
                 continue
             prompts.append(prompt)
-            shared = len(os.path.commonprefix([prompt, text]))
+            shared = _shared(prompt, text)
             if text[:shared].strip():
                 break
         if not prompts:
@@ -150,11 +152,13 @@ class Chat:
         if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
             return prompted.text[last.end :]
         without = self._render(conversation, messages)  # the prompt may be written as part of the last message
-        return prompted.text[len(os.path.commonprefix([prompted.text, without])) :]
+        return prompted.text[_shared(prompted.text, without) :]
 
     def _end(self, conversation: Conversation, rendering: Rendering, number: int, span: Span) -> int:
-        """Where message `number`, whose text ends with `span`, ends for the model. Blanks after the last special token are not generated: the model
-        has stopped there."""
+        """Where message `number`, whose text ends with `span`, ends for the model.
+
+        Blanks after the last special token are not generated: the model has stopped there.
+        """
         text, eos = rendering.text, str(self._tokenizer.eos_token or "")
         if number == len(conversation.messages) - 1 and eos and text.startswith(eos, span.end):  # written after the loop over messages
             return span.end + len(eos)
@@ -195,6 +199,11 @@ class Chat:
             return unmarked(written)
         except (ValueError, IndexError):
             raise _Undetermined("a message has characters that are no text (U+FDD1)") from None
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _written(rendering: Rendering, number: int) -> list[Span]:

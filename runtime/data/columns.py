@@ -115,13 +115,13 @@ def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
     if layout.name == "text":
         return _string(row, "text")
     if layout.name == "alpaca":
-        instruction, given, system = (_string(row, name) if row.get(name) is not None else "" for name in ("instruction", "input", "system"))
+        instruction, given = (_string(row, name) if row.get(name) is not None else "" for name in ("instruction", "input"))
         if not instruction:
             raise Unusable("no `instruction`")
         pair = _pair(f"{instruction}\n\n{given}" if given else instruction, _string(row, "output"), "output")
         question, answer = {"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.completion}
         return _conversation(row, layout, [*_system(row, layout), question, answer], prompt=0)
-    values = {name: _decoded(row[name], list) if isinstance(row.get(name), str) else row.get(name) for name in layout.needed}
+    values: dict[str, Any] = {name: _decoded(row[name], list) if isinstance(row.get(name), str) else row.get(name) for name in layout.needed}
     if layout.name == "prompt/completion" and not all(map(_messages, values.values())) and not any(isinstance(row.get(name), list) for name in values):
         return _pair(_string(row, "prompt"), _string(row, "completion"), "completion")
     for column, turns in values.items():

@@ -122,7 +122,7 @@ def test_an_answer_that_begins_like_the_rest_of_the_prompt_has_loss_from_its_beg
     assert targets("cut thought", Conversation(messages=[user("hello"), answer("<b>")])) == ["<b><|im_end|>"]
 
 
-def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(targets: Callable[..., Any], tokenizer_folder: Folder) -> None:
+def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(targets: Callable[..., Any]) -> None:
     assert targets("no end", Conversation(messages=FOUR)) == ["world<s>", "one"]
     assert targets("no end", Conversation(messages=[*FOUR[:2], FOUR[3]])) == ["world", "one"]  # the model's own next turn does not stop it
 
@@ -153,6 +153,7 @@ def test_the_whole_conversation_has_loss_where_all_is_asked_for(targets: Callabl
         (whole,) = targets(template, Conversation(messages=FOUR[:2]), "all")
         assert whole == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nworld<|im_end|>\n"
     assert targets("plain", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all") == ["<|im_start|>assistant\nworld<|im_end|>\n"]
+    assert "does not show" in targets("collected", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all")
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
