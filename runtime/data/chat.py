@@ -135,7 +135,7 @@ class Chat:
                 break
         if not prompts:
             raise _Undetermined(f"the chat template does not show where message {number + 1} begins")
-        if shared == len(prompt):
+        if shared == len(prompts[-1]):
             return span.begin + shared
         if not text[:shared].strip() and any(prompts) and not text.lstrip().startswith(tuple(words) or "\0"):
             raise _Undetermined(f"the chat template begins message {number + 1} with something else than the generation prompt")
@@ -182,9 +182,10 @@ class Chat:
 
     def _render(self, conversation: Conversation, messages: list[dict[str, Any]], source: str | None = None, *, prompt: bool = False) -> str:
         """Raises _Undetermined for whatever the template raises: it is a program, and this is about the data."""
+        tools: Any = conversation.tools
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=prompt, chat_template=source, **conversation.arguments
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=source, **conversation.arguments
             )
         except Exception as error:
             raise _Undetermined(f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}") from None
