@@ -32,6 +32,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "data.split": ("--split", {}),
     "data.columns": ("--columns", {}),
     "data.loss": ("--loss", {}),
+    "data.chat_template": ("--chat-template", {"metavar": "FILE"}),
     "data.packing": ("--packing", {}),
     "data.strict": ("--strict", {"action": "store_true"}),
     "data.trust_remote_code": ("--trust-remote-code", {"action": "store_true"}),
@@ -45,7 +46,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "saving.export": ("--no-export", {"action": "store_false"}),
 }
 """the fields that have a short option"""
-_PATHS = ("data.data", "data.evaluation_data", "data.cache")
+_PATHS = ("data.data", "data.evaluation_data", "data.cache", "data.chat_template")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -37,8 +37,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rows: int
     """read, bad ones included"""
     bad: int
-    shown: tuple[str, ...]
-    """the first three bad rows"""
+    shown: tuple[tuple[str, int], ...]
+    """the first bad row of each kind, and how many are of that kind"""
     empty: int
     """rows of text without any"""
     templated: bool = False

@@ -1,19 +1,22 @@
-"""Chat: conversations -> ids, and which of them an assistant turn is, by the tokenizer's own chat template.
+"""Chat: conversations -> ids, and which of them the model is to learn, by a chat template.
 
-A template that marks what the model generates (`{% generation %}`) says it itself. For another one, turns are found by rendering prefixes of the
-conversation: a turn is what the messages up to it add to those before it with the generation prompt. Blanks that a template writes after the
-turn's last special token are not part of it: generation has stopped there.
+A turn is what the model generates when it is asked for that message: it begins after the generation prompt, and ends with the token that stops the
+model. A template that marks this itself (`{% generation %}`) is believed. For other templates, a marked copy of the template
+(`marked_template`) says which text is whose message, and rendering the messages before a turn with the generation prompt says how much of the turn's text
+is the prompt's. It does not matter whether earlier messages look different once the conversation goes on.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
+from megatrain.runtime.data.marked_template import Rendering, Span, marked_template, numbered, unmarked
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
@@ -21,116 +24,221 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_UNSHOWN = "the chat template does not show which text is which message's; {% generation %} in it would mark what the model generates"
 
 
-class Mismatch(Exception):
-    """The template renders a turn otherwise once the conversation goes on, so that prefixes do not show where turns are."""
+class _Undetermined(Exception):
+    """It cannot be said which text of a conversation the model generates; the text says why."""
 
 
 class Chat:
     """The chat template of `tokenizer`, which has one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: Loss, where: str) -> None:
-        """Raises UserError for several templates without a default, and for a tokenizer that cannot say where in the text its tokens are."""
-        self._tokenizer, self._loss, self._where = tokenizer, loss, where
+        """Raises UserError for several templates without a default, for one that is not Jinja, and for a tokenizer that cannot say where in the text its
+        tokens are.
+        """
+        self._tokenizer, self._loss = tokenizer, loss
+        self._marked: dict[str, str] = {}
         try:
-            template = tokenizer.get_chat_template()
+            self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
+            """whether the template says what the model generates"""
         except ValueError as error:  # several templates, none of them the default
             raise UserError(f"chat template of {where}", found=str(error), allowed="a default template", fix="name one of them `default`") from None
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]  # some are special in tokenizer.json alone
-        self._special = tuple({*tokenizer.all_special_tokens, *added})
-        self.marked = bool(_MARKER.search(template))
+        self._special = tuple(sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True))
+        self._stops = re.compile("|".join(re.escape(token) for token in self._special if token != tokenizer.bos_token) or r"(?!)")
+        self._without_tools = self._without_thought = 0
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {where}", found="one written in Python, without places in the text", allowed="one with a tokenizer.json", fix="convert it"
             )
 
-    def encode(self, conversations: list[tuple[str, Conversation]]) -> list[np.ndarray | str]:
-        """Of each conversation, named by its file and line: ids [n] uint32 flagged with TARGET, or why the template cannot render it.
-
-        Raises UserError where turns cannot be found.
-        """
-        return self._by_markers([messages for _, messages in conversations]) if self.marked else self._by_prefixes(conversations)
-
-    # ---- templates with generation markers ----
-
-    def _by_markers(self, conversations: list[Conversation]) -> list[np.ndarray | str]:
-        try:
-            encoded: Any = self._tokenizer.apply_chat_template(conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        except Exception as error:  # a template is a program: whatever it raises is about this data
-            return [_reason(error)] if len(conversations) == 1 else [self._by_markers([messages])[0] for messages in conversations]
-        return [self._marked(ids, np.array(mask, dtype=bool)) for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)]
-
-    def _marked(self, ids: list[int], mask: np.ndarray) -> np.ndarray | str:
-        if self._loss == "last":
-            begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
-            mask[: begins[-1] if len(begins) else 0] = False
-        return _flagged(ids, mask)
-
-    # ---- other templates ----
-
-    def _by_prefixes(self, conversations: list[tuple[str, Conversation]]) -> list[np.ndarray | str]:
-        rendered: list[tuple[str, list[tuple[int, int]]] | str] = []
-        for where, messages in conversations:
-            try:
-                rendered.append(self._turns(messages))
-            except Mismatch as error:
-                raise UserError(
-                    f"chat template of {self._where}, {where}", found=str(error), allowed="a template that renders a turn alike whatever follows",
-                    fix="mark what the model generates with {% generation %} in the template",
-                ) from None  # fmt: skip
-            except Exception as error:
-                rendered.append(_reason(error))
-        texts = [found[0] for found in rendered if not isinstance(found, str)]
+    def encode(self, conversations: list[Conversation]) -> list[np.ndarray | str]:
+        """Of each conversation: ids [n] uint32 flagged with TARGET, or why it cannot be used."""
+        found = [self._rendered(conversation) for conversation in conversations]
+        texts = [one[0] for one in found if not isinstance(one, str)]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
         encodings = iter(zip(encoded.get("input_ids", []), encoded.get("offset_mapping", []), strict=True))
-        return [found if isinstance(found, str) else self._spanned(found[1], *next(encodings)) for found in rendered]
+        return [one if isinstance(one, str) else _flagged(*next(encodings), *one[1:]) for one in found]
 
-    def _turns(self, messages: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and from where to where in it each assistant turn goes. Raises Mismatch, and whatever the template raises."""
-        text = self._render(messages)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+    def remarks(self) -> list[str]:
+        """What a user should know of the conversations encoded so far, in words."""
+        found = []
+        if self._without_thought:
+            found.append(f"the template leaves the thought out of the last turn of {self._without_thought:,} conversations")
+        if self._without_tools:
+            found.append(f"the template does not write the tools of {self._without_tools:,} conversations")
+        return found
+
+    # ---- one conversation ----
+
+    def _rendered(self, conversation: Conversation) -> tuple[str, list[Span], list[Span]] | str:
+        """Its text, where the loss is, and where there is none in spite of this. A string says why it cannot be used."""
+        messages = conversation.messages
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= conversation.prompt]
+        learned = [number for number in (turns[-1:] if self._loss == "last" else turns) if number not in conversation.silent]
+        try:
+            text = self._render(conversation, messages)
+            if self._loss == "all" and not conversation.silent:
+                self._look(conversation, text, turns)
+                return text, [Span(0, len(text))], []
+            rendering = self._render_marked(conversation, messages)
+            if rendering.text != text:
+                raise _Undetermined(_UNSHOWN)
+            self._look(conversation, text, turns)
+            if self._loss == "all":
+                if not rendering.messages:
+                    raise _Undetermined(_UNSHOWN)
+                return text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])]
+            if self.marked:
+                return text, _of_messages(rendering, learned, every=self._loss == "assistant" and not conversation.silent and not conversation.prompt), []
+            return text, [span for number in learned for span in self._turn(conversation, rendering, number)], []
+        except _Undetermined as error:
+            return str(error)
+
+    def _turn(self, conversation: Conversation, rendering: Rendering, number: int) -> list[Span]:
+        """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
+        text, message = rendering.text, conversation.messages[number]
+        spans = _written(rendering, number)
+        if not rendering.messages:
+            raise _Undetermined(_UNSHOWN)
+        if not spans:
+            return []
+        _check_calls(message, "".join(text[begin:end] for begin, end in spans), number)
+        begin = self._begin(conversation, rendering, number, spans[0])
+        spans[0] = Span(begin, spans[0].end)
+        spans[-1] = Span(spans[-1].begin, self._end(conversation, rendering, number, spans[-1]))
+        return spans
+
+    def _begin(self, conversation: Conversation, rendering: Rendering, number: int, span: Span) -> int:
+        """Where in `span` the generation prompt for message `number` ends."""
+        text, messages = rendering.text[span.begin : span.end], conversation.messages
+        words = [value.strip() for key, value in messages[number].items() if key != "role" and isinstance(value, str) and value.strip()]
+        prompts = []
+        for before in (number, number + 1):  # the prompt for another turn is as good where a template has none for this one
+            try:
+                prompt = self._prompt(conversation, rendering, messages[:before]) if before else None
+            except _Undetermined:
+                if before > number:
+                    raise
+                continue  # the template needs a user's message first, say
+            if prompt is None:
                 continue
-            before = self._render(messages[:index], prompt=True)
-            if not text.startswith(before):
-                raise Mismatch(f"other text before message {index + 1} than where the conversation ends there")
-            end = self._end(text, len(before), self._render(messages[: index + 1]), message["content"], index + 1)
-            turn = text[len(before) : end]
-            if turn.rstrip().endswith(self._special or ("\0",)):
-                end = len(before) + len(turn.rstrip())
-            spans.append((len(before), end))
-        return text, spans
+            prompts.append(prompt)
+            shared = _shared(prompt, text)
+            if text[:shared].strip():
+                break
+        if not prompts:
+            raise _Undetermined(f"the chat template does not show where message {number + 1} begins")
+        if shared == len(prompts[-1]):
+            return span.begin + shared
+        if not text[:shared].strip() and any(prompts) and not text.lstrip().startswith(tuple(words) or "\0"):
+            raise _Undetermined(f"the chat template begins message {number + 1} with something else than the generation prompt")
+        own = (at for at in range(shared) if any(text.startswith(word, at) and at + len(word) >= shared for word in words))
+        return span.begin + next(own, shared)  # the message itself may begin like the rest of the prompt
 
-    def _end(self, text: str, begin: int, until_here: str, content: str, number: int) -> int:
-        """Where the turn that begins at `begin` ends. Qwen3's template puts an empty thought into the last turn alone: there the content tells."""
-        if text.startswith(until_here) and len(until_here) > begin:
-            return len(until_here)
-        for words in (content, content.strip()):
-            if words and text.startswith(words, begin) and words in until_here[begin:]:
-                closing = until_here[until_here.rindex(words) + len(words) :]
-                if text.startswith(closing, begin + len(words)):
-                    return begin + len(words) + len(closing)
-        raise Mismatch(f"message {number} as another text than where the conversation ends with it")
+    def _prompt(self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]) -> str | None:
+        """The generation prompt after `messages`, the first ones of `whole`. None where none of them is in the text."""
+        prompted = self._render_marked(conversation, messages, prompt=True)
+        ours, theirs = ([span for number in range(len(messages)) for span in _written(rendering, number)] for rendering in (whole, prompted))
+        if not ours or not theirs:
+            return None
+        (begin, end), last = (max(spans, key=lambda span: span.end) for spans in (ours, theirs))
+        if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
+            return prompted.text[last.end :]
+        without = self._render(conversation, messages)  # the prompt may be written as part of the last message
+        return prompted.text[_shared(prompted.text, without) :]
 
-    def _render(self, messages: Conversation, *, prompt: bool = False) -> str:
-        text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    def _end(self, conversation: Conversation, rendering: Rendering, number: int, span: Span) -> int:
+        """Where message `number`, whose text ends with `span`, ends for the model.
+
+        Blanks after the last special token are not generated: the model has stopped there.
+        """
+        text, eos = rendering.text, str(self._tokenizer.eos_token or "")
+        if number == len(conversation.messages) - 1 and eos and text.startswith(eos, span.end):  # written after the loop over messages
+            return span.end + len(eos)
+        turn = text[span.begin : span.end].rstrip()
+        if turn.endswith(self._special or ("\0",)):
+            return span.begin + len(turn)
+        follows = [other for other, spans in rendering.messages.items() if any(one.begin == span.end for one in spans)]
+        stop = self._stops.match(text, span.end) if any(conversation.messages[other]["role"] != "assistant" for other in follows) else None
+        return stop.end() if stop else span.end  # what begins the next message stops the model: GLM-4.5's <|user|>
+
+    def _look(self, conversation: Conversation, text: str, turns: list[int]) -> None:
+        """Counts for `remarks`."""
+        names = [str(_function(tool).get("name")) for tool in conversation.tools or ()]
+        self._without_tools += bool(names) and not any(name in text for name in names)
+        message = conversation.messages[turns[-1]]
+        thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
+        thoughts += re.findall(r"<think>(.+?)</think>", str(message.get("content")), re.DOTALL)
+        self._without_thought += any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
+
+    # ---- the template ----
+
+    def _render(self, conversation: Conversation, messages: list[dict[str, Any]], source: str | None = None, *, prompt: bool = False) -> str:
+        """Raises _Undetermined for whatever the template raises: it is a program, and this is about the data."""
+        tools: Any = conversation.tools
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=source, **conversation.arguments
+            )
+        except Exception as error:
+            raise _Undetermined(f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}") from None
         return text
 
-    def _spanned(self, spans: list[tuple[int, int]], ids: list[int], offsets: list[tuple[int, int]]) -> np.ndarray | str:
-        starts = np.array([start for start, _ in offsets], dtype=np.int64)
-        mask = np.zeros(len(ids), dtype=bool)
-        for begin, end in spans[-1:] if self._loss == "last" else spans:
-            mask |= (starts >= begin) & (starts < end)
-        return _flagged(ids, mask)
+    def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, prompt: bool = False) -> Rendering:
+        source = self._tokenizer.get_chat_template(tools=conversation.tools)
+        if source not in self._marked:
+            self._marked[source] = marked_template(source)
+        written = self._render(conversation, numbered(messages), self._marked[source], prompt=prompt)
+        try:
+            return unmarked(written)
+        except (ValueError, IndexError):
+            raise _Undetermined("a message has characters that are no text (U+FDD1)") from None
 
 
-def _flagged(ids: list[int], mask: np.ndarray) -> np.ndarray | str:
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _written(rendering: Rendering, number: int) -> list[Span]:
+    """Where message `number` is in the text, without places where there are only blanks."""
+    return [span for span in rendering.messages.get(number, ()) if not rendering.text[span.begin : span.end].isspace()]
+
+
+def _of_messages(rendering: Rendering, numbers: list[int], *, every: bool) -> list[Span]:
+    """What `{% generation %}` blocks wrote of these messages. What one wrote after a message, outside of the loop, is that message's."""
+    if every:
+        return rendering.generated
+    begins = sorted((span.begin, number) for number in rendering.messages for span in _written(rendering, number))
+    if not begins:
+        raise _Undetermined(_UNSHOWN)
+    return [span for span in rendering.generated if next((number for begin, number in reversed(begins) if begin <= span.begin), -1) in numbers]
+
+
+def _check_calls(message: dict[str, Any], text: str, number: int) -> None:
+    """Raises _Undetermined where the template leaves out a tool call: the model would learn to answer without it."""
+    calls = message.get("tool_calls")
+    names = [_function(call).get("name") for call in calls] if isinstance(calls, list) else []
+    if any(isinstance(name, str) and name not in text for name in names):
+        raise _Undetermined(f"the chat template leaves out the tool calls of message {number + 1}")
+
+
+def _function(tool: object) -> dict[str, Any]:
+    """Of a tool or a call, both in OpenAI's format or without the level `function`."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
+def _flagged(ids: list[int], offsets: list[tuple[int, int]], learned: Iterable[Span], silent: Iterable[Span]) -> np.ndarray | str:
+    """Every token that has a character in `learned` is a target: one across a turn's beginning too, as transformers counts it."""
+    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    mask = np.zeros(len(ids), dtype=bool)
+    for value, spans in ((True, learned), (False, silent)):
+        for begin, end in spans:
+            mask[(places[:, 0] < end) & (places[:, 1] > begin)] = value
     if not mask[1:].any():  # the first token is nobody's next
         return "the chat template shows no assistant turn"
     return np.array(ids, dtype=np.uint32) | np.where(mask, np.uint32(TARGET), np.uint32(0))
-
-
-def _reason(error: Exception) -> str:
-    return f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}"

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data import byte_level
+from megatrain.runtime.data.bad_rows import BadRows, in_words
 from megatrain.runtime.data.cache import CacheWriter, Summary, load
 from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_columns
 from megatrain.runtime.data.corpus import Corpus
@@ -22,7 +23,7 @@ from megatrain.runtime.data.formats import BadRow, Row, rows
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
 from megatrain.runtime.data.sources import Source, find
-from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
+from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, read_chat_template, tokenizer_digest
 from megatrain.runtime.training.data_options import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.workload import Workload
@@ -31,12 +32,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Note = Callable[[str], None]
-_FORMAT = 3
+_FORMAT = 4
 """of what tokenised data is; part of the cache's key"""
 _EVALUATION_SPLITS = ("validation", "test", "train")
 """the first of these that the evaluation data has, unless one is named"""
 _LOOKED_AT = 100
-_SHOWN = 3
 
 
 def open_data(
@@ -49,7 +49,9 @@ def open_data(
     """
     assert options.packing, "the plan says which where the options do not"
     source = find(Path(options.data), (options.split,))
-    tokenizer = load_tokenizer(tokenizer_folder, trust_remote_code=options.trust_remote_code) if tokenizer_folder else None
+    tokenizer = None
+    if tokenizer_folder:
+        tokenizer = load_tokenizer(tokenizer_folder, chat_template=options.chat_template, trust_remote_code=options.trust_remote_code)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
     training, summary = reader.documents(source)
     evaluation: Documents | None
@@ -126,8 +128,8 @@ class _Reader:
         self.on_note(f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')}, {_count(documents.total, 'token')}; {state}")
         if summary.bad:
             if self.options.strict:
-                raise _stopped(summary.shown[0])
-            self.on_note(f"{_count(summary.bad, 'bad row')} left out, the first: {'; '.join(summary.shown)}")
+                raise _stopped(summary.shown[0][0])
+            self.on_note(in_words(summary.bad, summary.shown))
         for layout, count in summary.elsewhere.items():
             self.on_note(f"{count:,} of these have the columns of {layout}: the first rows decide how all are read, or --columns does")
         if summary.largest_id >= self.vocabulary:
@@ -144,7 +146,7 @@ class _Reader:
         if stored is None:
             layout = Layout("text", ()) if source.kind == "text" else _layout(source, self.options)
             largest = max(tokenizer.get_vocab().values(), default=0)
-            _tokenise(source, Encoder(tokenizer, layout, self.options.loss, str(folder)), self.options, key, largest)
+            _tokenise(source, Encoder(tokenizer, layout, self.options.loss, str(folder), self.options.chat_template), self.options, key, largest)
             if _key(source, self.options, folder, tokenizer) != key:
                 raise UserError(f"data {source.path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
             stored, state = load(self.options.cache_folder, key), "tokenised now, and cached"
@@ -186,8 +188,8 @@ def _layout(source: Source, options: DataOptions) -> Layout:
 
 def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, largest: int) -> None:
     """Into the cache. Raises UserError for no usable row, and, where `options` are strict, for the first bad one."""
-    count = bad = empty = largest_id = 0
-    shown: list[str] = []
+    count = empty = largest_id = 0
+    bad = BadRows()
     elsewhere: Counter[str] = Counter()
     dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
     layout = encoder.layout
@@ -198,8 +200,8 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
             elif isinstance(found, BadRow):
                 if options.strict:
                     raise _stopped(str(found))
-                count, bad = count + 1, bad + 1
-                shown += [str(found)] if len(shown) < _SHOWN else []
+                count += 1
+                bad.add(found)
                 elsewhere.update([found.layout] if found.layout else [])
             else:
                 ids, closes = found
@@ -207,10 +209,11 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
                 largest_id = max(largest_id, int((ids & np.uint32(TARGET - 1)).max(initial=0)))
                 writer.add(ids, closes=closes)
         if not writer.documents:
-            raise _nothing(source, f"no row that can be used, the first {shown[0]}" if shown else "no text" if count else "no rows")
+            reasons = "; ".join(row for row, _ in bad.shown)
+            raise _nothing(source, f"no row that can be used, the first {reasons}" if reasons else "no text" if count else "no rows")
         known = Summary(
             layout=encoder.describe(), flagged=encoder.flagged, whole=layout.name != "text", largest_id=largest_id,
-            rows=count, bad=bad, shown=tuple(shown), empty=empty,
+            rows=count, bad=bad.count, shown=bad.shown, empty=empty,
             templated=encoder.templated, elsewhere=dict(elsewhere),
         )  # fmt: skip
         writer.finish(known)
@@ -225,8 +228,10 @@ def _key(source: Source, options: DataOptions, folder: Path, tokenizer: object) 
         files = [(str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in source.files if (status := file.stat())]
     except OSError as error:
         raise UserError(f"data {source.path}", found=str(error.strerror).lower(), allowed="files at rest", fix="check the path") from None
+    template = read_chat_template(options.chat_template) if options.chat_template else ""
     parts = (
-        _FORMAT, source.kind, files, options.columns, options.loss, tokenizer_digest(folder, tokenizer), transformers.__version__, tokenizers.__version__,
+        _FORMAT, source.kind, files, options.columns, options.loss, template, tokenizer_digest(folder, tokenizer), transformers.__version__,
+        tokenizers.__version__,
         [layout.columns for layout in LAYOUTS],
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

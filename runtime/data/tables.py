@@ -67,4 +67,11 @@ def _values(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
         for index in range(batch.num_rows):
             yield from _values(batch.slice(index, 1))
         return
-    yield from values
+    yield from ({name: _without_nulls(value) for name, value in row.items()} for row in values)
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without the keys of structs that are null: Arrow gives each struct of a column the keys of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 
 from megatrain.runtime.data.chat import Chat
-from megatrain.runtime.data.columns import Layout, Pair, Unusable, alpaca_text, extract, recognise
+from megatrain.runtime.data.columns import Conversation, Layout, Pair, Unusable, alpaca_text, extract, recognise
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
 from megatrain.runtime.data.long_text import LongText
+from megatrain.runtime.data.marked_template import marked_template
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import read_json
+from megatrain.simulator.files import read_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,9 +40,11 @@ Piece = tuple[np.ndarray, bool]
 """ids, and whether the document ends with them"""
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a Hugging Face folder, None where it has none. Raises UserError for one that cannot be loaded, and, unless
-    `trust_remote_code`, for one that brings code of its own: none of it is run.
+def load_tokenizer(folder: Path, *, chat_template: str = "", trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a Hugging Face folder, None where it has none; with the chat template in the file `chat_template`, if one is named.
+
+    Raises UserError for one that cannot be loaded, for a file that is not a template, and, unless `trust_remote_code`, for a tokenizer that brings code
+    of its own: none of it is run.
     """
     if not tokenizer_files(folder):
         return None
@@ -54,7 +58,19 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         fix = "read that code, and pass --trust-remote-code if it may run" if refused else "save it again with save_pretrained"
         raise UserError(f"tokenizer {folder}", found=reason, allowed="a tokenizer that transformers can load", fix=fix) from None
     tokenizer.model_max_length = 2**62  # documents are cut by packing: its warning of a long text would mean nothing
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
+
+
+def read_chat_template(file: str) -> str:
+    """The text of a chat template. Raises UserError where it cannot be read, or is not Jinja."""
+    text = read_text(Path(file))
+    try:
+        marked_template(text)
+    except TemplateSyntaxError as error:
+        raise UserError(f"chat template {file}", found=f"{error.message} (line {error.lineno})", allowed="a Jinja template", fix="correct the file") from None
+    return text
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -83,17 +99,16 @@ def tokenizer_digest(folder: Path, tokenizer: object = None) -> str:
 class Encoder:
     """Rows of one layout, tokenised."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: Layout, loss: Loss, where: str) -> None:
-        """`where` names the tokenizer. Raises UserError where rows of messages have no chat template to go through."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: Layout, loss: Loss, where: str, chat_template: str = "") -> None:
+        """`where` names the tokenizer, and `chat_template` the file of the template, where it is not the tokenizer's own. Raises UserError where rows of messages have no chat template to go through."""
         self.layout = layout
+        self._template = chat_template or "of the tokenizer"
         self._tokenizer, self._loss = tokenizer, loss
-        self._chat = None
-        if layout.name in ("messages", "sharegpt", "alpaca") and tokenizer.chat_template:
-            self._chat = Chat(tokenizer, loss, where)
-        elif layout.name in ("messages", "sharegpt"):
+        self._chat = Chat(tokenizer, loss, where) if layout.name != "text" and tokenizer.chat_template else None
+        if not self._chat and layout.name in ("messages", "sharegpt"):
             raise UserError(
                 f"tokenizer {where}", found="no chat template", allowed=f"one, for {layout.name} rows",
-                fix="add chat_template.jinja to the model's folder, or take an instruction-tuned model's",
+                fix="name a template with --chat-template, or take an instruction-tuned model's",
             )  # fmt: skip
         self.flagged = layout.name != "text"
         """whether ids carry TARGET"""
@@ -108,15 +123,20 @@ class Encoder:
         return self._chat is not None
 
     def describe(self) -> str:
-        """What rows are taken for, in words."""
-        if self._chat:
-            which = "all assistant turns" if self._loss == "assistant" else "the last assistant turn"
-            how = "its generation markers" if self._chat.marked else "rendered prefixes"
-            return f"{self.layout.name}, chat template of the tokenizer, loss on {which}, found by {how}"
+        """What rows are taken for, and what a user should know of those encoded so far, in words."""
+        ignored = [f"columns that are not read: {', '.join(self.layout.ignored)}"] if self.layout.ignored else []
+        return "; ".join([self._described(), *ignored, *(self._chat.remarks() if self._chat else ())])
+
+    def _described(self) -> str:
+        pairs = "loss on every token" if self._loss == "all" else "loss on the completion"
+        if self._chat and self.layout.name != "prompt/completion":
+            where = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "every token"}[self._loss]
+            how = "" if self._loss == "all" else f", found by its {'generation markers' if self._chat.marked else 'loop over messages'}"
+            return f"{self.layout.name}, chat template {self._template}, loss on {where}{how}"
         if self.layout.name == "alpaca":
-            return "alpaca, headings instead of a chat template, which the tokenizer has not, loss on the output"
+            return f"alpaca, headings instead of a chat template, which the tokenizer has not, {pairs.replace('completion', 'output')}"
         if self.layout.name == "prompt/completion":
-            return "prompt/completion, loss on the completion"
+            return f"prompt/completion, {pairs}"
         return "text, loss on every token" + ("" if self._after else "; the tokenizer has no end-of-sequence token, so nothing stands between documents")
 
     def encode(self, rows: Iterable[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
@@ -143,14 +163,13 @@ class Encoder:
 
     def _examples(self, batch: Sequence[Row | BadRow]) -> Iterator[Piece | BadRow]:
         found = [_example(row, self.layout) if isinstance(row, Row) else row for row in batch]
-        if self._chat:
-            named = [(f"{row.file}:{row.line}", value) for row, value in zip(batch, found, strict=True) if isinstance(value, list)]
-            encoded = iter(self._chat.encode(named))
-        else:
-            found = [alpaca_text(value) if isinstance(value, list) else value for value in found]
-            encoded = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
+        if not self._chat:
+            found = [alpaca_text(value) if isinstance(value, Conversation) and self.layout.name == "alpaca" else value for value in found]
+        pairs = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
+        conversations = [value for value in found if isinstance(value, Conversation)]
+        chats = iter(self._chat.encode(conversations) if self._chat else ["messages, and the tokenizer has no chat template"] * len(conversations))
         for row, value in zip(batch, found, strict=True):
-            ids = value if isinstance(value, BadRow) else next(encoded)
+            ids = value if isinstance(value, BadRow) else next(pairs if isinstance(value, Pair) else chats)
             if isinstance(ids, str):
                 yield BadRow(row.file, row.line, ids)
             else:
@@ -160,8 +179,10 @@ class Encoder:
         prompts, wholes = self._ids([pair.prompt for pair in pairs]), self._ids([pair.prompt + pair.completion for pair in pairs])
         for prompt, whole in zip(prompts, wholes, strict=True):
             shared = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
-            ids = np.array([*self._before, *whole, *self._after], dtype=np.uint32)
-            ids[len(self._before) + shared :] |= np.uint32(TARGET)
+            before = [] if whole[:1] == self._before else self._before
+            after = [] if whole[-1:] == self._after else self._after
+            ids = np.array([*before, *whole, *after], dtype=np.uint32)
+            ids[0 if self._loss == "all" else len(before) + shared :] |= np.uint32(TARGET)
             yield ids if (ids[1:] >= TARGET).any() else "the completion has no token"
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -177,13 +198,13 @@ def _text(row: Row, layout: Layout) -> tuple[str, bool] | BadRow:
     return found if isinstance(found, BadRow) else (found, True)
 
 
-def _example(row: Row, layout: Layout) -> str | Pair | list | BadRow:
+def _example(row: Row, layout: Layout) -> str | Pair | Conversation | BadRow:
     assert isinstance(row.value, dict)
     try:
         return extract(row.value, layout)
     except Unusable as error:
         other = None if row.value.keys() >= set(layout.needed) else recognise(row.value.keys())
-        return BadRow(row.file, row.line, f"{error}, but the columns of {other.name}" if other else str(error), other.name if other else "")
+        return BadRow(row.file, row.line, f"{error}; the row has the columns of {other.name}" if other else str(error), other.name if other else "")
 
 
 def _batches(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:

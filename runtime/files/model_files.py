@@ -18,7 +18,7 @@ from megatrain.runtime import optimizer
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name, is_multimodal
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.folder_tensors import FolderTensors
-from megatrain.runtime.files.model_folder import COMPANIONS, INDEX, WHOLE, inside
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE, COMPANIONS, INDEX, WHOLE, inside
 from megatrain.runtime.files.stored_tensors import StoredTensors, summary
 from megatrain.runtime.files.tensor_stream import Source, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
@@ -260,12 +260,22 @@ class Trained(Protocol):
     def workload(self) -> Workload: ...
 
 
-def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, *, dtype: Dtype | None = None, source: Path | None = None) -> None:
+def export(
+    state: Exportable,
+    plan: Trained,
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    dtype: Dtype | None = None,
+    source: Path | None = None,
+    chat_template: Path | None = None,
+) -> None:
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
 
-    Where `config` is that of a multimodal model, so is the folder: its other tensors are copied unchanged from `source`, which is needed then. A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
-    `source`, where the model came from. Streamed: no second copy of a tensor is made, but of the one under way that a checkpoint has in parts (a layer's
-    experts). Raises UserError where `folder` exists or cannot be written.
+    Where `config` is that of a multimodal model, so is the folder: its other tensors are copied unchanged from `source`, which is needed then.
+    A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
+    `source`, where the model came from; the file `chat_template`, where it exists, replaces the tokenizer's template. Streamed: no second copy of a tensor
+    is made, but of the one under way that a checkpoint has in parts (a layer's experts). Raises UserError where `folder` exists or cannot be written.
     """
     if folder.exists():
         raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
@@ -279,6 +289,9 @@ def export(state: Exportable, plan: Trained, config: PretrainedConfig, folder: P
             for name in COMPANIONS if source is not None else ():
                 if source is not None and (source / name).exists():
                     shutil.copyfile(inside(source, name), written / name)
+            if chat_template is not None and chat_template.exists():
+                shutil.copyfile(chat_template, written / CHAT_TEMPLATE)
+                (written / "chat_template.json").unlink(missing_ok=True)
             written.chmod(0o755)
             written.rename(folder)
     except OSError as error:

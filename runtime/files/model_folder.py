@@ -12,9 +12,10 @@ from megatrain.simulator.files import read_json
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json",
+    "vocab.txt", "merges.txt", CHAT_TEMPLATE, "chat_template.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
 """what belongs to a model besides its config and its weights"""

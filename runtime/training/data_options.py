@@ -12,7 +12,7 @@ from msgspec import Meta
 from megatrain.simulator.errors import UserError
 
 Columns = Literal["auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"]
-Loss = Literal["assistant", "last"]
+Loss = Literal["assistant", "last", "all"]
 Packing = Literal["documents", "plain", "none"]
 
 
@@ -27,7 +27,13 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     data: Annotated[str, Meta(description="a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of them, or one of datasets.save_to_disk")] = ""
     split: Annotated[str, Meta(description="of a folder that holds several splits, by the names of its files and folders")] = "train"
     columns: Annotated[Columns, Meta(description="what a row's columns are; auto: what the first rows say")] = "auto"
-    loss: Annotated[Loss, Meta(description="of a conversation: every assistant turn, or the last one alone")] = "assistant"
+    loss: Annotated[
+        Loss,
+        Meta(
+            description="of a conversation: every assistant turn, the last one alone, or all of it; of a prompt with its completion: all of it, or the completion"
+        ),
+    ] = "assistant"
+    chat_template: Annotated[str, Meta(description="a Jinja file: for conversations, and for the exported model, instead of the tokenizer's own")] = ""
     packing: Annotated[
         Literal["", Packing],
         Meta(description="rows of documents that do not see each other; plain: one text without borders; none: a document a row; empty: as the plan has it"),

@@ -17,6 +17,7 @@ from megatrain.runtime.checkpoint.stored_state import StoredState
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.training.config import Config
@@ -60,7 +61,7 @@ def export_run(
             pass
     buffers = _buffers(manifest, settled, None if random else origin, random=random)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
-    export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin)
+    export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin, chat_template=home / CHAT_TEMPLATE)
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
 
 

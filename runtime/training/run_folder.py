@@ -1,6 +1,7 @@
 """RunFolder: what a run leaves on disk, a callback.
 
-`plan.toml`, `hardware.toml`, `config.toml` and `environment.json` at the start; `metrics.jsonl`, a line a step and a line an evaluation; at the end
+`plan.toml`, `hardware.toml`, `config.toml` and `environment.json` at the start, and `chat_template.jinja` where the config names a
+template; `metrics.jsonl`, a line a step and a line an evaluation; at the end
 `measured.json` (the timeline of the steady step whose duration is the median), `memory.json` (bytes allocated) and the model in Hugging Face format.
 The trainer itself keeps `checkpoints/` there. When a run goes on, what its metrics say of steps after the checkpoint is cut off.
 """
@@ -22,6 +23,7 @@ import torch
 from megatrain.runtime.checkpoint.checkpoint import put_back, replace
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import export
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, Evaluation, Step
 from megatrain.runtime.training.run_lock import LOCK, START
@@ -49,6 +51,8 @@ class RunFolder(Callback):
         if self._resumed:
             self._cut(trainer)
         self._save_plan(trainer)
+        if trainer.config.data.chat_template:  # as it was when the run began: exports take it from here
+            write_text(self.path / CHAT_TEMPLATE, read_text(Path(trainer.config.data.chat_template)))
         write_json(self.path / "environment.json", describe(trainer.device))
         # the last one: with it the run has begun and can be resumed
         write_toml(self.path / "config.toml", trainer.config, "The config of this run, every field; `megatrain train --config` takes it.")
@@ -80,7 +84,10 @@ class RunFolder(Callback):
         """Over the model of an earlier end, if the run has gone on after it."""
         model, config = self.path / "model", trainer.config.saving
         aside = self.path / "model.new" if model.exists() else model
-        export(trainer.state, trainer.plan, trainer.exported_config, aside, dtype=config.export_dtype or None, source=trainer.folder)
+        export(
+            trainer.state, trainer.plan, trainer.exported_config, aside, dtype=config.export_dtype or None, source=trainer.folder,
+            chat_template=self.path / CHAT_TEMPLATE,
+        )  # fmt: skip
         if aside != model:
             replace(aside, model)
 

@@ -125,7 +125,7 @@ def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(comm
     outcome = command(*words, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "recognised: messages, chat template of the tokenizer, loss on the last assistant turn" in outcome.out
-    assert f"1 bad row left out, the first: {Path('chat.jsonl').resolve()}:4: invalid JSON" in outcome.out
+    assert f"1 bad row left out, the first of each kind: {Path('chat.jsonl').resolve()}:4: invalid JSON" in outcome.out
     assert "training: 36 documents, " in outcome.out
     assert "evaluation: 4 documents, " in outcome.out
     from transformers import AutoTokenizer

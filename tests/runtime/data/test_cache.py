@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatrain.runtime.data.cache import CacheWriter, Summary, load
 from megatrain.simulator.errors import UserError
 
-SUMMARY = Summary(layout="text", flagged=False, whole=False, largest_id=9, rows=4, bad=1, shown=("rows.jsonl:3: invalid JSON",), empty=0)
+SUMMARY = Summary(layout="text", flagged=False, whole=False, largest_id=9, rows=4, bad=1, shown=(("rows.jsonl:3: invalid JSON", 1),), empty=0)
 
 
 def write(folder: Path, documents: list[list[int]], dtype: type = np.uint16) -> Path:

@@ -60,9 +60,11 @@ def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Fo
     assert "recognised: messages, chat template of the tokenizer, loss on all assistant turns, found by its generation markers" in text
     assert "25 rows, 21 documents, " in text
     assert "tokenised now, and cached" in text
-    assert f"4 bad rows left out, the first: {path}:21: invalid JSON: " in text
-    assert f"{path}:22: `messages` is not a list of messages; {path}:23: `messages` is not" in text
-    assert f"{path}:24" not in text
+    assert f"4 bad rows left out, the first of each kind: {path}:21: invalid JSON: " in text
+    assert (
+        f"; {path}:22: `messages` is not a list of messages; {path}:23: `messages` is not a list of messages; the row has the columns of text; {path}:24: a list, not an object"
+        in text
+    )
     assert "training: 21 documents, " in text
     assert "% padding; 1 document truncated by " in text
 
@@ -165,6 +167,48 @@ def test_a_file_that_changes_while_it_is_read_is_refused(opened: Callable[..., A
         opened(path)
 
 
+def test_bad_rows_are_counted_by_what_is_wrong_with_them(opened: Callable[..., Any], jsonl: Folder) -> None:
+    wrong = [{"messages": [CHAT[0], {"role": name, "content": "a"}]} for name in ("bot", "robot")] + [{"messages": CHAT[:1]}] * 3
+    rows = [{"messages": CHAT}] * 30 + wrong + [{"messages": [{"role": "user", "content": number}, CHAT[1]]} for number in range(4)]
+    path = jsonl(rows)
+    for _ in range(2):  # the second time from the cache
+        note = opened(path)[2][3]
+        assert note.startswith(f"9 bad rows left out, the first of each kind: {path}:31: message 2 of `messages` has the unknown role 'bot'; known: ")
+        assert f" (and 1 more like it); {path}:33: no assistant turn in `messages` (and 2 more like it); {path}:36: message 1 of `messages`: " in note
+        assert note.endswith("`content` is not a string (and 3 more like it)")
+
+
+def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(opened: Callable[..., Any], jsonl: Folder) -> None:
+    called = {**CHAT[1], "tool_calls": [{"function": {"name": "weather"}}]}
+    path = jsonl([*[{"messages": CHAT}] * 20, {"messages": [CHAT[0], called]}])
+    _, _, notes = opened(path, template="unmarked")
+    assert notes[3].endswith(f"{path}:21: the chat template leaves out the tool calls of message 2")
+    with pytest.raises(UserError, match=r"bad row .*:21: found the chat template leaves out the tool calls"):
+        opened(path, template="unmarked", strict=True)
+    with pytest.raises(UserError, match=r"found no row that can be used, the first .*:1: the chat template leaves out the tool calls of message 2"):
+        opened(jsonl([{"messages": [CHAT[0], called]}]), template="unmarked")
+
+
+def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+    path, template = jsonl([{"messages": CHAT}] * 20), tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    counts = set()
+    for name in ("unmarked", None):  # whether or not the tokenizer has one
+        corpus, _, notes = opened(path, template=name, chat_template=str(template))
+        assert f"recognised: messages, chat template {template}, loss on all assistant turns" in notes[1]
+        counts.add(corpus.tokens)
+    assert len(counts) == 1
+    template.write_text("{% for m in messages %}{{ m.content }}!<|end|>{% endfor %}")
+    corpus, _, notes = opened(path, chat_template=str(template))
+    assert "tokenised now" in notes[2]
+    assert {corpus.tokens - 20 * 2} == counts  # another token in each message
+    template.write_text("{% for m in messages %}{{ m.content } }{% endfor %}")
+    with pytest.raises(UserError, match=r"chat template .*own\.jinja: found .* \(line 1\); allowed: a Jinja template"):
+        opened(path, chat_template=str(template))
+    with pytest.raises(UserError, match=r"none\.jinja"):
+        opened(path, chat_template=str(tmp_path / "none.jinja"))
+
+
 def test_strict_stops_at_the_first_bad_row(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"bad row .*rows\.jsonl:21: found `text` is not a string; allowed: rows that can be used; fix: correct it, or run"):
         opened(jsonl([*BOTTOM[:20], {"text": 3}, *BOTTOM]), strict=True)
@@ -228,7 +272,9 @@ def test_rows_with_the_columns_of_another_layout_are_counted(opened: Callable[..
     path = jsonl([*BOTTOM, {"messages": CHAT}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}, {"other": 1}])
     for _ in range(2):  # from the cache too
         notes = opened(path)[2]
-        assert f"4 bad rows left out, the first: {path}:51: no `text`, but the columns of messages; " in "\n".join(notes)
+        assert f"4 bad rows left out, the first of each kind: {path}:51: no `text`; the row has the columns of messages (and 1 more like it); " in "\n".join(
+            notes
+        )
         assert "2 of these have the columns of messages: the first rows decide how all are read, or --columns does" in notes
         assert "1 of these have the columns of prompt/completion: the first rows decide how all are read, or --columns does" in notes
 
@@ -242,7 +288,7 @@ def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) ->
     corpus, _, notes = opened(tmp_path / "texts", work=Workload(batch=1, sequence=48))
     assert notes[1] == "recognised: text, loss on every token"
     assert notes[2].startswith("42 rows, 1 without text, 40 documents, ")
-    assert "1 bad row left out, the first: " in notes[3]
+    assert "1 bad row left out, the first of each kind: " in notes[3]
     batches = [corpus.step(number)[0] for number in range(1, corpus.rows + 1)]
     assert sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40  # each ends
 
@@ -335,7 +381,7 @@ def test_rows_that_are_trained_and_evaluated_on_are_said(opened: Callable[..., A
     [
         ({"evaluation_fraction": 0.1, "evaluation_split": "test"}, "data: evaluation: found more than one of"),
         ({"packing": "tight"}, "data: packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
-        ({"loss": "all"}, "data: loss: found 'all'; allowed: 'assistant', 'last'"),
+        ({"loss": "none"}, "data: loss: found 'none'; allowed: 'assistant', 'last', 'all'"),
         ({"columns": "csv"}, "data: columns: found 'csv'; allowed: 'auto', 'text', "),
         ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: `float` < 1.0"),
         ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: `float`"),

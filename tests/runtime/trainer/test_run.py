@@ -10,11 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.exporting import export_run
 from megatrain.runtime.training.run_folder import append
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.errors import UserError
@@ -106,6 +109,24 @@ def test_the_export_has_the_dtype_that_was_asked_for_and_the_model_s_companions(
     run(place, steps=1, export_dtype=dtype)
     assert AutoModelForCausalLM.from_pretrained(place / "run" / "model", dtype="auto").dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     assert (place / "run" / "model" / "generation_config.json").read_text() == (place / "small" / "generation_config.json").read_text()
+
+
+def test_a_chat_template_of_ones_own_goes_with_the_model_as_it_was_when_the_run_began(place: Path, run: Any) -> None:
+    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=vocabulary, merges=[])))
+    tokenizer.chat_template = "the tokenizer's"
+    tokenizer.save_pretrained(place / "small")
+    (place / "small" / "chat_template.json").write_text("{}")
+    (place / "own.jinja").write_text("one's own")
+    run(place, steps=1, **{"data.chat_template": str(place / "own.jinja"), "saving.every_steps": 1})
+    (place / "own.jinja").write_text("changed")
+    export_run(place / "run", place / "later")
+    for model in (place / "run" / "model", place / "later"):
+        assert (model / "chat_template.jinja").read_text() == "one's own"
+        assert not (model / "chat_template.json").exists()
+    assert Config.load(place / "run" / "config.toml").data.chat_template == str(place / "own.jinja")
+    run(place, "without", steps=1)
+    assert (place / "without" / "model" / "chat_template.jinja").read_text() == "the tokenizer's"
 
 
 def test_deterministic_mode_comes_from_the_config(place: Path, run: Any) -> None:

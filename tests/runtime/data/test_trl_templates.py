@@ -1,0 +1,133 @@
+"""The chat templates of released models that TRL ships, against their training twins, in which TRL's authors marked what the model generates.
+
+Only TRL's files are read. Where a twin writes another text than its original, the turns are found in the original's text by a pattern.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.columns import Conversation
+from megatrain.runtime.data.documents import TARGET
+
+_spec = importlib.util.find_spec("trl")
+if _spec is None or not _spec.submodule_search_locations:
+    pytest.skip("TRL is not installed", allow_module_level=True)
+FOLDER = Path(next(iter(_spec.submodule_search_locations))) / "chat_templates"
+IMAGES = ("idefics3", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+NAMES = sorted(name for file in FOLDER.glob("*_training.jinja") if (name := file.stem.removesuffix("_training")) not in IMAGES)
+SPECIAL = re.compile(
+    r"<[｜|][^<>\s]+?[｜|]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<\|?tool_(?:call|response)\|>|<\|tool_(?:call|response)>"
+)
+
+CHATML = r"<\|im_start\|>assistant\n{}(.*?<\|im_end\|>)"
+PATTERNS = {
+    "deepseek_r1_distill": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
+    "deepseekv3": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
+    "glm4moe": r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>|$))",
+    "qwen3": CHATML.format(""),
+    "qwen3_5_nothink": CHATML.format(r"(?:<think>\n(?:\n</think>\n\n)?)?"),
+    "qwen3_5_nothink, thoughts in the text": CHATML.format(""),  # the message itself begins like the prompt's empty thought
+    "qwen3_5_think": CHATML.format(r"(?:<think>\n)?"),
+    "qwen3_6": CHATML.format(r"(?:<think>\n)?"),
+}
+"""of the text of the original: where the model's turns are"""
+NO_CALLS = ("deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5")
+"""leave out tool calls without a word"""
+ALTERNATE = ("cohere", "cohere2", "gemma", "gemma3")
+"""refuse messages of tools"""
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **others: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **others}
+
+
+def calls(arguments: object) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS}}]
+ANSWERED = {"role": "tool", "name": "weather", "content": "sunny"}
+THOUGHT = answer("<think>\nhm, well\n</think>\n\nhello")
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [user("hi"), answer("hello")],
+    "two turns": [user("hi"), answer("hello"), user("more"), answer("yes")],
+    "a system message": [{"role": "system", "content": "be brief"}, user("hi"), answer("hello"), user("more"), answer("yes")],
+    "a thought": [user("hi"), answer("hello", reasoning_content="hm, well")],
+    "two thoughts": [user("hi"), answer("hello", reasoning_content="hm, well"), user("more"), answer("yes", reasoning_content="so")],
+    "thoughts in the text": [user("hi"), THOUGHT, user("more"), answer("<think>\nso\n</think>\n\nyes")],
+    "a call": [user("hi"), answer("let me see", tool_calls=calls({"city": "Paris"})), ANSWERED, answer("it is sunny"), user("thanks"), answer("bye")],
+    "a call without words": [user("hi"), answer("", tool_calls=calls({"city": "Paris"})), ANSWERED, answer("it is sunny")],
+}
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    """A token a byte, and one for each special token that the template names."""
+    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = sorted(set(SPECIAL.findall(template)))
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", extra_special_tokens=special)
+    made.chat_template = template
+    return made
+
+
+def runs(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]) -> list[tuple[int, str]]:
+    """Where each run of targets ends, and its text. Runs that touch are one."""
+    places = [list(group) for _, group in itertools.groupby(range(len(ids)), lambda place: mask[place])]
+    return [(group[-1], str(tokenizer.decode([ids[place] for place in group]))) for group in places if mask[group[0]]]
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -> None:
+    messages, tools = CONVERSATIONS[kind], TOOLS if "call" in kind else None
+    if name == "deepseekv3" and tools:  # takes the arguments as text; its twin as an object
+        messages = [{**message, "tool_calls": calls('{"city": "Paris"}')} if "tool_calls" in message else message for message in messages]
+    tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
+    (found,) = Chat(tokenizer, "assistant", name).encode([Conversation(messages=messages, tools=tools)])
+    if isinstance(found, str):
+        assert tools or kind == "a system message", found
+        expected = "must alternate" if tools else "System role not supported"
+        assert ("leaves out the tool calls of message 2" if name in NO_CALLS else expected) in found
+        assert name in NO_CALLS + ALTERNATE
+        return
+    ids = [int(token) & (TARGET - 1) for token in found]
+    ours = runs(tokenizer, ids, (found >= np.uint32(TARGET)).tolist())
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    if name in PATTERNS:
+        assert [part for _, part in ours] == re.findall(PATTERNS.get(f"{name}, {kind}", PATTERNS[name]), str(text), re.DOTALL)
+        return
+    twin = tokenizer_of((FOLDER / f"{name}_training.jinja").read_text())
+    theirs: Any = twin.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    assert twin.decode(theirs["input_ids"]) == text  # another text would need a pattern
+    marked = runs(twin, theirs["input_ids"], [bool(target) for target in theirs["assistant_masks"]])
+    assert len(ours) == len(marked)
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = [str(tokenizer.apply_chat_template(messages[:number], tools=tools, tokenize=False, add_generation_prompt=True)) for number in turns]
+    for (_, our), (_, their) in zip(ours, marked, strict=True):
+        header, middle, after = their.partition(our)
+        assert middle
+        assert after.strip() == ""  # a line's end after the token that stops the model
+        assert any(header.strip() in prompt[-40:] for prompt in prompts)  # the twin also has loss on the prompt
+
+
+def test_every_template_is_compared() -> None:
+    assert len(NAMES) >= 26
+    assert {name.partition(",")[0] for name in PATTERNS} <= set(NAMES)
