@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from whole_models import SEQUENCE, Tensors, drawn, gradients_of, model_of, scale_of, their_gradients, token_losses, weights, whole_model
 
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers.templates import config_of
+from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import lower
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
+DESCRIBED = "5.23.0"
+"""the version of transformers that `constraints.txt` pins: others may lay out a family's tensors otherwise, which is refused by name"""
 BATCH = 2
 
 
@@ -48,10 +52,16 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(make_plan: Callable[..., Pla
     limits = {"device_limit_bytes": 2**38, "host_limit_bytes": 2**38}
     sizes = {"sequence": SEQUENCE, "batch": BATCH, "accumulation": 2, "dtype": "bf16", "loss_chunk": 13, "checkpoint_interval": 3}
     plan = make_plan("resident", model=model_of(family), **sizes, **limits)
-    rounded = whole_model(plan, config_of(plan.model))
+    try:
+        config = config_of(plan.model)
+    except UserError as refused:
+        if transformers.__version__ == DESCRIBED:
+            raise
+        pytest.skip(f"families are described for transformers {DESCRIBED}: {refused}")
+    rounded = whole_model(plan, config)
     exact_loss, exact = theirs(plan, copy.deepcopy(rounded).float(), "cpu")
     their_loss, their = theirs(plan, rounded, DEVICE)
-    with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device(DEVICE), schedule=lower(plan)) as executor:
+    with Executor(plan, config, AdamW(max_norm=0.5), torch.device(DEVICE), schedule=lower(plan)) as executor:
         executor.state.load(weights)
         loss = executor.step(drawn(plan), rate=0.0, number=1).loss
         ours = gradients_of(SimpleNamespace(plan=plan, executor=executor))
