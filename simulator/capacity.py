@@ -17,8 +17,8 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.assessment import activations_bytes, plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.filling import CLASSES, ranges
 from megatrain.simulator.memory import Account
-from megatrain.simulator.placing import CLASSES, ranges
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.slot_search import CHUNK_BYTES, ONE_COPY, intervals

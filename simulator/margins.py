@@ -18,14 +18,13 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
+from megatrain.simulator.filling import GIB, Filling, last
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.metrics import tokens_per_second
-from megatrain.simulator.placing import PlacementSearch, last
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS, SlotSearch, intervals
 
-GIB = 2**30
 _USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}  # those that a search begins with
 
 
@@ -65,9 +64,8 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
             return None, 1.0
         again = SlotSearch(roomier, costs).best()
         return (again.plan.knobs, again.step_seconds / choice.step_seconds) if again.step_seconds < choice.step_seconds else (None, 1.0)
-    search = PlacementSearch(roomier, costs)
-    search.plan = roomier  # its slots and copies, not those that a search begins with
-    tried = list(dict.fromkeys(_wider(search) if place == "device" else _freed(search, plan)))
+    filling = Filling(plan, costs)
+    tried = list(dict.fromkeys(filling.neighbours(roomier) if place == "device" else _freed(filling, roomier, plan.host_limit_bytes)))
     schedules = [_coarse(other) for other in tried]
     times = [lower_bound_ns(schedule, costs) for schedule in schedules]
     if not times or min(times) >= makespan_ns(_coarse(plan), costs):
@@ -96,23 +94,14 @@ def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
     return True
 
 
-def _wider(search: PlacementSearch) -> Iterator[Plan]:
-    """With more on the device."""
-    plan = search.plan
-    stored = len(plan.placed("stored"))
-    for count in sorted({stored, min(stored + 1, plan.model.layers)}):
-        yield from search.filled(msgspec.structs.replace(Placement(), stored=last(plan.model.layers, count), parked=plan.knobs.placement.parked), like=plan)
-
-
-def _freed(search: PlacementSearch, plan: Plan) -> Iterator[Plan]:
-    """What fits now and did not before. Nothing, where the host holds everything as it is."""
+def _freed(filling: Filling, plan: Plan, before: int) -> Iterator[Plan]:
+    """What fits and does not with only `before` bytes of host memory. Nothing, where those hold everything as it is."""
     everything = varied(plan, placement=Placement(parked="all", host_updated="all"))
-    if search.account(everything).host_peak_bytes <= plan.host_limit_bytes:
+    if filling.account(everything).host_peak_bytes <= before:
         return
-    updated = [plan, varied(plan, placement=Placement(host_updated="all"))]
-    for slots in ({}, _USUAL_SLOTS):
-        search.plan = msgspec.structs.replace(varied(plan, **slots), host_limit_bytes=plan.host_limit_bytes + GIB)
-        for stored, like in itertools.product(sorted({0, len(plan.placed("stored"))}), updated):
-            for other in search.filled(msgspec.structs.replace(Placement(), stored=last(plan.model.layers, stored)), like=like):
-                if not search.account(msgspec.structs.replace(other, host_limit_bytes=plan.host_limit_bytes)).fits:
+    for slots, updated in itertools.product(({}, _USUAL_SLOTS), (plan.knobs.placement, Placement(host_updated="all"))):
+        for stored in sorted({0, len(plan.placed("stored"))}):
+            base = Placement(stored=last(plan.model.layers, stored))
+            for other in filling.filled(varied(plan, placement=updated, **slots), base):
+                if not filling.account(msgspec.structs.replace(other, host_limit_bytes=before)).fits:
                     yield other

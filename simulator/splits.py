@@ -17,8 +17,9 @@ from megatrain.simulator.assessment import Choice, plan_account, varied
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import another_ns, makespan_ns
+from megatrain.simulator.filling import last
 from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.placing import PlacementSearch, last
+from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.planner import rank
 from megatrain.simulator.policies._layerwise import cost_keys
@@ -96,11 +97,11 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
         search = PlacementSearch(plan, costs)
         layers = plan.model.layers
         for base in (Placement(), Placement(parked="all")):
-            most = search.most_stored(search.plan, base)
+            most = search.filling.most_stored(search.plan, base)
             if most < 0:
                 continue
             for part in _PARTS:
-                placed = search.filled(msgspec.structs.replace(base, stored=last(layers, part * most)), like=plan)
+                placed = search.filling.filled(search.plan, msgspec.structs.replace(base, stored=last(layers, part * most)))
                 yield from [found for found, _ in zip(placed, range(1), strict=False)]
             return
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.simulator.assessment import varied
-from megatrain.simulator.placing import ranges
+from megatrain.simulator.filling import ranges
 from megatrain.simulator.plan import Placement, Plan
 
 

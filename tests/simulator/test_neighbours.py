@@ -1,0 +1,33 @@
+"""The end of a search: the choice is no slower than its neighbours, its runner-up, and what one more GiB is said to buy where that fits already."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from megatrain.simulator.assessment import assess
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.filling import GIB, Filling
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.margins import one_more_gib
+from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.verdict import candidates
+from megatrain.simulator.workload import Workload
+
+CASES = (
+    ("qwen2.5-7b", "a100-80-sxm", Workload(batch=1, sequence=512, accumulation=2), {"host_limit": 512 * GIB}),  # what the host updates needs no slots
+    ("qwen3-4b", "rtx-pro-6000", Workload(batch=1, sequence=8192), {"device_limit": 42 * GIB, "host_limit": 512 * GIB}),
+)
+
+
+@pytest.mark.parametrize(("name", "machine", "work", "limits"), CASES, ids=[case[0] for case in CASES])
+def test_no_plan_that_is_mentioned_and_fits_is_faster(name: str, machine: str, work: Workload, limits: dict[str, int]) -> None:
+    model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
+    choice = candidates(model, hardware, work, **limits)[0]  # type: ignore[arg-type]
+    costs = cost_model(hardware, model, work)
+    assert choice.runner_up is not None
+    others = [choice.runner_up.knobs, *(margin.knobs for margin in one_more_gib(choice, hardware, costs))]
+    others += [plan.knobs for plan in Filling(choice.plan, costs).neighbours(choice.plan)]
+    tried = [assess(msgspec.structs.replace(choice.plan, knobs=knobs), costs) for knobs in dict.fromkeys(others) if knobs]
+    assert len([other for other in tried if other.feasible]) > 2
+    assert min(other.step_seconds for other in tried if other.feasible) >= 0.999 * choice.step_seconds
