@@ -156,18 +156,26 @@ class Filling:
                     yield fill
 
     def neighbours(self, plan: Plan) -> Iterator[Plan]:
-        """Plans that fit and store one layer more than `plan`, as many, or one less. Those of as many are also filled up to one GiB beyond the device's
-        limit, because what takes the place of slots may fit all the same.
+        """Plans that fit and store one layer more than `plan`, as many, or one less. What is filled a GiB beyond the device's limit may fit all the same,
+        because what stays takes the place of slots.
         """
-        limit, stored = plan.device_limit_bytes, len(plan.placed("stored"))
-        for more, count in ((0, stored - 1), (0, stored), (0, stored + 1), (GIB, stored)):
-            if not 0 <= count <= plan.model.layers:
-                continue
-            base = Placement(stored=last(plan.model.layers, count), parked=plan.knobs.placement.parked)
-            for other in self.filled(msgspec.structs.replace(plan, device_limit_bytes=limit + more), base):
-                other = msgspec.structs.replace(other, device_limit_bytes=limit)
-                if not more or self.account(other).fits:
-                    yield other
+        yield from self._storing(plan, -1)
+        yield from self.wider(plan)
+        roomier = msgspec.structs.replace(plan, device_limit_bytes=plan.device_limit_bytes + GIB)
+        for other in self.wider(roomier):
+            other = msgspec.structs.replace(other, device_limit_bytes=plan.device_limit_bytes)
+            if self.account(other).fits:
+                yield other
+
+    def wider(self, plan: Plan) -> Iterator[Plan]:
+        """Plans that fit and store as many layers as `plan`, or one more."""
+        yield from self._storing(plan, 0)
+        yield from self._storing(plan, 1)
+
+    def _storing(self, plan: Plan, more: int) -> Iterator[Plan]:
+        count = len(plan.placed("stored")) + more
+        if 0 <= count <= plan.model.layers:
+            yield from self.filled(plan, Placement(stored=last(plan.model.layers, count), parked=plan.knobs.placement.parked))
 
 
 def _state_bytes(plan: Plan, owes: bool) -> dict[tuple[str, str], int]:

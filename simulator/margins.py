@@ -15,14 +15,12 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.assessment import Choice, plan_account, varied
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
 from megatrain.simulator.filling import GIB, Filling, last
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.metrics import tokens_per_second
+from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS, SlotSearch, intervals
 
 _USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}  # those that a search begins with
@@ -64,20 +62,11 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
             return None, 1.0
         again = SlotSearch(roomier, costs).best()
         return (again.plan.knobs, again.step_seconds / choice.step_seconds) if again.step_seconds < choice.step_seconds else (None, 1.0)
-    filling = Filling(plan, costs)
-    tried = list(dict.fromkeys(filling.neighbours(roomier) if place == "device" else _freed(filling, roomier, plan.host_limit_bytes)))
-    schedules = [_coarse(other) for other in tried]
-    times = [lower_bound_ns(schedule, costs) for schedule in schedules]
-    if not times or min(times) >= makespan_ns(_coarse(plan), costs):
-        return None, 1.0
-    best = tried[times.index(min(times))]
-    now, then = (makespan_ns(policies.lower(varied(each, accumulation=2)), costs) for each in (plan, best))
-    return (best.knobs, then / now) if then < now else (None, 1.0)
-
-
-def _coarse(plan: Plan) -> Schedule:
-    """At most two micro-batches, whole layers as copies."""
-    return policies.lower(varied(plan, accumulation=2, chunk_bytes=ONE_COPY))
+    search = PlacementSearch(roomier, costs)
+    wider = search.filling.wider(roomier) if place == "device" else _freed(search.filling, roomier, plan.host_limit_bytes)
+    now = search.time(plan)
+    found = search.faster(now, plan, list(dict.fromkeys(wider)))
+    return (found[1].knobs, found[0] / now) if found else (None, 1.0)
 
 
 def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:

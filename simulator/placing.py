@@ -59,7 +59,7 @@ class PlacementSearch:
 
     def _best_with(self, knobs: dict[str, int]) -> Choice | None:
         """The fastest plan with these slots and copies; None where none fits."""
-        finals = [(self._time(plan), plan) for plan in self._ranked(list(dict.fromkeys(self._candidates(varied(self.plan, **knobs)))))]
+        finals = [(self.time(plan), plan) for plan in self._ranked(list(dict.fromkeys(self._candidates(varied(self.plan, **knobs)))))]
         if not finals:
             return None
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
@@ -105,14 +105,21 @@ class PlacementSearch:
         while True:
             nearby = [other for other in dict.fromkeys(self.filling.neighbours(plan)) if other not in tried]
             tried.update(nearby)
-            coarse = self._coarse(plan)
-            least = _TIE * makespan_ns(coarse, self.costs) * self._longer(coarse)
-            found = min(((self._time(other), index, other) for index, other in enumerate(self._ranked(nearby, least))), default=None)
-            if found is None or found[0] >= time:
+            found = self.faster(time, plan, nearby)
+            if found is None:
                 return time, plan
-            time, _, plan = found
+            time, plan = found
 
-    def _time(self, plan: Plan) -> float:
+    def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
+        """The fastest of `others` and its time, where that is less than the `time` ns of `plan`."""
+        if not others:
+            return None
+        coarse = self._coarse(plan)
+        least = _TIE * makespan_ns(coarse, self.costs) * self._longer(coarse)
+        found = min(((self.time(other), index, other) for index, other in enumerate(self._ranked(others, least))), default=None)
+        return (found[0], found[2]) if found and found[0] < time else None
+
+    def time(self, plan: Plan) -> float:
         """Step of `plan` in ns; of more than two micro-batches by what the second takes."""
         schedule = policies.lower(varied(plan, accumulation=2))
         return makespan_ns(schedule, self.costs) * self._longer(schedule)
@@ -147,7 +154,7 @@ class PlacementSearch:
         """`plan`, whose step takes `time` ns, with the refinements of `best` where that fits and is faster; and its time."""
         alike = varied(updated_like(plan, best), chunk_bytes=best.knobs.chunk_bytes, weight_slots=best.knobs.weight_slots)
         if alike.knobs != plan.knobs and self.filling.account(alike).fits:
-            return min((time, plan), (self._time(alike), alike), key=lambda entry: entry[0])
+            return min((time, plan), (self.time(alike), alike), key=lambda entry: entry[0])
         return time, plan
 
     def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -160,7 +167,7 @@ class PlacementSearch:
         for change in changes:
             changed = varied(plan, **change)
             if policies.outline(changed).buffers != policies.outline(plan).buffers and self.filling.account(changed).fits:
-                found = self._time(changed)
+                found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
@@ -175,7 +182,7 @@ class PlacementSearch:
         fitting = [other for other in others if other.placed("host_updated") and self.filling.account(other).fits]
         for changed in [host_updating(plan), host_updating(plan, every=2), *self._ranked(fitting)[:1]]:
             if changed.knobs != plan.knobs and self.filling.account(changed).fits:
-                found = self._time(changed)
+                found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
