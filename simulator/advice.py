@@ -1,27 +1,26 @@
 """Advice: what the user could change so that the model fits or runs faster, each change tried.
 
-Where it does not fit, every change is tried on the least memory of each policy (`capacity.py`); what makes it fit comes first. Where it fits, a
-change is tried on the chosen plan, with whole layers as copies in the engine: the ratio of two such times is taken as the ratio of the steps.
-A search after the change may choose other knobs and gain more; so a gain is `about`. Nothing is said that was not tried, and what the runtime
-cannot do yet is marked `would`.
+Where it does not fit, every change is tried on the least memory of each policy (`capacity.py`), with which a search begins that finds nothing else; what
+makes it fit comes first. Where it fits, the whole search is done again with the change, so the gain is the one that the user finds. Nothing is said
+that was not tried. What the runtime cannot do yet is marked `would`; it is tried on the chosen plan, so a search would find as much or more.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.assessment import Choice, varied
-from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
+from megatrain.simulator.assessment import Choice
+from megatrain.simulator.capacity import Footprint, largest_batch, longest_context, usable
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import Account
 from megatrain.simulator.metrics import tokens_per_second
-from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.slot_search import ONE_COPY
 from megatrain.simulator.units import format_bytes
 from megatrain.simulator.workload import Workload
 
@@ -53,14 +52,27 @@ class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
     """of tokens/s, about: 0.1 is 10 % more"""
 
 
+class Search(Protocol):
+    """The planner's search for one model, machine and set of policies."""
+
+    def __call__(self, work: Workload, device_limit: int, host_limit: int) -> Choice:
+        """The best plan."""
+
+
 class Adviser:
     """Tries changes around one choice."""
 
-    def __init__(self, choice: Choice, hardware: HardwareSpec, costs: CostModel, names: list[str], footprints: list[Footprint]) -> None:
-        self.choice, self.hardware, self.costs, self.names, self.footprints = choice, hardware, costs, names, footprints
+    def __init__(self, choice: Choice, hardware: HardwareSpec, costs: CostModel, names: list[str], search: Search) -> None:
+        self.choice, self.hardware, self.costs, self.names, self.search = choice, hardware, costs, names, search
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
-        self._times: dict[object, int] = {}
+        self.footprints = self._least(self.work)
+
+    def _least(self, work: Workload, **limits: int) -> list[Footprint]:
+        """The least memory of each policy for another workload or other limits."""
+        plan = msgspec.structs.replace(self.plan, workload=work, **limits)
+        costs = self.costs if work == self.work else cost_model(self.hardware, plan.model, work)
+        return usable(plan, self.hardware, costs, self.names)
 
     def suggestions(self, most: int = 5) -> tuple[Suggestion, ...]:
         """The best first, at most so many."""
@@ -75,25 +87,22 @@ class Adviser:
     def _fitting(self) -> list[Suggestion]:
         work, found = self.work, list[Suggestion]()
         chunks = [chunk for chunk in _LOSS_CHUNKS if chunk < min(work.loss_chunk, work.tokens)]
-        smaller = [self._changed("loss-chunk", chunk, self.footprints, msgspec.structs.replace(work, loss_chunk=chunk)) for chunk in chunks]
+        smaller = [self._changed({"loss-chunk": chunk}, msgspec.structs.replace(work, loss_chunk=chunk)) for chunk in chunks]
         found += [entry for entry in smaller if entry.fits][:1] or smaller[-1:]
         if batch := largest_batch(self.footprints, work):
-            found.append(self._changed("batch", batch, self.footprints, msgspec.structs.replace(work, batch=batch)))
+            found.append(self._changed({"batch": batch}, msgspec.structs.replace(work, batch=batch)))
         elif context := longest_context(self.footprints, work):
             short = msgspec.structs.replace(work, batch=1, sequence=context)
-            found.append(self._changed("seq", context, self.footprints, short, "batch", 1))
+            found.append(self._changed({"seq": context, "batch": 1}, short))
         if work.clipping == "global":
-            free = msgspec.structs.replace(work, clipping="none")
-            plan = msgspec.structs.replace(self.plan, workload=free)
-            found.append(self._changed("clipping", "none", frugal(plan, self.costs, self.names), free))
+            found.append(self._changed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none")))
         return found + self._more_memory() + self._smaller_moments()
 
-    def _changed(self, option: str, value: object, footprints: list[Footprint], work: Workload, second: str = "", other: object = "") -> Suggestion:
-        account = min((footprint.account(work) for footprint in footprints), key=_excess)
-        options = {option: str(value)} | ({second: str(other)} if second else {})
+    def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
+        account = min((footprint.account() for footprint in self._least(work)), key=_excess)
+        options = {name: str(value) for name, value in values.items()}
         return Suggestion(
-            change=" ".join(f"--{name} {text}" for name, text in options.items()), options=options, fits=account.fits,
-            bytes_missing=account.excess_bytes, bytes_saved=self._total - _total(account),
+            change=_written(options), options=options, fits=account.fits, bytes_missing=account.excess_bytes, bytes_saved=self._total - _total(account)
         )  # fmt: skip
 
     @property
@@ -136,8 +145,7 @@ class Adviser:
             needs = dict.fromkeys(limits, sum(needs.values()))
         options = (besides or {}) | {f"{place}-memory": _gib(size) for place, size in needs.items()}
         more = sum(max(size - limits[place], 0) for place, size in needs.items()) // (2 if self.hardware.unified else 1)
-        text = " ".join(f"--{name} {value}" for name, value in options.items())
-        return Suggestion(change=f"{text}, {format_bytes(more)} more", options=options, fits=True)
+        return Suggestion(change=f"{_written(options)}, {format_bytes(more)} more", options=options, fits=True)
 
     def _smaller_moments(self) -> list[Suggestion]:
         best = min((footprint.account() for footprint in self.footprints), key=lambda account: _with_half_moments(account).excess_bytes)
@@ -148,74 +156,56 @@ class Adviser:
     # What would make it faster
 
     def _faster(self) -> list[Suggestion]:
-        work, found = self.work, list[Suggestion | None]()
-        found.append(self._timed({"batch": 2 * work.batch}, msgspec.structs.replace(work, batch=2 * work.batch)) if work.batch < 2**20 else None)
+        work, changes = self.work, dict[str, object]()
+        if work.batch < 2**20:
+            changes["batch"] = 2 * work.batch
         if work.accumulation <= 512:
-            found.append(self._timed({"accumulation": 2 * work.accumulation}, msgspec.structs.replace(work, accumulation=2 * work.accumulation)))
+            changes["accumulation"] = 2 * work.accumulation
         if work.clipping == "global":
-            found.append(self._timed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none")))
-        found += [self._resident(), self._fast_moments()]
-        return [entry for entry in found if entry is not None]
+            changes["clipping"] = "none"
+        found = [self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value})) for name, value in changes.items()]
+        return [entry for entry in [*found, self._resident(), self._fast_moments()] if entry is not None]
 
-    def _time(self, plan: Plan, costs: CostModel | None = None, key: object = "") -> int:
-        """Nanoseconds of a step with whole layers as copies. More than two micro-batches by what the second adds to the first."""
-        count = plan.workload.accumulation
-        if count > 2:
-            one, two = (self._time(_accumulating(plan, some), costs, key) for some in (1, 2))
-            return two + (count - 2) * (two - one)
-        plan = varied(plan, chunk_bytes=ONE_COPY)
-        known = (plan.policy, plan.workload, plan.knobs, key)
-        if known not in self._times:
-            if costs is None:
-                costs = self.costs if plan.workload == self.work else cost_model(self.hardware, plan.model, plan.workload)
-            self._times[known] = makespan_ns(policy_library.lower(plan), costs)
-        return self._times[known]
-
-    def _timed(self, options: dict[str, object], work: Workload) -> Suggestion | None:
-        """The chosen plan with another workload, or where it does not fit so, its policy at its most frugal."""
-        plan = msgspec.structs.replace(self.plan, workload=work)
-        if work.accumulation > 1 and not plan.knobs.gradient_slabs:
-            plan = varied(plan, gradient_slabs=2)  # what is summed on the host goes through one
-        account = Footprint(_accumulating(plan, min(work.accumulation, 2)), self.costs).account()
-        if not account.fits:
-            fitting = [(footprint, footprint.account(work)) for footprint in self.footprints if footprint.plan.policy == self.plan.policy]
-            footprint, account = next(((footprint, account) for footprint, account in fitting if account.fits), (None, account))
-            if footprint is None or work.clipping != self.work.clipping or min(work.accumulation, 2) != min(self.work.accumulation, 2):
-                return None
-            plan = msgspec.structs.replace(footprint.plan, workload=work)
-        gain = self._time(self.plan) / self._time(plan) * work.step_tokens / self.work.step_tokens - 1
-        texts = {name: str(value) for name, value in options.items()}
-        return self._gained(" ".join(f"--{name} {text}" for name, text in texts.items()), texts, gain, _total(self.choice.account) - _total(account))
+    def _searched(self, options: dict[str, str], work: Workload, **limits: int) -> Suggestion | None:
+        """What the search finds with another workload or another limit; None where that does not fit."""
+        held = {"device_limit": self.plan.device_limit_bytes, "host_limit": self.plan.host_limit_bytes}
+        found = self.search(work, **(held | limits))
+        if not found.feasible:
+            return None
+        streams = not {"h2d", "d2h"}.isdisjoint(found.bounds.lanes_ns)
+        note = ", and nothing streams" if limits and not streams else ""
+        gain = tokens_per_second(work, found.step_seconds) / self.speed - 1
+        return self._gained(_written(options) + note, options, gain, _total(self.choice.account) - _total(found.account))
 
     def _gained(self, change: str, options: dict[str, str], gain: float, saved: int, *, would: bool = False) -> Suggestion:
         return Suggestion(change=change, options=options, would=would, fits=True, bytes_saved=saved, tokens_per_second=self.speed * (1 + gain), gain=gain)
 
     def _resident(self) -> Suggestion | None:
         """Device memory enough for nothing to stream: the most that device memory can give."""
-        if self.plan.policy == "resident" or "resident" not in self.names:
+        if {"h2d", "d2h"}.isdisjoint(self.choice.bounds.lanes_ns) or "resident" not in self.names:
             return None
-        plan = msgspec.structs.replace(self.plan, policy="resident", knobs=type(self.plan.knobs)())
-        account = Footprint(_accumulating(plan, min(self.work.accumulation, 2)), self.costs).account()
-        if account.device_peak_bytes > _MOST_DEVICE * account.device_limit_bytes:
+        few = msgspec.structs.replace(self.work, accumulation=min(self.work.accumulation, 2))
+        plan = msgspec.structs.replace(self.plan, policy="resident", knobs=type(self.plan.knobs)(), workload=few)
+        size = Footprint(plan, self.costs).account().device_peak_bytes
+        if size > _MOST_DEVICE * self.plan.device_limit_bytes:
             return None
-        options = {"device-memory": _gib(account.device_peak_bytes)}
-        gain = self._time(self.plan) / self._time(plan) - 1
-        return self._gained(f"--device-memory {options['device-memory']}, and nothing streams", options, gain, _total(self.choice.account) - _total(account))
+        return self._searched({"device-memory": _gib(size)}, self.work, device_limit=-(-size // _GIB) * _GIB)
 
-    def _fast_moments(self) -> Suggestion | None:
+    def _fast_moments(self) -> Suggestion:
         """Half of the moments' bytes to move and to keep."""
 
         def change(op: Op) -> Op:
             moved = op.kind in ("load_state", "save_state") and op.parameters and op.bytes >= _MOMENTS * op.parameters
             return msgspec.structs.replace(op, bytes=op.bytes - op.parameters * _MOMENTS // 2) if moved else op
 
+        schedule = policy_library.lower(self.plan)
+        gain = makespan_ns(schedule, self.costs) / makespan_ns(schedule, Changed(self.costs, change)) - 1
         half = _with_half_moments(self.choice.account)
-        gain = self._time(self.plan) / self._time(self.plan, Changed(self.costs, change), "moments") - 1
         return self._gained("moments in bf16", {}, gain, _total(self.choice.account) - _total(half), would=True)
 
 
-def _accumulating(plan: Plan, count: int) -> Plan:
-    return msgspec.structs.replace(plan, workload=msgspec.structs.replace(plan.workload, accumulation=count))
+def _written(options: dict[str, str]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in options.items())
 
 
 def _total(account: Account) -> int:

@@ -18,6 +18,7 @@ from megatrain.simulator.assessment import activations_bytes, plan_account, vari
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.filling import CLASSES, ranges
+from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Schedule
@@ -108,6 +109,12 @@ def frugal(plan: Plan, costs: CostModel, names: Iterable[str]) -> list[Footprint
         if policy_library.dominated_by(name) not in chosen:
             found += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
     return found
+
+
+def usable(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> list[Footprint]:
+    """`frugal` on this machine: where there is one memory nothing streams and nothing is parked, which leaves `resident`."""
+    footprints = frugal(plan, costs, [name for name in names if name == "resident"] if hardware.unified else names)
+    return [footprint for footprint in footprints if not (hardware.unified and footprint.plan.knobs.placement.parked)]
 
 
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[Footprint]:

@@ -156,14 +156,14 @@ class Filling:
                     yield fill
 
     def neighbours(self, plan: Plan) -> Iterator[Plan]:
-        """Plans that fit and store one layer more than `plan`, as many, or one less. What is filled a GiB beyond the device's limit may fit all the same,
-        because what stays takes the place of slots.
+        """Plans that fit and store one layer more than `plan`, as many, or one less. Some are filled a GiB beyond the device's limit, and what is too much
+        is taken away again: what stays on the device can take the place of slots, which no fill up to the limit sees.
         """
         yield from self._storing(plan, -1)
         yield from self.wider(plan)
         roomier = msgspec.structs.replace(plan, device_limit_bytes=plan.device_limit_bytes + GIB)
         for other in self.wider(roomier):
-            other = msgspec.structs.replace(other, device_limit_bytes=plan.device_limit_bytes)
+            other = self._trimmed(msgspec.structs.replace(other, device_limit_bytes=plan.device_limit_bytes))
             if self.account(other).fits:
                 yield other
 
@@ -171,6 +171,17 @@ class Filling:
         """Plans that fit and store as many layers as `plan`, or one more."""
         yield from self._storing(plan, 0)
         yield from self._storing(plan, 1)
+
+    def _trimmed(self, plan: Plan) -> Plan:
+        """`plan` without the moments and low planes of its last layers that the device cannot hold; of the last one of each, the smaller that is enough."""
+        held = {name: [layer for layer in plan.model.stack if layer in plan.placed(name)] for name in ("moments", "low")}
+        lacking = -self.room(plan)
+        while lacking > 0 and (last_ones := [(self._sizes[name, layers[-1]], name) for name, layers in held.items() if layers]):
+            size, name = min((entry for entry in last_ones if entry[0] >= lacking), default=max(last_ones))
+            held[name].pop()
+            lacking -= size
+        texts = {name: ranges(list(plan.model.stack), set(layers)) for name, layers in held.items()}
+        return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
 
     def _storing(self, plan: Plan, more: int) -> Iterator[Plan]:
         count = len(plan.placed("stored")) + more

@@ -14,8 +14,8 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
 from megatrain.simulator.assessment import Choice, RunnerUp, assess, varied
-from megatrain.simulator.capacity import Footprint, frugal, largest_batch, longest_context
-from megatrain.simulator.costs import Calibrated, CostModel, cost_model
+from megatrain.simulator.capacity import largest_batch, longest_context, usable
+from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.costs.within_spread import WithinSpread
 from megatrain.simulator.engine import simulate
@@ -27,7 +27,7 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.margins import Margin, one_more_gib
 from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.plan import Knobs
 from megatrain.simulator.planner import rank, search
 from megatrain.simulator.several import Several, estimate
 from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS
@@ -168,7 +168,7 @@ def candidates(
     own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
     if own and not own[0].feasible:
         costs = cost_model(hardware, model, workload)
-        fitting = (footprint for footprint in _footprints(own[0].plan, hardware, costs, names) if footprint.account().fits)
+        fitting = (footprint for footprint in usable(own[0].plan, hardware, costs, names) if footprint.account().fits)
         if footprint := next(fitting, None):
             choice = assess(footprint.placed(), costs)
             found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
@@ -204,12 +204,6 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
         one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
         least.append(makespan_ns(schedule, free) + max(best.plan.workload.accumulation - 2, 0) * one)
     return min(least, default=0) / 1e9
-
-
-def _footprints(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> list[Footprint]:
-    """On a unified machine nothing streams and nothing is parked: `resident` alone."""
-    footprints = frugal(plan, costs, [name for name in names if name == "resident"] if hardware.unified else names)
-    return [footprint for footprint in footprints if not (hardware.unified and footprint.plan.knobs.placement.parked)]
 
 
 def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
@@ -292,8 +286,12 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
     timeline = simulate(schedule, costs)
     exposed = exposed_ns(timeline)
     names = policy_library.contenders() if names is None else names
-    footprints = _footprints(plan, hardware, costs, names)
-    advice = Adviser(choice, hardware, costs, names, footprints).suggestions() if footprints else ()
+    footprints = usable(plan, hardware, costs, names)
+
+    def again(work: Workload, device_limit: int, host_limit: int) -> Choice:
+        return candidates(plan.model, hardware, work, device_limit=device_limit, host_limit=host_limit, policies=names)[0]
+
+    advice = Adviser(choice, hardware, costs, names, again).suggestions() if footprints else ()
     verdict = msgspec.structs.replace(
         verdict, slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
         one_more_gib=one_more_gib(choice, hardware, costs),
