@@ -272,8 +272,12 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
     return Training(tokens=tokens, days=hours / 24, energy_kwh=None if hardware.watts is None else gpus * hardware.watts * hours / 1000, watts=hardware.watts)
 
 
-def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = None, *, gpus: int = 1, tokens: int | None = None) -> Verdict:
-    """`brief` and all that has to be played or tried. `names`: the policies that may be chosen. Raises UserError for `gpus` that a host has not."""
+def in_full(
+    choice: Choice, hardware: HardwareSpec, names: list[str] | None = None, *, gpus: int = 1, tokens: int | None = None, advise: bool = True
+) -> Verdict:
+    """`brief` and all that has to be played or tried. `names`: the policies that may be chosen. Without `advise` nothing is searched for again, which takes
+    most of the time. Raises UserError for `gpus` that a host has not.
+    """
     plan, verdict = choice.plan, brief(choice, hardware)
     costs = cost_model(hardware, plan.model, plan.workload)
     schedule = policy_library.lower(plan)
@@ -291,7 +295,7 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
     def again(work: Workload, device_limit: int, host_limit: int) -> Choice:
         return candidates(plan.model, hardware, work, device_limit=device_limit, host_limit=host_limit, policies=names)[0]
 
-    advice = Adviser(choice, hardware, costs, names, again).suggestions() if footprints else ()
+    advice = Adviser(choice, hardware, costs, names, again).suggestions() if footprints and advise else ()
     verdict = msgspec.structs.replace(
         verdict, slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
         one_more_gib=one_more_gib(choice, hardware, costs),
@@ -304,10 +308,11 @@ def in_full(choice: Choice, hardware: HardwareSpec, names: list[str] | None = No
 
 def judge(
     model: ModelSpec, hardware: HardwareSpec, workload: Workload, *, device_limit: int | None = None, host_limit: int | None = None,
-    policies: list[str] | None = None, gpus: int = 1, tokens: int | None = None,
+    policies: list[str] | None = None, gpus: int = 1, tokens: int | None = None, advise: bool = True,
 ) -> Verdict:  # fmt: skip
     """The verdict on training `model` so on `hardware`. Limits in bytes, by default the machine's; `policies` by default those that the runtime
-    executes; `gpus` of one host, more than one as a first estimate; `tokens` to train on. Raises UserError like `search`.
+    executes; `gpus` of one host, more than one as a first estimate; `tokens` to train on; without `advise` what would help is not looked for, which
+    takes most of the time. Raises UserError like `search`.
     """
     found = candidates(model, hardware, workload, device_limit=device_limit, host_limit=host_limit, policies=policies)
-    return in_full(found[0], hardware, policies, gpus=gpus, tokens=tokens)
+    return in_full(found[0], hardware, policies, gpus=gpus, tokens=tokens, advise=advise)
