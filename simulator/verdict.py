@@ -14,7 +14,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.advice import Adviser, Suggestion
 from megatrain.simulator.assessment import Choice, RunnerUp, assess, varied
-from megatrain.simulator.capacity import largest_batch, longest_context, usable
+from megatrain.simulator.capacity import Footprint, largest_batch, longest_context, usable
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.costs.within_spread import WithinSpread
@@ -291,6 +291,8 @@ def in_full(
     exposed = exposed_ns(timeline)
     names = policy_library.contenders() if names is None else names
     footprints = usable(plan, hardware, costs, names)
+    if choice.feasible and footprints:  # where memory is short, its placement may take less than the least of a policy: what stays needs no slots
+        footprints.append(Footprint(plan, costs))
 
     def again(work: Workload, device_limit: int, host_limit: int) -> Choice:
         return candidates(plan.model, hardware, work, device_limit=device_limit, host_limit=host_limit, policies=names)[0]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import Order, Schedule, whole
+from megatrain.simulator.schedule import Order, Schedule, ScheduleError, whole
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.workload import Clipping
 
@@ -197,6 +197,19 @@ def test_what_a_policy_cannot_do_is_one_line(make_plan: Make, policy: str, chang
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_a_plan_whose_schedule_has_a_race_is_refused(make_plan: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is the very one whose digest the plan carries."""
+    plan = make_plan("k_buffer")
+    schedule = policies.lower(plan)
+    policies.verified(msgspec.structs.replace(plan, digest=schedule.digest))
+    first = next(index for index, op in enumerate(schedule.ops) if op.kind == "forward" and op.after)
+    ops = (*schedule.ops[:first], msgspec.structs.replace(schedule.ops[first], after=()), *schedule.ops[first + 1 :])
+    broken = msgspec.structs.replace(schedule, ops=ops)
+    monkeypatch.setattr(policies, "lower", lambda _: broken)
+    with pytest.raises(ScheduleError):
+        policies.verified(msgspec.structs.replace(plan, digest=broken.digest))
 
 
 def test_a_small_schedule_is_what_it_was(make_plan: Make) -> None:

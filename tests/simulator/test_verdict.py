@@ -101,6 +101,17 @@ def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -
         assert not small(msgspec.structs.replace(work, **more), **limits).feasible
 
 
+def test_what_fits_is_among_the_most_that_fits() -> None:
+    """Its placement may take less than the least of any policy with slots."""
+    work = Workload(batch=2, sequence=4096, clipping="update", documents=True)
+    machine = HardwareSpec.load("mi300x")
+    limits = {"device_limit": machine.device_bytes // 10, "host_limit": machine.host_bytes // 10}
+    verdict = judge(ModelSpec.load("llama-3.2-3b"), machine, work, advise=False, **limits)
+    assert verdict.feasible
+    assert (verdict.largest_batch or 0) >= 2
+    assert (verdict.longest_context or 0) >= 4096
+
+
 @settings(max_examples=15)
 @given(
     st.sampled_from(contenders()), st.sampled_from(["", "all"]), st.integers(1, 64), st.sampled_from([256, 1024, 4096]), st.sampled_from([1, 2]),
