@@ -20,6 +20,7 @@ from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import Account
 from megatrain.simulator.metrics import tokens_per_second
+from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.units import format_bytes
 from megatrain.simulator.workload import Workload
@@ -168,14 +169,24 @@ class Adviser:
 
     def _searched(self, options: dict[str, str], work: Workload, **limits: int) -> Suggestion | None:
         """What the search finds with another workload or another limit; None where that does not fit."""
-        held = {"device_limit": self.plan.device_limit_bytes, "host_limit": self.plan.host_limit_bytes}
-        found = self.search(work, **(held | limits))
+        held = {"device_limit": self.plan.device_limit_bytes, "host_limit": self.plan.host_limit_bytes} | limits
+        least = self._least_seconds(work, held["device_limit"], held["host_limit"])
+        if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
+            return None
+        found = self.search(work, **held)
         if not found.feasible:
             return None
         streams = not {"h2d", "d2h"}.isdisjoint(found.bounds.lanes_ns)
         note = ", and nothing streams" if limits and not streams else ""
         gain = tokens_per_second(work, found.step_seconds) / self.speed - 1
         return self._gained(_written(options) + note, options, gain, _total(self.choice.account) - _total(found.account))
+
+    def _least_seconds(self, work: Workload, device_limit: int, host_limit: int) -> float:
+        """No plan of the choice's policy takes less; 0 where that is not known."""
+        if not policy_library.places(self.plan.policy):
+            return 0.0
+        plan = msgspec.structs.replace(self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit)
+        return PlacementSearch(plan, cost_model(self.hardware, plan.model, work)).least_ns() / 1e9
 
     def _gained(self, change: str, options: dict[str, str], gain: float, saved: int, *, would: bool = False) -> Suggestion:
         return Suggestion(change=change, options=options, would=would, fits=True, bytes_saved=saved, tokens_per_second=self.speed * (1 + gain), gain=gain)
@@ -199,7 +210,8 @@ class Adviser:
             return msgspec.structs.replace(op, bytes=op.bytes - op.parameters * _MOMENTS // 2) if moved else op
 
         schedule = policy_library.lower(self.plan)
-        gain = makespan_ns(schedule, self.costs) / makespan_ns(schedule, Changed(self.costs, change)) - 1
+        streams = any(op.kind in ("load_state", "save_state") for op in schedule.ops)
+        gain = makespan_ns(schedule, self.costs) / makespan_ns(schedule, Changed(self.costs, change)) - 1 if streams else 0.0
         half = _with_half_moments(self.choice.account)
         return self._gained("moments in bf16", {}, gain, _total(self.choice.account) - _total(half), would=True)
 

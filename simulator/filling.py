@@ -16,7 +16,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.assessment import plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.memory import Account
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.policies._layerwise import contributions, cost_keys, gradient_bytes
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import DTYPE_BYTES
@@ -72,6 +72,7 @@ class Filling:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.costs, self.owes = costs, policies.owes(plan)
+        self._accounts: dict[tuple[Knobs, int, int], Account] = {}
         self.keeping = [layer.name for layer in plan.model.decoders if self._keeping_pays(plan, layer.name)]
         layers = list(plan.model.stack)
         ahead, state = CLASSES[:2], CLASSES[2:]
@@ -94,7 +95,10 @@ class Filling:
 
     def account(self, plan: Plan) -> Account:
         """The memory of `plan`."""
-        return plan_account(plan, policies.outline(plan), self.costs)
+        key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
+        if key not in self._accounts:
+            self._accounts[key] = plan_account(plan, policies.outline(plan), self.costs)
+        return self._accounts[key]
 
     def room(self, plan: Plan) -> int:
         """Device bytes that are left."""

@@ -10,6 +10,8 @@ refined, and then gives way to a neighbour as long as one is faster.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +24,8 @@ from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import another_ns
 from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
 from megatrain.simulator.filling import CLASSES, Filling, host_updating, last, ranges, updated_like
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.least import Least
+from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
@@ -39,6 +42,18 @@ _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}
 """Ever less memory in slots, where more does not fit"""
 
 
+class _Run:
+    """A schedule of at most two micro-batches, `longer` times as long with all of them; it is played only where that is asked for."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel, longer: float) -> None:
+        self._schedule, self._costs, self._longer = schedule, costs, longer
+        self.bound_ns = lower_bound_ns(schedule, costs) * longer
+
+    @functools.cached_property
+    def step_ns(self) -> float:
+        return makespan_ns(self._schedule, self._costs) * self._longer
+
+
 class PlacementSearch:
     """The search among the placements and slots of one plan."""
 
@@ -48,7 +63,9 @@ class PlacementSearch:
         room = 2 ** (int(_STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)).bit_length() - 1)
         usual = max(min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK)
         self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS, weights_ahead=int(not policies.owes(plan))), costs
-        self.filling = Filling(plan, costs)
+        self.filling, self.least = Filling(plan, costs), Least(plan, costs)
+        self._runs: dict[Knobs, _Run] = {}
+        self._times: dict[Knobs, float] = {}
 
     def best(self) -> Choice:
         """The fastest plan that fits, or the one that misses by least."""
@@ -73,6 +90,24 @@ class PlacementSearch:
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=choice.step_seconds * slower / time)
         return msgspec.structs.replace(choice, runner_up=runner_up)
 
+    def _everything(self, plan: Plan, base: Placement) -> Iterator[Plan]:
+        """All of the state on the device, and as many layers stored as fit besides, where that fits."""
+        everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
+        spare = self.filling.most_stored(plan, everything)
+        if spare >= 0:
+            for placement in self.filling.with_attention(plan, msgspec.structs.replace(everything, stored=last(plan.model.layers, spare))):
+                candidate = varied(plan, placement=placement)
+                yield from [candidate] if self.filling.account(candidate).fits else []
+
+    def least_ns(self) -> float:
+        """No plan that fits takes less: the compute lane's time with as many layers stored as fit while all of the state is on the host, attention kept of the
+        others.
+        """
+        lean, layers = varied(self.plan, **_LEAN[-1], chunk_bytes=_LEAST_CHUNK), self.plan.model.layers
+        most = max(self.filling.most_stored(lean, base) for base in (Placement(), Placement(parked="all")))
+        kept = ranges([layer.name for layer in self.plan.model.decoders], set(self.filling.keeping))
+        return self.least.step_ns(varied(lean, placement=Placement(stored=last(layers, max(most, 0)), attention=kept)))
+
     def _whole_layers(self) -> list[dict[str, int]]:
         """Clipping by update goes through a layer's state once where the slots hold all of its chunks: one more, so that the next layer's come meanwhile."""
         if self.plan.workload.clipping != "update":
@@ -82,22 +117,28 @@ class PlacementSearch:
         return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
 
     def _ranked(self, candidates: Sequence[Plan], least: float = math.inf) -> list[Plan]:
-        """The fastest few of those that take no more than `least` ns, with few large copies. The evaluator's time is a lower bound of the engine's: who is
-        slower by that than the engine finds the last of the best so far need not be played.
+        """The fastest few of those that take no more than `least` ns, with few large copies. What `Least` says is a lower bound of the evaluator's
+        time, and that of the engine's: a plan is lowered, and then played, only when no bound is less than its own, and none is once the best few are known.
         """
-        schedules = [self._coarse(candidate) for candidate in candidates]
-        longer = [self._longer(schedule) for schedule in schedules]
-        bounds = [lower_bound_ns(schedule, self.costs) * more for schedule, more in zip(schedules, longer, strict=True)]
+        bounds = [(self.least.step_ns(candidate), 0, index) for index, candidate in enumerate(candidates)]
+        heapq.heapify(bounds)
         best: list[tuple[float, int]] = []
-        for index in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
-            if bounds[index] > (best[-1][0] if len(best) == _FINALISTS else least):
-                break
-            best = sorted([*best, (makespan_ns(schedules[index], self.costs) * longer[index], index)])[:_FINALISTS]
-        return [candidates[index] for time, index in best if time <= least]
+        while bounds and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else least):
+            _, known, index = heapq.heappop(bounds)
+            run = self._coarse(candidates[index])
+            if not known:
+                heapq.heappush(bounds, (run.bound_ns, 1, index))
+            elif run.step_ns <= least:
+                best = sorted([*best, (run.step_ns, index)])[:_FINALISTS]
+        return [candidates[index] for _, index in best]
 
-    def _coarse(self, candidate: Plan) -> Schedule:
-        """The candidate's schedule with few large copies, whether that fits or not, of at most two micro-batches, for a quick and fair ranking."""
-        return policies.lower_anew(varied(candidate, chunk_bytes=self.coarse, accumulation=2))
+    def _coarse(self, candidate: Plan) -> _Run:
+        """The candidate with few large copies, whether that fits or not, for a quick and fair ranking."""
+        plan = varied(candidate, chunk_bytes=self.coarse, accumulation=2)
+        if plan.knobs not in self._runs:
+            schedule = policies.lower_anew(plan)
+            self._runs[plan.knobs] = _Run(schedule, self.costs, self._longer(schedule))
+        return self._runs[plan.knobs]
 
     def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Of `plan`, whose step takes `time` ns, and its neighbours the fastest, of that one's neighbours, and so on until none is faster; and its time."""
@@ -114,15 +155,16 @@ class PlacementSearch:
         """The fastest of `others` and its time, where that is less than the `time` ns of `plan`."""
         if not others:
             return None
-        coarse = self._coarse(plan)
-        least = _TIE * makespan_ns(coarse, self.costs) * self._longer(coarse)
-        found = min(((self.time(other), index, other) for index, other in enumerate(self._ranked(others, least))), default=None)
+        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)
+        found = min(((self.time(other), index, other) for index, other in enumerate(ranked)), default=None)
         return (found[0], found[2]) if found and found[0] < time else None
 
     def time(self, plan: Plan) -> float:
         """Step of `plan` in ns; of more than two micro-batches by what the second takes."""
-        schedule = policies.lower(varied(plan, accumulation=2))
-        return makespan_ns(schedule, self.costs) * self._longer(schedule)
+        if plan.knobs not in self._times:
+            schedule = policies.lower(varied(plan, accumulation=2))
+            self._times[plan.knobs] = makespan_ns(schedule, self.costs) * self._longer(schedule)
+        return self._times[plan.knobs]
 
     def _longer(self, schedule: Schedule) -> float:
         """How many times as long as `schedule`, of at most two micro-batches, a step is: the update that a step begins with is done once, copies of weights
@@ -138,12 +180,7 @@ class PlacementSearch:
             most = filling.most_stored(plan, base)
             if most < 0:
                 continue
-            everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
-            spare = filling.most_stored(plan, everything)
-            if spare >= 0:
-                for placement in filling.with_attention(plan, msgspec.structs.replace(everything, stored=last(decoders, spare))):
-                    candidate = varied(plan, placement=placement)
-                    yield from [candidate] if filling.account(candidate).fits else []
+            yield from self._everything(plan, base)
             for stored in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
                 yield from filling.filled(plan, msgspec.structs.replace(base, stored=last(decoders, stored)))
             every = ranges([layer.name for layer in plan.model.decoders], set(filling.keeping))

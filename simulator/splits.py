@@ -19,11 +19,10 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import another_ns, makespan_ns
 from megatrain.simulator.filling import last
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.least import Least
 from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.planner import rank
-from megatrain.simulator.policies._layerwise import cost_keys
-from megatrain.simulator.schedule import Op
 from megatrain.simulator.slot_search import ONE_COPY, intervals
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.verdict import candidates
@@ -66,7 +65,7 @@ def best_split(
             policy=next((name for name in names if policy_library.places(name)), names[0]), hardware=hardware.name, source=model.name, model=model,
             workload=work, device_limit_bytes=device_limit or hardware.device_bytes, host_limit_bytes=host_limit or hardware.host_bytes,
         )  # fmt: skip
-        if not times or _compute_ns(plan, costs) < _CLOSE * min(times)[0]:
+        if not times or Least(plan, costs).step_ns(varied(plan, placement=Placement(stored="all"))) < _CLOSE * min(times)[0]:
             times += [(min(found), index)] if (found := [_time(each, costs) for each in _quick(plan, costs)]) else []
     chosen = [tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]] or [tried[-1]]
     limits = {"device_limit": device_limit, "host_limit": host_limit}
@@ -79,16 +78,6 @@ def best_split(
         if not placing or rank(searched(work, placing)[0]) < rank(best[0]):
             best = min(best, searched(work, policies), key=lambda choices: rank(choices[0]))
     return best
-
-
-def _compute_ns(plan: Plan, costs: CostModel) -> float:
-    """Of a step's forward and backward passes, nothing recomputed: no plan takes less."""
-    layers = {layer.signature: layer.name for layer in plan.model.decoders}
-    counts = {name: sum(layer.signature == signature for layer in plan.model.decoders) for signature, name in layers.items()}
-    ops = [(kind, name, count) for name, count in counts.items() for kind in ("forward", "backward")] + [("head", "", 1)]
-    codes = {"forward": "F", "backward": "B", "head": "H"}
-    one = sum(count * costs.duration_ns(Op(id=f"{codes[kind]}{name}.m0", lane="compute", **cost_keys(plan, kind, name))) for kind, name, count in ops)
-    return one * plan.workload.accumulation
 
 
 def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:

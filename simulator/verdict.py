@@ -294,8 +294,10 @@ def in_full(
     if choice.feasible and footprints:  # where memory is short, its placement may take less than the least of a policy: what stays needs no slots
         footprints.append(Footprint(plan, costs))
 
+    alike = [plan.policy] if policy_library.places(plan.policy) else names  # the others took longer, or did not fit
+
     def again(work: Workload, device_limit: int, host_limit: int) -> Choice:
-        return candidates(plan.model, hardware, work, device_limit=device_limit, host_limit=host_limit, policies=names)[0]
+        return candidates(plan.model, hardware, work, device_limit=device_limit, host_limit=host_limit, policies=alike)[0]
 
     advice = Adviser(choice, hardware, costs, names, again).suggestions() if footprints and advise else ()
     verdict = msgspec.structs.replace(
