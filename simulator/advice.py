@@ -198,7 +198,7 @@ class Adviser:
         few = msgspec.structs.replace(self.work, accumulation=min(self.work.accumulation, 2))
         plan = msgspec.structs.replace(self.plan, policy="resident", knobs=type(self.plan.knobs)(), workload=few)
         size = Footprint(plan, self.costs).account().device_peak_bytes
-        if size > _MOST_DEVICE * self.plan.device_limit_bytes:
+        if not self.plan.device_limit_bytes < size <= _MOST_DEVICE * self.plan.device_limit_bytes:  # what fits already would not be chosen with less
             return None
         return self._searched({"device-memory": _gib(size)}, self.work, device_limit=-(-size // _GIB) * _GIB)
 

@@ -57,6 +57,9 @@ class Footprint:
                 pools[f"host.{name}"] -= size
                 pools[f"device.{name}"] += size
             found = msgspec.structs.replace(found, pools=dict(pools))
+            if found.device_peak_bytes > found.device_limit_bytes and found.host_peak_bytes <= found.host_limit_bytes:  # what stays needs no slots
+                placed = self._keeping(plan, moved)
+                found = plan_account(placed, policy_library.outline(placed), self.costs)
         return found
 
     def _moved(self, account: Account) -> list[tuple[str, str, int]]:
@@ -79,11 +82,15 @@ class Footprint:
     def _placed(self) -> Plan:
         still = msgspec.structs.replace(self.plan, host_limit_bytes=2**59)  # nothing moves
         account = plan_account(still, self._schedule, self.costs)
+        return self._keeping(self.plan, self._moved(msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)))
+
+    def _keeping(self, plan: Plan, moved: list[tuple[str, str, int]]) -> Plan:
+        """`plan` with the state of `moved` on the device."""
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
-        for name, layer, _ in self._moved(msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)):
+        for name, layer, _ in moved:
             chosen[name].add(layer)
-        texts = {name: ranges(list(self.plan.model.stack), layers) for name, layers in chosen.items() if layers}
-        return varied(self.plan, placement=msgspec.structs.replace(self.plan.knobs.placement, **texts))
+        texts = {name: ranges(list(plan.model.stack), layers) for name, layers in chosen.items() if layers}
+        return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
 
 
 def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:

@@ -120,7 +120,7 @@ class PlacementSearch:
         """The fastest few of those that take no more than `least` ns, with few large copies. What `Least` says is a lower bound of the evaluator's
         time, and that of the engine's: a plan is lowered, and then played, only when no bound is less than its own, and none is once the best few are known.
         """
-        bounds = [(self.least.step_ns(candidate), 0, index) for index, candidate in enumerate(candidates)]
+        bounds: list[tuple[float, int, int]] = [(self.least.step_ns(candidate), 0, index) for index, candidate in enumerate(candidates)]
         heapq.heapify(bounds)
         best: list[tuple[float, int]] = []
         while bounds and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else least):
