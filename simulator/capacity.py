@@ -40,7 +40,9 @@ class Footprint:
         buffers = policy_library.outline(plan if places else varied(plan, chunk_bytes=ONE_COPY)).buffers  # of these no buffer hangs on the bytes of a copy
         self._schedule = Schedule(policy=plan.policy, buffers=tuple(_merged(buffers)), ops=())
         homes = {f"host.{name}": name for name in CLASSES} if places else {}
-        self._movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in buffers if buffer.pool in homes]
+        movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in buffers if buffer.pool in homes]
+        self._movable = sorted(movable, key=lambda entry: entry[0] not in ("weights", "gradients") or plan.model.stack[entry[1]].kind == "decoder")
+        """(class, layer, bytes), first what takes the place of slots of its own: the vocabulary's weights and gradients"""
 
     def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
         """With a workload of other tokens or another loss chunk, and under another limit of host memory."""

@@ -16,6 +16,7 @@ from megatrain.simulator.workload import Workload
 
 CASES = (
     ("qwen2.5-7b", "a100-80-sxm", Workload(batch=1, sequence=512, accumulation=2), {"host_limit": 512 * GIB}),  # what the host updates needs no slots
+    ("gpt-oss-20b", "rtx4090", Workload(batch=8, sequence=1024), {"host_limit": 512 * GIB}),
     ("qwen3-4b", "rtx-pro-6000", Workload(batch=1, sequence=8192), {"device_limit": 42 * GIB, "host_limit": 512 * GIB}),
 )
 
