@@ -127,12 +127,15 @@ def usable(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str
 
 
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[Footprint]:
-    """With checkpoints on the device, and with all of them parked."""
+    """With checkpoints on the device, and with all or the first of them parked: a host may hold some, and not all."""
     model, work = plan.model, plan.workload
     row = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
     saved = activations_bytes(model, work, costs)
     best = min(intervals(model.layers), key=lambda interval: -(-model.layers // interval) * row + interval * saved)
-    for interval, parked in ((best, ""), (1, "all")):
+    decoders = [str(index) for index in range(model.layers)]
+    counts = {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
+    parks = ["all", *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True))]
+    for interval, parked in ((best, ""), *((1, text) for text in parks)):
         for slots, slabs in ((1, 0), (1, 1), (2, 0), (2, 1)):
             knobs = {
                 "weight_slots": slots,

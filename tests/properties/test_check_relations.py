@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import HardwareSpec, ModelSpec, Workload, judge, policies
@@ -66,7 +66,13 @@ def related(**machines: Any) -> Callable[[Relation], Callable[..., None]]:
 
     def decorate(relation: Relation) -> Callable[..., None]:
         def test(many: bool) -> None:
-            @settings(max_examples=200 if many else 4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not many)
+            @settings(
+                max_examples=200 if many else 4,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                derandomize=not many,
+                phases=[Phase.explicit, Phase.reuse, Phase.generate],
+            )  # a draw says enough as it is, and each try of a smaller one would take seconds
             @given(st.data(), cases(SMALL + LARGER if many else SMALL, **machines))
             def drawn(data: st.DataObject, case: Case) -> None:
                 relation(data, case)
