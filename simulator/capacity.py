@@ -133,7 +133,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[Footprint]:
     saved = activations_bytes(model, work, costs)
     best = min(intervals(model.layers), key=lambda interval: -(-model.layers // interval) * row + interval * saved)
     decoders = [str(index) for index in range(model.layers)]
-    counts = {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
+    counts = {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0} if policy_library.places(plan.policy) else set()
     parks = ["all", *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True))]
     for interval, parked in ((best, ""), *((1, text) for text in parks)):
         for slots, slabs in ((1, 0), (1, 1), (2, 0), (2, 1)):
