@@ -26,7 +26,12 @@ SUFFIXES: dict[str, Kind] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """ending -> pyarrow's name of the codec"""
 _NEVER_COMPRESSED = ("parquet", "arrow")  # these compress their own columns
-_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+_METADATA = frozenset((
+    "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "generation_config.json", "tokenizer.json", "vocab.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "processor_config.json", "preprocessor_config.json",
+    "model.safetensors.index.json",
+))  # fmt: skip
+"""files that describe a data set or belong to a model: no rows are read from them"""
 _KEYWORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),

@@ -114,7 +114,7 @@ MISTAKES = {
     "model name too long": Mistake(("plan", LONG, "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
     "folder without config": Mistake(("check", "corpus", "--hardware", "h200"), "no such file", "readable", "name an existing file"),
     "unknown architecture": Mistake(
-        ("check", "other", "--hardware", "h200"), "'gpt5'", "one of", "did you mean gpt2", written("other/config.json", '{"model_type": "gpt5"}')
+        ("check", "other", "--hardware", "h200"), "'gpt5'", "one of", "gpt2", written("other/config.json", '{"model_type": "gpt5"}')
     ),
     "config that is not JSON": Mistake(("check", "tiny", "--hardware", "h200"), "not JSON", "a JSON file", "again", truncated("tiny/config.json")),
     "unknown hardware": Mistake(("check", "tiny", "--hardware", "h100"), "no such file", "h200", "did you mean"),

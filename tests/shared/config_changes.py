@@ -78,7 +78,7 @@ def changes_of(family: str) -> Iterator[Change]:
 
 
 def _others(key: str, value: Any, config: dict[str, Any]) -> Iterator[Any]:
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or config["n_layers"]
     if value is not None:
         yield None
     if key == "layer_types":
