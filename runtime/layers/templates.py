@@ -175,7 +175,7 @@ class Templates:
         handed = self._edges.arguments_without_masks(positions(documents))
         return [
             {**each, "attention_mask": bounds[layer.attention]} if layer.attention in bounds else each
-            for each, layer in zip(handed, self.model.decoders, strict=True)
+            for each, layer in zip(handed, self.model.decoders, strict=False)  # calibration plans fewer layers than the config has
         ]
 
     def _divided(self, documents: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -34,7 +34,9 @@ from whole_models import (
 )
 
 from megatrain.runtime.batch import Batch
+from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import export
+from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.templates import Templates, config_of
@@ -97,6 +99,17 @@ def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family
         batches = batches_of(running.plan, PACKED, RIGHT)
         model = whole_model(running.plan, config_of(running.plan.model))
         compare(running, batches, loss_of_each_alone(model, batches), model, 1e-5)
+
+
+@pytest.mark.usefixtures("way")
+def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[..., Plan]) -> None:
+    """Calibration builds the layers of a shortened model with the whole model's config."""
+    model = model_of("qwen2")
+    plan = make_plan("resident", model=model.shortest(1), sequence=SEQUENCE, documents=True, dtype="fp32", loss_chunk=13)
+    with Executor(plan, config_of(model), AdamW(), torch.device("cpu"), schedule=lower(plan)) as executor:
+        executor.state.load(weights)
+        assert plan.model.layers < model.layers
+        assert executor.step(batches_of(plan, PACKED), rate=0.0, number=1).loss > 0
 
 
 @pytest.mark.usefixtures("way")

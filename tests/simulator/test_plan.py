@@ -111,7 +111,7 @@ GONE = object()
         ("knobs.checkpoint_interval", 2**63, ["knobs: checkpoint_interval: ", "found 9223372036854775808", "allowed: 1 to ", "fix: set checkpoint_interval = 1"]),
         ("model.config.num_hidden_layers", 0, ["model small: num_hidden_layers: ", "found 0", "allowed: 1 to", "fix: "]),
         ("model.config.num_key_value_heads", 3, ["model small: num_key_value_heads: ", "found 3", "a divisor of the 4", "fix: "]),
-        ("model.config.model_type", "gpt5", ["model small: model_type: ", "found 'gpt5'", "did you mean gpt2", "fix: "]),
+        ("model.config.model_type", "gpt5", ["model small: model_type: ", "found 'gpt5'", "did you mean", "gpt2"]),
         ("device_limit_bytes", 0, ["device_limit_bytes: ", "found 0", "allowed: >= 1", "fix: "]),
         ("host_limit_bytes", -1, ["host_limit_bytes: ", "found -1", "allowed: >= 1", "fix: "]),
     ],

@@ -224,6 +224,6 @@ def test_dtypes_have_a_width() -> None:
 def test_a_layer_s_activations_are_kept_whole_or_as_its_input(make_model: Callable[..., ModelSpec]) -> None:
     """The input has `hidden` numbers a token, on the device or parked on the host."""
     model = make_model(hidden=64)
-    assert model.saved("1", 100, "bf16")[1:] == (100 * 64 * 2, 100 * 64 * 2)
-    assert model.saved("1", 100, "fp32")[1:] == (100 * 64 * 4, 100 * 64 * 4)
-    assert model.saved("1", 100, "fp32").store == model.saved_bytes("1", 100, "fp32") > 100 * 64 * 4
+    assert model.saved("1", 100, 100, "bf16")[1:] == (100 * 64 * 2, 100 * 64 * 2)
+    assert model.saved("1", 100, 100, "fp32")[1:] == (100 * 64 * 4, 100 * 64 * 4)
+    assert model.saved("1", 100, 100, "fp32").store == model.saved_bytes("1", 100, 100, "fp32") > 100 * 64 * 4
