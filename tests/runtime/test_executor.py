@@ -153,7 +153,7 @@ def test_what_a_slot_held_before_changes_no_bit(executable: Callable[..., Plan],
     with session(plan) as running:
         for buffer in running.executor.schedule.buffers:
             if not (buffer.persistent or buffer.dynamic):
-                running.executor.arenas.flat(buffer.id, torch.uint8, buffer.bytes).fill_(0xFF)  # NaN in bf16 and fp32
+                running.executor._arenas.flat(buffer.id, torch.uint8, buffer.bytes).fill_(0xFF)  # NaN in bf16 and fp32
         assert running.bits() == want
 
 
