@@ -14,7 +14,7 @@ from megatrain.simulator.draw_errors import errors_png
 from megatrain.simulator.error_report import ErrorReport, PeakError, peak_error
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import read_json, read_text
-from megatrain.simulator.memory import usage
+from megatrain.simulator.memory import WORKSPACE, usage
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
@@ -69,10 +69,11 @@ def draw_run(
     timeline_png(folder / "timeline.png", [predicted, measured], f"One optimizer step: {what}", f"{where}; {speed}")
     errors_png(folder / "errors.png", errors, f"Predicted against measured: {what}")
     account = plan_account(plan, schedule, costs)
-    fixed = {pool: size for pool, size in account.pools.items() if pool == "device.workspace"}
+    fixed = {pool: size for pool, size in account.pools.items() if pool == WORKSPACE}
+    data = {pool: "staging" if kind.staging or kind.chunk else kind.data for pool, kind in account.kinds.items()} | {WORKSPACE: "workspace"}
     memory_png(
         folder / "memory.png", usage(schedule, measured, activations_bytes(plan.model, work, costs)), plan.device_limit_bytes, plan.host_limit_bytes,
-        f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns,
+        f"Memory over one step: {what}", fixed=fixed, subtitle=where, step_ns=measured.makespan_ns, data=data,
     )  # fmt: skip
     draw_loss(folder, record, plan)
 

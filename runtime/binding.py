@@ -16,7 +16,6 @@ from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.memory.mirror import Mirror
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._clipping import RATIO_ROW
-from megatrain.simulator.policies._layerwise import ATTENTION, contributions
 from megatrain.simulator.schedule import Op, Schedule, parse_id, whole
 from megatrain.simulator.specs import EMBEDDING
 
@@ -46,7 +45,8 @@ class Binder:
         self.plan, self.schedule, self.arenas, self.templates, self.settings, self.state = plan, schedule, arenas, templates, settings, state
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self._host_workers = host_workers
-        on_device = {buffer for op in schedule.ops if op.lane == "cpu" for buffer in op.reads if buffer.startswith("device.")}
+        read = {whole(buffer) for op in schedule.ops if op.lane == "cpu" for buffer in op.reads}
+        on_device = {buffer for buffer in read if schedule.buffer[buffer].place == "device"}
         stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
         self._mirrors = state.mirrors = {buffer: Mirror(self._floats(buffer), stream) for buffer in sorted(on_device)} if stream else {}
 
@@ -72,7 +72,11 @@ class Binder:
     def tokens(self, micro: int) -> torch.Tensor:
         """[2 or 3, batch, sequence] int64: ids, labels and, where the workload has them, documents of a micro-batch, on the device."""
         work = self.plan.workload
-        return self.arenas.tensor(f"device.tokens:{micro}", torch.int64, (work.token_rows, work.batch, work.sequence))
+        return self.arenas.tensor(self.schedule.state["tokens", str(micro)], torch.int64, (work.token_rows, work.batch, work.sequence))
+
+    def _dtype(self, buffer: str, layer: str) -> torch.dtype:
+        """The dtype of the data of `layer` in `buffer`."""
+        return TORCH_DTYPE[self.schedule.dtype_of(buffer, layer)]
 
     def _hidden(self, buffer: str) -> torch.Tensor:
         work = self.plan.workload
@@ -119,20 +123,18 @@ class Binder:
     def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
         """The stretches of `buffer` that hold the parameters of `op`, a chunk of its layer: one, or for moments two."""
         held = self.schedule.buffer[whole(buffer)]
-        name = held.pool.partition(".")[2].removesuffix("_chunks")
-        if name == "moments":
+        if held.data == "moments":
             return list(self._moments(held.id, op))
-        dtype = {"weights": self.dtype, "low": torch.int16}.get(name) or self._gradient_dtype(held.id, op.layer)
-        return [self._elements(held.id, dtype, op)]
+        return [self._elements(held.id, op)]
 
-    def _elements(self, buffer: str, dtype: torch.dtype, op: Op) -> torch.Tensor:
+    def _elements(self, buffer: str, op: Op) -> torch.Tensor:
         """The parameters of `op` in a buffer of the whole layer, or of chunks."""
-        chunk = self.schedule.buffer[buffer].pool.endswith("_chunks")
-        return self.arenas.flat(buffer, dtype, op.parameters, 0 if chunk else op.offset * dtype.itemsize)
+        dtype, first = self._dtype(buffer, op.layer), 0 if self.schedule.buffer[buffer].chunk else op.offset
+        return self.arenas.flat(buffer, dtype, op.parameters, first * dtype.itemsize)
 
     def _moments(self, buffer: str, op: Op) -> torch.Tensor:
         """Both moments [2, parameters] fp32, likewise."""
-        if self.schedule.buffer[buffer].pool.endswith("_chunks"):
+        if self.schedule.buffer[buffer].chunk:
             return self.arenas.tensor(buffer, torch.float32, (2, op.parameters))
         elements = self.plan.model.stack[op.layer].elements
         return self.arenas.tensor(buffer, torch.float32, (2, elements))[:, op.offset : op.offset + op.parameters]
@@ -140,7 +142,7 @@ class Binder:
     def _embed(self, op: Op) -> Run:
         weights, tokens = op.reads
         tensors, output, micro = self._weights(EMBEDDING, weights), self._hidden(op.writes[0]), _micro(op)
-        ids, _, *documents = self.tokens(int(tokens.partition(":")[2]))
+        ids, _, *documents = self.tokens(int(self.schedule.buffer[tokens].key))
 
         def run() -> None:
             self.templates.begin(micro, *documents)
@@ -153,7 +155,7 @@ class Binder:
         target, *kept = op.writes
         weights, x, output = self._weights(op.layer, slot), self._hidden(source), self._hidden(target)
         layer, micro = self.plan.model.stack[op.layer], _micro(op)
-        if kept and self.schedule.buffer[kept[0]].pool == ATTENTION:
+        if kept and self.schedule.buffer[kept[0]].data == "attention":
             attention = self._attention(op.layer, kept[0])
 
             def run_and_keep_attention() -> None:
@@ -204,7 +206,7 @@ class Binder:
         slot, source, tokens = op.reads[:3]
         target, below, loss = op.writes
         head, micro = self.plan.model.head, _micro(op)
-        labels = self.tokens(int(tokens.partition(":")[2]))[1]
+        labels = self.tokens(int(self.schedule.buffer[tokens].key))[1]
         x, dx, total = self._hidden(source), self._hidden(below), self.arenas.flat(loss, torch.float32, 1)
         put = self._gradient_sink(head, op, target)
 
@@ -217,7 +219,7 @@ class Binder:
 
     def _loss(self, op: Op) -> Run:
         slot, source, tokens = op.reads
-        labels = self.tokens(int(tokens.partition(":")[2]))[1]
+        labels = self.tokens(int(self.schedule.buffer[tokens].key))[1]
         x, total = self._hidden(source), self.arenas.flat(op.writes[0], torch.float32, 1)
         head, micro = self.plan.model.head, _micro(op)
 
@@ -229,7 +231,7 @@ class Binder:
 
     def _embed_backward(self, op: Op) -> Run:
         tokens, gradient = op.reads[:2]
-        ids, dx = self.tokens(int(tokens.partition(":")[2]))[0], self._hidden(gradient)
+        ids, dx = self.tokens(int(self.schedule.buffer[tokens].key))[0], self._hidden(gradient)
         others: list[torch.Tensor | None] = [None] * (len(self.plan.model.stack[EMBEDDING].tensors) - 1 - len(self.plan.model.positions))
         put, micro = self._gradient_sink(EMBEDDING, op, op.writes[0]), _micro(op)
 
@@ -245,7 +247,7 @@ class Binder:
         What has none, or is frozen, has zeros: no part of a norm, and moments that stay zero.
         """
         spec, adding = self.plan.model.stack[layer], buffer in op.reads
-        dtype = self._gradient_dtype(buffer, layer)
+        dtype = self._dtype(buffer, layer)
         targets = list(layer_tensors(self.arenas, spec, buffer, dtype).values())
         padded = any(tensor.padded != tensor.elements for tensor in spec.tensors)
         flat = self.arenas.flat(buffer, dtype, spec.elements)
@@ -262,20 +264,14 @@ class Binder:
 
     def _accumulate_gradients(self, op: Op) -> Run:
         slab, target = op.reads[0], op.writes[0]
-        read, write = self.arenas.flat(slab, self.dtype, op.parameters), self._gradient(op.layer, target)
+        read, write = self.arenas.flat(slab, self._dtype(slab, op.layer), op.parameters), self._gradient(op.layer, target)
         first = target not in op.reads
         workers = self._host_workers if op.lane == "cpu" else None
         return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
 
-    def _gradient_dtype(self, buffer: str, layer: str) -> torch.dtype:
-        """fp32 where several contributions are summed, in slots named for that too."""
-        held = self.schedule.buffer[buffer]
-        summed = "streamed_sums" in held.pool or ((held.persistent or held.pool.endswith("_chunks")) and contributions(self.plan, layer) > 1)
-        return torch.float32 if summed else self.dtype
-
     def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
         """The layer's step gradient [elements]."""
-        return self.arenas.flat(buffer, self._gradient_dtype(buffer, layer), self.plan.model.stack[layer].elements)
+        return self.arenas.flat(buffer, self._dtype(buffer, layer), self.plan.model.stack[layer].elements)
 
     def _workers(self, op: Op) -> optimizer.Workers:
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
@@ -287,7 +283,7 @@ class Binder:
 
     def _ratios(self, op: Op) -> Run:
         gradient, moments = map(whole, op.reads)
-        g, second = self._elements(gradient, self._gradient_dtype(gradient, op.layer), op), self._moments(moments, op)[1]
+        g, second = self._elements(gradient, op), self._moments(moments, op)[1]
         sums = self.arenas.flat(op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW)
         workers = self._workers(op)
 
@@ -307,10 +303,10 @@ class Binder:
 
     def _clip(self, op: Op) -> Run:
         scalars = {buffer: self._values(op, buffer, 1)[0] for buffer in op.reads}
-        losses = [scalar for buffer, scalar in scalars.items() if ".losses:" in buffer]
+        losses = [scalar for buffer, scalar in scalars.items() if self.schedule.buffer[buffer].data == "losses"]
         if op.layer and self.plan.workload.clipping == "update":
             return self._scales(op, losses)
-        sums = [scalar for buffer, scalar in scalars.items() if ".losses:" not in buffer]
+        sums = [scalar for buffer, scalar in scalars.items() if self.schedule.buffer[buffer].data == "norms"]
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
 
         def run() -> None:
@@ -351,11 +347,11 @@ class Binder:
         """A layer, or a chunk of it. Old weights may come from a weight slot, and new ones be left in one as well."""
         gradient, factor, *sources = map(whole, op.reads)
         target, *rest = map(whole, op.writes)
-        low = self._elements(rest.pop(0), torch.int16, op) if self.dtype == torch.bfloat16 else None
+        low = self._elements(rest.pop(0), op) if self.schedule.buffer[rest[0]].data == "low" else None
         moments = self._moments(rest.pop(0), op)
-        copy_to = self._elements(rest[0], self.dtype, op) if rest else None
-        weights, g = self._elements(target, self.dtype, op), self._elements(gradient, self._gradient_dtype(gradient, op.layer), op)
-        source = self._elements(sources[0], self.dtype, op) if sources else None
+        copy_to = self._elements(rest[0], op) if rest else None
+        weights, g = self._elements(target, op), self._elements(gradient, op)
+        source = self._elements(sources[0], op) if sources else None
         workers = self._workers(op)
         runs = self._runs(op, factor)
 

@@ -35,7 +35,9 @@ class ChunkUpdates:
         widths = {"weights": dtype.itemsize, "low": 2, "moments": 8, "gradients": dtype.itemsize, "sums": 4}
         if dtype == torch.float32:
             del widths["low"], widths["sums"]
-        buffers = tuple(Buffer(id=f"host.{name}:0", bytes=width * self._count, persistent=True) for name, width in widths.items())
+        buffers = tuple(
+            Buffer(id=f"host.{name}:0", bytes=width * self._count, data="workspace", dtype="mixed", persistent=True) for name, width in widths.items()
+        )
         schedule = Schedule(policy="rates", buffers=buffers, ops=())
         self._arenas = Arenas(schedule, torch.device("cpu"), device_limit_bytes=_ANY, host_limit_bytes=_ANY)
         self._held = contextlib.ExitStack()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -33,8 +33,7 @@ from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies import drain, evaluation, executable
-from megatrain.simulator.policies._layerwise import ATTENTION
-from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule import DataClass, Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
 
@@ -115,7 +114,7 @@ class Executor:
         self._arenas = Arenas(self.schedule, device, **limits, on_allocate=on_allocate, host_memory=host_memory)
         self._steadiness = Steadiness(device, self._arenas.host_memory)
         try:
-            keeps = any(buffer.pool == ATTENTION for buffer in self.schedule.buffers)
+            keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
             self.templates = Templates(plan.model, plan.workload, config, device, keeps=keeps)
             self._binder = Binder(plan, self.schedule, self._arenas, self.templates, settings, self._host_workers, self._state)
             self._streams = {name: torch.cuda.Stream(device) if device.type == "cuda" and name in DEVICE_LANES else None for name in self.schedule.lanes}
@@ -285,16 +284,16 @@ class Executor:
             torch.cuda.synchronize(self.device)
 
     def _read_loss(self) -> float:
-        losses = torch.stack([self._scalar("device.losses", str(micro)) for micro in range(self.plan.workload.accumulation)])
+        losses = torch.stack([self._values("losses", str(micro))[0] for micro in range(self.plan.workload.accumulation)])
         return float(losses.double().sum())
 
     def _read_norm(self) -> float | None:
         kind = self._clipping
         if kind == "global":
-            return float(self._each("norm", ["clip"], 2)[0][1])
+            return float(self._values("clips", "all", 2)[1])
         if kind == "layer":
-            sums = self._each("norm", self.plan.model.stack)
-            return float(optimizer.clip_coefficient([value[0] for value in sums], self.settings.max_norm)[1])
+            sums = [self._values("norms", layer)[0] for layer in self.plan.model.stack]
+            return float(optimizer.clip_coefficient(sums, self.settings.max_norm)[1])
         return None
 
     def _left_as_they_were(self) -> list[str]:
@@ -303,13 +302,9 @@ class Executor:
         if kind not in ("layer", "update"):
             return []
         counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
-        factors = torch.stack([self._each("clips", [layer], count)[0].sum().to(self.device) for layer, count in zip(stack, counts, strict=True)])
+        factors = torch.stack([self._values("clips", layer, count).sum().to(self.device) for layer, count in zip(stack, counts, strict=True)])
         return [layer for layer, bad in zip(stack, factors.isnan().tolist(), strict=True) if bad]
 
-    def _each(self, pool: str, keys: Iterable[str], count: int = 1) -> list[torch.Tensor]:
-        """[count] fp32 of each of the pool's buffers, on whichever side it is."""
-        places = {key: next(place for place in ("host", "device") if f"{place}.{pool}:{key}" in self.schedule.buffer) for key in keys}
-        return [self._arenas.flat(f"{place}.{pool}:{key}", torch.float32, count) for key, place in places.items()]
-
-    def _scalar(self, pool: str, key: str) -> torch.Tensor:
-        return self._arenas.flat(f"{pool}:{key}", torch.float32, 1)[0]
+    def _values(self, data: DataClass, key: str, count: int = 1) -> torch.Tensor:
+        """The first `count` fp32 values of the persistent buffer that holds `data` of the layer or micro-batch `key`."""
+        return self._arenas.flat(self.schedule.state[data, key], torch.float32, count)

@@ -59,7 +59,9 @@ def measure_rates(
     largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
     sizes = {"host.weights:0": largest, "host.gradients:0": largest, "device.weights:0": largest, "device.gradients:0": largest}
     sizes["device.layer:0"] = width * layer.elements
-    schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
+    schedule = Schedule(
+        policy="rates", buffers=tuple(Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True) for name, size in sizes.items()), ops=()
+    )
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
     own_threads = torch.get_num_threads()
     try:

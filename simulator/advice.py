@@ -234,5 +234,6 @@ def _gib(size: int) -> str:
 
 
 def _with_half_moments(account: Account) -> Account:
-    pools = {pool: size // 2 if pool.endswith((".moments", ".moments_chunks")) else size for pool, size in account.pools.items()}
+    moments = {pool for pool, kind in account.kinds.items() if kind.data == "moments"}
+    pools = {pool: size // 2 if pool in moments else size for pool, size in account.pools.items()}
     return msgspec.structs.replace(account, pools=pools)

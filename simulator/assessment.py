@@ -10,7 +10,7 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
-from megatrain.simulator.memory import ACTIVATIONS, PROCESS, Account, account, workspace_beside
+from megatrain.simulator.memory import PROCESS, Account, account, workspace_beside
 from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.plan import Knobs, Plan, Prediction
 from megatrain.simulator.policies._layerwise import blocks_of
@@ -95,7 +95,7 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
         return schedule
     below = [sum(layer < block[0] for layer in stored) + len(block) for block in blocks_of(plan) if block[0] not in stored]
     beside = max([0, *(count - len(stored) for count in below)])
-    slots = [buffer.id for buffer in schedule.buffers if buffer.pool == ACTIVATIONS]
+    slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
     reused = set(slots[beside:])
     return msgspec.structs.replace(schedule, buffers=tuple([buffer for buffer in schedule.buffers if buffer.id not in reused]))
 

@@ -26,9 +26,6 @@ from megatrain.simulator.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.workload import Workload
 
-PROPORTIONAL = {f"device.{name}" for name in ("activations", "attention", "checkpoints", "hidden", "stored", "tokens")} | {"host.parked"}
-"""pools whose bytes are proportional to the tokens of a micro-batch"""
-
 
 class Footprint:
     """One plan's memory, for any number of tokens."""
@@ -39,10 +36,9 @@ class Footprint:
         places = policy_library.places(plan.policy)
         buffers = policy_library.outline(plan if places else varied(plan, chunk_bytes=ONE_COPY)).buffers  # of these no buffer hangs on the bytes of a copy
         self._schedule = Schedule(policy=plan.policy, buffers=tuple(_merged(buffers)), ops=())
-        homes = {f"host.{name}": name for name in CLASSES} if places else {}
-        movable = [(homes[buffer.pool], buffer.id.partition(":")[2], buffer.allocated) for buffer in buffers if buffer.pool in homes]
-        self._movable = sorted(movable, key=lambda entry: entry[0] not in ("weights", "gradients") or plan.model.stack[entry[1]].kind == "decoder")
-        """(class, layer, bytes), first what takes the place of slots of its own: the vocabulary's weights and gradients"""
+        movable = [buffer for buffer in buffers if places and buffer.place == "host" and buffer.persistent and buffer.data in CLASSES]
+        self._movable = sorted(movable, key=lambda each: each.data not in ("weights", "gradients") or plan.model.stack[each.key].kind == "decoder")
+        """state of layers in host memory, first what takes the place of slots of its own: the vocabulary's weights and gradients"""
 
     def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
         """With a workload of other tokens or another loss chunk, and under another limit of host memory."""
@@ -50,30 +46,33 @@ class Footprint:
         share = new.tokens / old.tokens
         buffers = self._schedule.buffers
         if share != 1:
-            buffers = tuple(resized(buffer, share) if buffer.pool in PROPORTIONAL else buffer for buffer in buffers)
+            buffers = tuple(resized(buffer, share) for buffer in buffers)
         plan = msgspec.structs.replace(self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes)
         found = plan_account(plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs)
         if moved := self._moved(found):
-            pools = defaultdict(int, found.pools)
-            for name, _, size in moved:
-                pools[f"host.{name}"] -= size
-                pools[f"device.{name}"] += size
-            found = msgspec.structs.replace(found, pools=dict(pools))
+            pools, kinds = defaultdict(int, found.pools), dict(found.kinds)
+            for buffer in moved:
+                there = f"device.{buffer.data}"
+                pools[buffer.pool] -= buffer.allocated
+                pools[there] += buffer.allocated
+                kinds.setdefault(there, buffer)
+            found = msgspec.structs.replace(found, pools=dict(pools), kinds=kinds)
             if found.device_peak_bytes > found.device_limit_bytes and found.host_peak_bytes <= found.host_limit_bytes:  # what stays needs no slots
                 placed = self._keeping(plan, moved)
                 found = plan_account(placed, policy_library.outline(placed), self.costs)
         return found
 
-    def _moved(self, account: Account) -> list[tuple[str, str, int]]:
-        """(class, layer, bytes) of the state that the host cannot hold."""
-        excess, moved = account.host_peak_bytes - account.host_limit_bytes, list[tuple[str, str, int]]()
-        for index, entry in enumerate(self._movable):
+    def _moved(self, account: Account) -> list[Buffer]:
+        """The state that the host cannot hold."""
+        excess, moved = account.host_peak_bytes - account.host_limit_bytes, list[Buffer]()
+        for index, buffer in enumerate(self._movable):
             if excess <= 0:
                 break
-            if entry[2] >= excess:  # the last one: the smallest that is enough
-                entry = min((other for other in self._movable[index:] if other[2] >= excess), key=lambda other: other[2])
-            moved.append(entry)
-            excess -= entry[2]
+            if buffer.allocated >= excess:  # the last one: the smallest that is enough
+                enough = (other for other in self._movable[index:] if other.allocated >= excess)
+                buffer = min(enough, key=lambda other: other.allocated)
+            moved.append(buffer)
+            excess -= buffer.allocated
         return moved
 
     def placed(self) -> Plan:
@@ -86,11 +85,11 @@ class Footprint:
         account = plan_account(still, self._schedule, self.costs)
         return self._keeping(self.plan, self._moved(msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)))
 
-    def _keeping(self, plan: Plan, moved: list[tuple[str, str, int]]) -> Plan:
+    def _keeping(self, plan: Plan, moved: list[Buffer]) -> Plan:
         """`plan` with the state of `moved` on the device."""
         chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
-        for name, layer, _ in moved:
-            chosen[name].add(layer)
+        for buffer in moved:
+            chosen[buffer.data].add(buffer.key)
         texts = {name: ranges(list(plan.model.stack), layers) for name, layers in chosen.items() if layers}
         return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
 
@@ -98,13 +97,19 @@ class Footprint:
 def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
     """One buffer a pool, as large as all of its buffers; those that the framework allocates stay apart, because they may have been measured."""
     pools: dict[str, int] = defaultdict(int)
+    kinds: dict[str, Buffer] = {}
     for buffer in buffers:
         if not buffer.dynamic:
             pools[buffer.pool] += buffer.allocated
-    return [Buffer(id=f"{pool}:all", bytes=size) for pool, size in pools.items()] + [buffer for buffer in buffers if buffer.dynamic]
+            kinds.setdefault(buffer.pool, buffer)
+    merged = [msgspec.structs.replace(kinds[pool], id=f"{pool}:all", bytes=size) for pool, size in pools.items()]
+    return merged + [buffer for buffer in buffers if buffer.dynamic]
 
 
 def resized(buffer: Buffer, factor: float) -> Buffer:
+    """`buffer` for `factor` times the tokens of a micro-batch."""
+    if not buffer.scales_with_tokens:
+        return buffer
     return msgspec.structs.replace(buffer, bytes=-int(-buffer.bytes * factor // 1))
 
 

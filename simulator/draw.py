@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,12 @@ KIND_COLOURS = {
     "cpu_adam": "#b26fc4", "host_pass": "#c76b8f", "thread_pass": "#8c2f55", "device_pass": "#a3b86c",
 }  # fmt: skip
 """In the order of the legend."""
-POOL_COLOURS = {
-    "weights": "#2e9e6b", "low": "#8ed1a8", "moments": "#8e5aa8", "gradients": "#e07b39", "slabs": "#f3b27f", "activations": "#6aaee0",
-    "checkpoints": "#1f5f9e", "hidden": "#bcdcf4", "workspace": "#b9c1c9", "context": "#8a949e", "other": "#dfe3e7",
+DATA_COLOURS = {
+    "weights": "#2e9e6b", "low": "#8ed1a8", "moments": "#8e5aa8", "gradients": "#e07b39", "staging": "#f3b27f", "activations": "#6aaee0",
+    "saved_activations": "#2b7a78", "hidden": "#1f5f9e", "attention": "#7fc8c2", "tokens": "#f2c94c", "workspace": "#b9c1c9",
 }  # fmt: skip
-_SPARE_COLOURS = ("#f2c94c", "#7fc8c2", "#d9b3dd", "#2b7a78", "#c9b27c", "#a84f16")
+"""By what a pool holds; `staging` where it only passes through."""
+_OTHER_COLOUR = "#dfe3e7"
 UNKNOWN = "#c9b27c"
 DOTS = (0, (1, 1.5))
 _ROW_INCHES, _RIGHT_INCHES = 0.34, 0.75
@@ -151,12 +151,13 @@ def _step_mark(axes: Axes, timeline: Timeline, reference: Timeline | None, scale
 
 def memory_png(
     path: Path, usage: Mapping[str, Sequence[tuple[int, int]]], device_limit_bytes: int, host_limit_bytes: int, title: str,
-    fixed: Mapping[str, int] | None = None, subtitle: str = "", step_ns: int = 0,
+    fixed: Mapping[str, int] | None = None, subtitle: str = "", step_ns: int = 0, data: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Draws the bytes held by each pool over a step, stacked, the device above the host, each below its limit.
 
     `usage`: pool (`device.weights`, ...) -> ascending (time_ns, bytes held from then on). `fixed`: pools whose bytes never
-    change, e.g. `device.workspace`. `step_ns`: end of the step, if later than the last change. Raises ValueError for nothing to draw.
+    change, e.g. `device.workspace`. `step_ns`: end of the step, if later than the last change. `data`: what each pool holds, a key
+    of DATA_COLOURS. Raises ValueError for nothing to draw.
     """
     steps = {**{pool: [(0, size)] for pool, size in (fixed or {}).items()}, **usage}
     most = {pool: max((held for _, held in points), default=0) for pool, points in steps.items()}
@@ -177,12 +178,12 @@ def memory_png(
             axes.set_xlim(0, end_ns * scale)
             if base == bottom:
                 axes.set_xlabel(f"time from the start of the step ({unit})")
-            _stack(axes, place, stacks[place], limits[place], end_ns, scale)
+            _stack(axes, place, stacks[place], limits[place], end_ns, scale, data or {})
             base += heights[place] + gap
         canvas.save(figure, path)
 
 
-def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]], limit: int, end_ns: int, scale: float) -> None:
+def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]], limit: int, end_ns: int, scale: float, data: Mapping[str, str]) -> None:
     """One place's pools as stacked areas, with heading, limit and legend."""
     times = sorted({0, end_ns, *(time for points in pools.values() for time, _ in points)})
     held = {pool.partition(".")[2]: _held_at(points, times) for pool, points in pools.items()}
@@ -193,7 +194,7 @@ def _stack(axes: Axes, place: str, pools: Mapping[str, Sequence[tuple[int, int]]
     most = {pool: int(values.max()) for pool, values in held.items()}
     swing = {pool: np.ptp(values) / max(1, most[pool]) for pool, values in held.items()}
     order = sorted(held, key=lambda pool: (swing[pool] > 0, swing[pool] > 0.5, -most[pool]))
-    colours = _pool_colours(order)
+    colours = _pool_colours({pool: data.get(f"{place}.{pool}", "") for pool in order})
     factor, unit = next(((size, name) for size, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")) if peak >= 2 * size), (2**10, "KiB"))
     below, x = np.zeros(len(times)), np.array(times) * scale
     for pool in order:
@@ -225,13 +226,12 @@ def _held_at(points: Sequence[tuple[int, int]], times: Sequence[int]) -> np.ndar
     return values[np.searchsorted(starts, np.array(times, dtype=np.int64), side="right")]
 
 
-def _pool_colours(pools: Iterable[str]) -> dict[str, str]:
-    """By what the pool's name begins with; a second pool of one class (`weights_vocabulary`) is paler."""
+def _pool_colours(data: Mapping[str, str]) -> dict[str, str]:
+    """The colour of each pool, from what it holds; a second pool of the same data is paler."""
     colours: dict[str, str] = {}
-    spare = cycle(_SPARE_COLOURS)
-    for pool in sorted(pools, key=len):
-        chosen = next((colour for name, colour in POOL_COLOURS.items() if pool.startswith(name)), "") or next(spare)
-        while chosen in colours.values():
+    for pool in sorted(data, key=len):
+        chosen = DATA_COLOURS.get(data[pool], _OTHER_COLOUR)
+        while chosen in colours.values() and chosen != _OTHER_COLOUR:
             red, green, blue = (part + 0.45 * (1 - part) for part in to_rgb(chosen))
             chosen = to_hex((red, green, blue))
         colours[pool] = chosen

@@ -17,17 +17,39 @@ from collections.abc import Mapping
 import msgspec
 
 from megatrain.simulator.hardware import Workspace
-from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.timeline import Timeline
 from megatrain.simulator.units import format_bytes
 
 WORKSPACE = "device.workspace"
-ACTIVATIONS = "device.activations"
-"""of layers that are recomputed"""
 PROCESS = "host.process"
 """what the process takes beside its pools"""
 PLACES = ("device", "host")
-_KNOBS = {"device.weights": "weight_slots", "device.gradients": "gradient_slots", "host.slabs": "gradient_slabs", ACTIVATIONS: "checkpoint_interval"}
+CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
+"""classes of pools in reports"""
+_CLASS_OF = {
+    "weights": "weights",
+    "low": "weights",
+    "gradients": "gradients",
+    "moments": "moments",
+    "hidden": "activations",
+    "activations": "activations",
+    "saved_activations": "activations",
+    "attention": "activations",
+}
+"""class of data -> class of pools; of the others `workspace`"""
+
+
+def class_of(kind: Buffer | None) -> str:
+    """The class in reports of a pool that has the buffer `kind`, or that is in no schedule."""
+    if kind is None:
+        return "workspace"
+    return "staging" if kind.chunk or kind.staging else _CLASS_OF.get(kind.data, "workspace")
+
+
+def kinds_of(schedule: Schedule) -> dict[str, Buffer]:
+    """One buffer of each pool: the buffers of a pool are alike."""
+    return {buffer.pool: buffer for buffer in schedule.buffers}
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +57,25 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     pools: dict[str, int]
     """largest first"""
+    kinds: dict[str, Buffer] = {}
+    """a buffer of each pool that the schedule has"""
     device_limit_bytes: int
     host_limit_bytes: int
     advice: str = ""
     """the smallest change that would make it fit; empty where it fits"""
+
+    @property
+    def classes(self) -> dict[str, dict[str, int]]:
+        """Bytes by place and class of pools."""
+        found: dict[str, dict[str, int]] = {place: defaultdict(int) for place in PLACES}
+        for pool, size in self.pools.items():
+            found[pool.partition(".")[0]][class_of(self.kinds.get(pool))] += size
+        return {place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in found.items()}
+
+    def held(self, place: str, *data: DataClass) -> int:
+        """Bytes of the pools of `place` that keep `data`, without those that it only passes through."""
+        kinds = {pool: kind for pool, kind in self.kinds.items() if kind.place == place and class_of(kind) != "staging"}
+        return sum(self.pools[pool] for pool, kind in kinds.items() if kind.data in data)
 
     def _peak(self, place: str) -> int:
         return sum(size for pool, size in self.pools.items() if pool.startswith(f"{place}."))
@@ -88,7 +125,8 @@ def account(
     for pool, size in (extra or {}).items():
         pools[pool] += size
     ordered = dict(sorted(pools.items(), key=lambda item: (-item[1], item[0])))
-    verdict = Account(pools=ordered, device_limit_bytes=device_limit_bytes, host_limit_bytes=host_limit_bytes)
+    kinds = kinds_of(schedule)
+    verdict = Account(pools=ordered, kinds=kinds, device_limit_bytes=device_limit_bytes, host_limit_bytes=host_limit_bytes)
     if verdict.fits:
         return verdict
     slots: dict[str, list[int]] = defaultdict(list)
@@ -113,11 +151,11 @@ def _advice(verdict: Account, slots: Mapping[str, list[int]]) -> str:
         if excess <= 0:
             continue
         savings = []
-        for pool, knob in _KNOBS.items():
-            sizes = slots.get(pool, [])
+        for pool, sizes in slots.items():
+            kind = verdict.kinds[pool]
             count = next((count for count in range(1, len(sizes)) if sum(sizes[-count:]) >= excess), None)
-            if pool.startswith(f"{place}.") and count is not None:
-                savings.append((sum(sizes[-count:]), f"{knob} = {len(sizes) - count}"))
+            if kind.knob and kind.place == place and count is not None:
+                savings.append((sum(sizes[-count:]), f"{kind.knob} = {len(sizes) - count}"))
         if savings:
             saved, change = min(savings)
             parts.append(f"{change} would save {format_bytes(saved)}")
@@ -157,6 +195,7 @@ def workspace_beside(workspace: Workspace, schedule: Schedule, activations_bytes
     A layer's ops run beside the saved activations of a recomputed block, the head's and the updates beside none: max(layer, head - saved,
     update - saved). Those of stored layers are there all the while.
     """
-    saved = sum([held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.id.startswith(f"{ACTIVATIONS}:")])
-    update = workspace.update if any(buffer.id.startswith(("device.moments:", "device.moments_chunks:")) for buffer in schedule.buffers) else 0
+    saved = sum([held_bytes(buffer, activations_bytes) for buffer in schedule.buffers if buffer.data == "activations"])
+    updates = any(buffer.data == "moments" and buffer.place == "device" for buffer in schedule.buffers)
+    update = workspace.update if updates else 0
     return max(workspace.layer, workspace.head - saved, update - saved)

@@ -31,8 +31,6 @@ DMA_GB_PER_S = 175.0
 """all GPUs' copies together, both directions, four H200 on one host of 64 cores, 2026-11-21"""
 MOST_GPUS = 16
 _SHARED = ("load_state", "save_state", "update", "save_gradients", "load_gradients", "accumulate_gradients", "norm", "cpu_update", "load_second", "ratios")
-_OWN = ("host.slabs", "host.slabs_vocabulary", "host.parked", PROCESS)
-"""pools that every GPU has of its own, as it has a process"""
 
 
 class Several(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +79,8 @@ def estimate(plan: Plan, schedule: Schedule, account: Account, hardware: Hardwar
     changed = Changed(costs, change, {"h2d": slower, "d2h": slower}, (both / one) / (together / alone))
     seconds = (makespan_ns(schedule, changed) + costs.step_overhead_ns) / 1e9
     speed = gpus * tokens_per_second(plan.workload, seconds)
-    extra = sum(size for pool, size in account.pools.items() if pool in _OWN)
+    extra = account.pools.get(PROCESS, 0)  # every GPU has a process
+    extra += sum(size for pool, size in account.pools.items() if (kind := account.kinds.get(pool)) and kind.place == "host" and kind.per_gpu)
     host = account.host_peak_bytes + (gpus - 1) * extra
     limit = account.host_limit_bytes * (gpus if own_memory else 1)
     return Several(

@@ -25,7 +25,6 @@ from megatrain.simulator.exposed import exposed_ns, slowed_ns
 from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.margins import Margin, one_more_gib
-from megatrain.simulator.memory import PLACES
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs
 from megatrain.simulator.planner import rank, search
@@ -34,11 +33,6 @@ from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.units import format_bytes
 from megatrain.simulator.workload import Workload
-
-CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
-_STAGING = ("_chunks", "slabs", "bucket", "flats", "converted", "shards")
-_ACTIVATIONS = ("activations", "attention", "checkpoints", "hidden", "stored", "parked")
-_WEIGHTS = ("weights", "low", "master", "streamed", "gathered", "templates", "vocabulary", "initial")
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,24 +112,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     several: Several | None = None
 
 
-def class_of(pool: str) -> str:
-    """The class of data that a pool holds.
-
-    >>> class_of("host.moments"), class_of("device.streamed_gradients_vocabulary"), class_of("host.slabs"), class_of("device.low_chunks")
-    ('moments', 'gradients', 'staging', 'staging')
-    """
-    name = pool.partition(".")[2]
-    if any(word in name for word in _STAGING):
-        return "staging"
-    if "gradients" in name or "sums" in name:
-        return "gradients"
-    if name == "moments":
-        return "moments"
-    if name in _ACTIVATIONS:
-        return "activations"
-    return "weights" if any(word in name for word in _WEIGHTS) else "workspace"
-
-
 def candidates(
     model: ModelSpec, hardware: HardwareSpec, workload: Workload, *, source: str = "", hardware_name: str = "",
     device_limit: int | None = None, host_limit: int | None = None, policies: list[str] | None = None,
@@ -212,9 +188,6 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
     work, seconds = plan.workload, choice.step_seconds
     peer = policy_library.is_prediction_only(plan.policy)
     peak = hardware.peak_tflops.get(work.dtype)
-    classes: dict[str, dict[str, int]] = {place: defaultdict(int) for place in PLACES}
-    for pool, size in account.pools.items():
-        classes[pool.partition(".")[0]][class_of(pool)] += size
     low, high = _range(choice, hardware)
     verdict = Verdict(
         model=plan.model.name, parameters=plan.model.parameters, active_parameters=plan.model.active_parameters,
@@ -229,7 +202,7 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
         lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
         device_peak_bytes=account.device_peak_bytes, device_limit_bytes=account.device_limit_bytes,
         host_peak_bytes=account.host_peak_bytes, host_limit_bytes=account.host_limit_bytes, pools=dict(account.pools),
-        classes={place: {name: sizes[name] for name in CLASSES if sizes.get(name)} for place, sizes in classes.items()},
+        classes=account.classes,
         calibrated=hardware.costs.date if hardware.costs else "", uncertainty=None if hardware.costs else hardware.uncertainty, extrapolated=dict.fromkeys(choice.extrapolated, 0),
         documents=_documents(plan.model, work), reason="" if choice.feasible else account.advice, runner_up=choice.runner_up,
     )  # fmt: skip

@@ -13,11 +13,12 @@ from megatrain.simulator.memory import account
 from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies import lower, outline
 from megatrain.simulator.policies.megatrain_code import Ablation, lower_ablated
+from megatrain.simulator.schedule import DataClass
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "gpt-oss-120b")
-STATE = ("weights", "low", "gradients", "moments")
+STATE: tuple[DataClass, ...] = ("weights", "low", "gradients", "moments")
 
 
 def simulate() -> Any:
@@ -44,6 +45,6 @@ def _host_gb(model: ModelSpec) -> dict[str, Any]:
     accounts = {name: account(schedule, 2**59, 2**59, None, 0) for name, schedule in schedules.items()}
     return {
         "model": model.name, "parameters": model.parameters, "host_gb": {name: found.host_peak_bytes / 1e9 for name, found in accounts.items()},
-        "ours_state_gb": sum(accounts["ours"].pools.get(f"host.{name}", 0) for name in STATE) / 1e9,
-        "code_state_gb": sum(accounts["code"].pools.get(f"host.{name}", 0) for name in STATE) / 1e9,
+        "ours_state_gb": accounts["ours"].held("host", *STATE) / 1e9,
+        "code_state_gb": accounts["code"].held("host", *STATE) / 1e9,
     }  # fmt: skip

@@ -7,13 +7,12 @@ from typing import Any
 
 from megatrain.experiments.compared_run import ComparedRun
 from megatrain.simulator.assessment import activations_bytes, plan_account
-from megatrain.simulator.draw import KIND_COLOURS, POOL_COLOURS, UNKNOWN
-from megatrain.simulator.memory import PLACES, WORKSPACE, usage
+from megatrain.simulator.draw import DATA_COLOURS, KIND_COLOURS, UNKNOWN
+from megatrain.simulator.memory import CLASSES, PLACES, WORKSPACE, class_of, usage
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.units import format_bytes, format_count
-from megatrain.simulator.verdict import CLASSES, class_of
 
-_CLASS_COLOURS = {**{name: POOL_COLOURS[name] for name in CLASSES if name in POOL_COLOURS}, "staging": POOL_COLOURS["slabs"]}
+_CLASS_COLOURS = {name: DATA_COLOURS[name] for name in CLASSES}
 
 
 def pictures(run: ComparedRun) -> dict[str, Any]:
@@ -59,26 +58,27 @@ def _memory(run: ComparedRun) -> dict[str, Any]:
     account = plan_account(plan, run.schedule, costs)
     limits = {"device": plan.device_limit_bytes, "host": plan.host_limit_bytes}
     places: dict[str, Any] = {}
+    classes = {pool: class_of(account.kinds.get(pool)) for pool in account.pools}
     for timeline in (run.predicted, run.measured):
         steps = usage(run.schedule, timeline, activations_bytes(plan.model, plan.workload, costs))
         if workspace := account.pools.get(WORKSPACE):
             steps[WORKSPACE] = [(0, workspace)]
         for place in PLACES:
-            held = _by_class({pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")})
+            held = _by_class({pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")}, classes)
             if any(any(values) for values in held["classes"].values()):
                 places.setdefault(place, {"limit": limits[place]})[timeline.name] = held
     return {"classes": _CLASS_COLOURS, "places": places}
 
 
-def _by_class(pools: dict[str, list[tuple[int, int]]]) -> dict[str, Any]:
+def _by_class(pools: dict[str, list[tuple[int, int]]], class_by_pool: dict[str, str]) -> dict[str, Any]:
     """Bytes of each class at each time at which one of them changes."""
     changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for pool, points in pools.items():
         before = 0
         for time, held in points:
-            changes[time][class_of(pool)] += held - before
+            changes[time][class_by_pool[pool]] += held - before
             before = held
-    held_now = dict.fromkeys([name for name in CLASSES if name in {class_of(pool) for pool in pools}], 0)
+    held_now = dict.fromkeys([name for name in CLASSES if name in {class_by_pool[pool] for pool in pools}], 0)
     classes: dict[str, list[int]] = {name: [] for name in held_now}
     times = sorted(changes)
     for time in times:

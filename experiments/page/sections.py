@@ -10,13 +10,12 @@ from megatrain.experiments.page.tables import Cell, Op, table
 from megatrain.experiments.page.why import reasons, rivals
 from megatrain.simulator.error_table import signed_percent
 from megatrain.simulator.files import read_json, read_text
-from megatrain.simulator.memory import PLACES, WORKSPACE
+from megatrain.simulator.memory import CLASSES, PLACES, WORKSPACE, class_of
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.policies import names
 from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.units import format_bytes, format_count, format_seconds
-from megatrain.simulator.verdict import CLASSES, class_of
 
 _MACHINE = {
     "device": "device", "device_bytes": "device memory", "processor": "processor", "cores": "cores", "host_bytes": "host memory", "system": "system",
@@ -154,7 +153,7 @@ def memory(run: ComparedRun) -> str:
         rows: list[Sequence[Cell]] = [
             _bytes_row(name, sum(fixed[pool] for pool in members), sum(pools.get(pool, 0) for pool in members))
             for name in CLASSES
-            if (members := [pool for pool in fixed if class_of(pool) == name])
+            if (members := [pool for pool in fixed if class_of(account.kinds[pool]) == name])
         ]
         if place == "device":
             grown = sum(size for pool, size in account.pools.items() if pool in dynamic)

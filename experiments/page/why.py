@@ -10,16 +10,17 @@ from megatrain.simulator.assessment import assess
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import bounds
 from megatrain.simulator.margins import one_more_gib
+from megatrain.simulator.memory import class_of
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.units import format_bytes, format_seconds
-from megatrain.simulator.verdict import brief, candidates, class_of
+from megatrain.simulator.verdict import brief, candidates
 
 
 def reasons(run: ComparedRun) -> list[str]:
     """Sentences, the most important first."""
     plan, account = run.plan, plan_account(run.plan, run.schedule, run.costs)
     limits, parts = bounds(run.schedule, run.costs), {part.name: part for part in run.errors.parts}
-    state = sum(buffer.allocated for buffer in run.schedule.buffers if buffer.persistent and class_of(buffer.pool) in ("weights", "gradients", "moments"))
+    state = sum(buffer.allocated for buffer in run.schedule.buffers if buffer.persistent and class_of(buffer) in ("weights", "gradients", "moments"))
     device = plan.device_limit_bytes
     sides = "so part of it streams from host memory" if account.host_peak_bytes else "and all of it stays there"
     found = [

@@ -18,7 +18,7 @@ import msgspec
 from megatrain.experiments.sweep.store import Decided, Row
 from megatrain.simulator import engine, evaluator, policies
 from megatrain.simulator.assessment import plan_account
-from megatrain.simulator.capacity import PROPORTIONAL, resized
+from megatrain.simulator.capacity import resized
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.errors import UserError
@@ -111,7 +111,7 @@ class Simulator:
         """A schedule with the plan's buffers."""
         if base := self._base(plan):
             share = plan.workload.tokens / base.plan.workload.tokens
-            buffers = tuple(resized(buffer, share) if buffer.pool in PROPORTIONAL else buffer for buffer in base.schedule.buffers)
+            buffers = tuple(resized(buffer, share) for buffer in base.schedule.buffers)
             return Schedule(policy=plan.policy, buffers=buffers, ops=())
         outline = policies.outline(plan)
         if outline.ops:  # the policy tells its buffers by lowering: then that is done
@@ -170,7 +170,7 @@ def _serves(last: _Lowered, fresh: _Lowered) -> bool:
         and [op.id for op in base.ops] == [op.id for op in found.ops]
         and base.sizes.which == found.sizes.which
         and all(_sizes(resizing(one)) == _sizes(other) for one, other in zip(base.sizes.ops, found.sizes.ops, strict=True))
-        and tuple(resized(buffer, share) if buffer.pool in PROPORTIONAL else buffer for buffer in base.buffers) == found.buffers
+        and tuple(resized(buffer, share) for buffer in base.buffers) == found.buffers
     )
 
 

@@ -125,10 +125,10 @@ def _figure(quantity: str, case: _Case, account: Account) -> float:
     if quantity == "host_gib":
         return account.host_peak_bytes / GIB
     if quantity == "rss_gib":  # the published code reads it when the step's gradients are freed
-        moments = account.pools["host.moments"] * (8 - case.setting.moments_bytes) // 8
-        return (account.host_peak_bytes - account.pools["host.gradients"] - moments) / GIB
+        moments = account.held("host", "moments") * (8 - case.setting.moments_bytes) // 8
+        return (account.host_peak_bytes - account.held("host", "gradients") - moments) / GIB
     if quantity == "state_gb":
-        return sum(account.pools[f"host.{name}"] for name in ("weights", "gradients", "moments")) / 1e9
+        return account.held("host", "weights", "gradients", "moments") / 1e9
     step = _step(case)
     work = Workload(batch=case.batch, sequence=case.sequence)
     speeds = {
@@ -189,7 +189,7 @@ def _rate(row: Row, setting: Setting) -> float:
     adam_bytes = {"adam_fp32_g_per_s": 28, "adam_bf16_g_per_s": 14}.get(row.quantity, 22)
     builder, parameters = Builder("rates"), 2**25
     for lane in lanes:
-        buffer = builder.persistent(f"host.{lane}", "all", _COPY)
+        buffer = builder.persistent(f"host.{lane}", "all", _COPY, "workspace")
         for index in range(_TIMES):
             if lane == "cpu":
                 builder.op(OpId("cpu_adam", str(index)), "cpu", [], [buffer], parameters=parameters, bytes=adam_bytes * parameters)
@@ -206,9 +206,9 @@ def _rate(row: Row, setting: Setting) -> float:
 def _streamed(costs: CostModel) -> float:
     """The optimizer on the device, its fp32 moments streamed through four slots of 64 MiB: 10^9 parameters a second."""
     builder, size = Builder("rates"), 64 * 2**20
-    builder.slots("device.state", 4, size)
+    builder.slots("device.state", 4, size, "workspace")
     held: list[str] = []
-    home = builder.persistent("host.moments", "all", size)
+    home = builder.persistent("host.moments", "all", size, "workspace")
     for index in range(_TIMES):
         if len(held) == 3:
             builder.release(held.pop(0))

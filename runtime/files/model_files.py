@@ -125,15 +125,8 @@ class ModelState:
         self._dtype = TORCH_DTYPE[plan.workload.dtype]
 
     def home(self, name: str, layer: str) -> str | None:
-        """The buffer that keeps the layer's `weights`, `low` plane or `moments`; None where there is none."""
-        return next(
-            (
-                buffer
-                for place in ("host", "device")
-                if (buffer := f"{place}.{name}:{layer}") in self._schedule.buffer and self._schedule.buffer[buffer].persistent
-            ),
-            None,
-        )
+        """The buffer that keeps the layer's `weights`, `low` half or `moments`; None where there is none."""
+        return self._schedule.state.get((name, layer))
 
     def _planes(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         weights, low = self.home("weights", layer.name), self.home("low", layer.name)

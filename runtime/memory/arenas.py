@@ -14,7 +14,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.units import format_bytes
 
-TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "int16": torch.int16, "int64": torch.int64}
 OnAllocate = Callable[[int, int], None]
 """hears of bytes ready so far, and of all there will be"""
 

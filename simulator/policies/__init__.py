@@ -95,9 +95,9 @@ def drain(plan: Plan) -> Schedule | None:
 def evaluation(plan: Plan) -> Schedule:
     """The micro-batches of one step, forward with loss and nothing else, on buffers of the step's: what measures a model between steps.
 
-    Raises UserError for a policy whose weights stream through slots of unknown names.
+    Raises UserError for a policy whose buffers it cannot use.
     """
-    return forward_only(plan, outline(plan))
+    return forward_only(plan, lower(plan))
 
 
 def verified(plan: Plan) -> Schedule:

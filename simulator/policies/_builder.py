@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict, Unpack
 
 from megatrain.simulator.order import Order
-from megatrain.simulator.schedule import Buffer, Op, OpId, Schedule, ScheduleError
+from megatrain.simulator.schedule import Buffer, BufferDtype, DataClass, Op, OpId, Schedule, ScheduleError
+from megatrain.simulator.schedule.buffer import DTYPE_OF
+
+
+class Traits(TypedDict, total=False):
+    """Fields of a `Buffer` that are false or empty for most."""
+
+    dynamic: bool
+    chunk: bool
+    staging: bool
+    scales_with_tokens: bool
+    per_gpu: bool
+    knob: str
 
 
 class Builder:
@@ -28,17 +40,32 @@ class Builder:
         self._releases: dict[int, list[str]] = {}
         self._order = Order()
 
-    def persistent(self, pool: str, key: str, size: int) -> str:
-        """A buffer that keeps its content from step to step: its id. `size` in bytes."""
-        buffer = Buffer(id=f"{pool}:{key}", bytes=size, persistent=True)
+    def persistent(
+        self, pool: str, key: str, size: int, data: DataClass, dtype: BufferDtype | None = None, **traits: Unpack[Traits]
+    ) -> str:  # fmt: skip
+        """Adds a buffer of `size` bytes that keeps its content from step to step; returns its id, `pool:key`.
+
+        `key` is the layer or the micro-batch that it belongs to. `dtype` may be left out where the class of data has only one.
+        """
+        buffer = Buffer(id=f"{pool}:{key}", bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits)
         self._buffers.append(buffer)
         return buffer.id
 
-    def slots(self, pool: str, count: int, size: int, *, dynamic: bool = False) -> None:
-        """A pool of `count` interchangeable buffers of `size` bytes."""
-        made = [Buffer(id=f"{pool}:{index}", bytes=size, dynamic=dynamic) for index in range(count)]
+    def slots(
+        self, pool: str, count: int, size: int, data: DataClass, dtype: BufferDtype | None = None, **traits: Unpack[Traits]
+    ) -> None:  # fmt: skip
+        """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
+        kind = dtype or DTYPE_OF[data]
+        made = [Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits) for index in range(count)]
         self._buffers += made
         self._free[pool] = deque(buffer.id for buffer in made)
+
+    def keep(self, buffers: Sequence[Buffer]) -> None:
+        """Adds buffers of another schedule, under the ids that they have there."""
+        self._buffers += buffers
+        for buffer in buffers:
+            if not buffer.persistent:
+                self._free.setdefault(buffer.pool, deque()).append(buffer.id)
 
     def acquire(self, pool: str) -> str:
         """The slot of `pool` that has been free for longest; its hold begins with the next op that writes it."""

@@ -27,21 +27,24 @@ class Clipping:
         self.lane, by_update = lane, self.kind == "update"
         self.side = {layer: ("host", "cpu") if by_update and layer in on_host else (place, update_lane) for layer in self.stack}
         normed = self.stack if self.kind in ("global", "layer") else ()
-        self.whole = {"clip"} if self.kind in ("global", "none") else set()
-        self.norm = {key: builder.persistent(f"{place}.norm", key, SCALAR_BYTES) for key in (*normed, *self.whole)}
+        self.norm = {layer: builder.persistent(f"{place}.norm", layer, SCALAR_BYTES, "norms") for layer in normed}
         self.own: dict[str, str] = {}
-        if not self.whole:
+        self.all = ""  # the buffer that every update reads
+        if self.kind in ("global", "none"):
+            self.all = builder.persistent(f"{place}.clips", "all", SCALAR_BYTES, "clips")
+        else:
             for layer, spec in self.stack.items():
                 values = len(spec.tensors) if by_update else 1
-                self.own[layer] = builder.persistent(f"{self.side[layer][0]}.clips", layer, -(-4 * values // SCALAR_BYTES) * SCALAR_BYTES)
+                size = -(-4 * values // SCALAR_BYTES) * SCALAR_BYTES
+                self.own[layer] = builder.persistent(f"{self.side[layer][0]}.clips", layer, size, "clips")
         for side, _ in dict.fromkeys(self.side.values()) if by_update else ():
             most = max(spec.elements for layer, spec in self.stack.items() if self.side[layer][0] == side)
-            builder.slots(f"{side}.ratio_rows", 1, 4 * most // RATIO_ROW)
+            builder.slots(f"{side}.ratio_rows", 1, 4 * most // RATIO_ROW, "ratio_sums")
         self.losses: list[str] = []
 
     def factor(self, layer: str) -> str:
         """The buffer that the layer's update reads."""
-        return self.own[layer] if self.own else self.norm["clip"]
+        return self.all or self.own[layer]
 
     def measure(self, layer: str, gradient: str, moments: str) -> None:
         """The layer's `gradient` is complete, and its `moments` are in one buffer: emits what follows from that."""
@@ -71,6 +74,5 @@ class Clipping:
 
     def finish(self) -> None:
         """Everything is measured: of what is clipped as a whole, the coefficient."""
-        if self.whole:
-            reads = [buffer for key, buffer in self.norm.items() if key != "clip"] + self.losses
-            self.builder.op(OpId("clip"), self.lane, reads, [self.norm["clip"]])
+        if self.all:
+            self.builder.op(OpId("clip"), self.lane, [*self.norm.values(), *self.losses], [self.all])

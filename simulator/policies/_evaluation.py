@@ -10,12 +10,8 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import cost_keys
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.schedule import DataClass, OpId, Schedule, whole
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
-
-DECODER_SLOTS = ("device.weights", "device.streamed_weights")
-VOCABULARY_SLOTS = ("device.weights_vocabulary", "device.streamed_vocabulary")
-"""what policies call the slots of embedding and head; of the others the line above"""
 
 
 class Evaluation:
@@ -23,41 +19,53 @@ class Evaluation:
 
     def __init__(self, builder: Builder, plan: Plan, training: Schedule) -> None:
         self.builder, self.plan, self.training = builder, plan, training
-        self.home: dict[str, str] = {}  # layer -> the buffer that keeps its weights
-        self.pool: dict[str, str] = {}  # layer that streams -> the slots that it streams through
-        for layer, spec in plan.model.stack.items():
-            names = [f"{place}.weights:{layer}" for place in ("device", "host")]
-            self.home[layer] = next(name for name in names if name in training.buffer and training.buffer[name].persistent)
-            self._keep(self.home[layer])
-            if self.home[layer].startswith("host."):
-                self.pool[layer] = self._slot_pool(DECODER_SLOTS if spec.kind == "decoder" else VOCABULARY_SLOTS)
-        self.count = {pool: self._keep_slots(pool) for pool in sorted({*self.pool.values(), "device.hidden"})}
-        self.tokens = [self._keep(f"device.tokens:{micro}") for micro in range(plan.workload.accumulation)]
-        self.losses = [self._keep(f"device.losses:{micro}") for micro in range(plan.workload.accumulation)]
+        micros = [str(micro) for micro in range(plan.workload.accumulation)]
+        self.home = {layer: self._keep("weights", layer) for layer in plan.model.stack}
+        pools = self._weight_pools()
+        self.pool: dict[str, str] = {}  # layer that streams -> its pool of slots
+        for layer, home in self.home.items():
+            if home.startswith("host."):
+                if layer not in pools:
+                    raise self._refusal(f"no slot that the weights of {layer} stream through", "one for each layer whose weights are on the host")
+                self.pool[layer] = pools[layer]
+        self.hidden = self._hidden_pool()
+        used = {*self.pool.values(), self.hidden}
+        pools_in_order = dict.fromkeys(buffer.pool for buffer in training.buffers)
+        self.count = {pool: self._keep_slots(pool) for pool in pools_in_order if pool in used}
+        self.tokens = [self._keep("tokens", micro) for micro in micros]
+        self.losses = [self._keep("losses", micro) for micro in micros]
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
 
-    def _keep(self, name: str) -> str:
-        """A persistent buffer of the training step."""
-        pool, _, key = name.partition(":")
-        return self.builder.persistent(pool, key, self.training.buffer[name].bytes)
+    def _keep(self, data: DataClass, key: str) -> str:
+        """The persistent buffer in which the training step has these data; raises UserError where it has none."""
+        name = self.training.state.get((data, key))
+        if name is None:
+            raise self._refusal(f"no persistent buffer of the {data} of {key}", "one for each layer's weights, each micro-batch's tokens and loss")
+        self.builder.keep([self.training.buffer[name]])
+        return name
 
-    def _slots(self, pool: str) -> list[int]:
-        """Bytes of each slot of the training step's `pool`."""
-        return [buffer.bytes for buffer in self.training.buffers if buffer.pool == pool and not buffer.persistent]
+    def _weight_pools(self) -> dict[str, str]:
+        """The pool of slots through which the training step streams each layer's weights."""
+        found: dict[str, str] = {}
+        for op in self.training.ops:
+            for buffer in [self.training.buffer[whole(name)] for name in op.writes]:
+                if buffer.data == "weights" and not (buffer.persistent or buffer.chunk):
+                    found[op.layer] = buffer.pool
+        return found
+
+    def _hidden_pool(self) -> str:
+        """The pool with the slot into which the head writes the gradient of its input."""
+        head = next(op for op in self.training.ops if op.kind == "head")
+        return next(self.training.buffer[name].pool for name in head.writes if self.training.buffer[name].data == "hidden")
 
     def _keep_slots(self, pool: str) -> int:
-        sizes = self._slots(pool)
-        self.builder.slots(pool, len(sizes), sizes[0])
-        return len(sizes)
+        """Makes the training step's slots of `pool`; returns how many there are."""
+        slots = [buffer for buffer in self.training.buffers if buffer.pool == pool and not buffer.persistent]
+        self.builder.keep(slots)
+        return len(slots)
 
-    def _slot_pool(self, pools: tuple[str, ...]) -> str:
-        pool = next((pool for pool in pools if self._slots(pool)), None)
-        if pool is None:
-            raise UserError(
-                f"policy {self.plan.policy}: evaluation", found="streamed weights without slots", allowed=f"slots named {' or '.join(pools)}",
-                fix="train without evaluation, or name the policy's slots so",
-            )  # fmt: skip
-        return pool
+    def _refusal(self, found: str, allowed: str) -> UserError:
+        return UserError(f"policy {self.plan.policy}: evaluation", found=found, allowed=allowed, fix="train without evaluation, or mend the policy")
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         """A device buffer with the layer's weights."""
@@ -83,11 +91,11 @@ class Evaluation:
     def micro_batch(self, micro: int) -> None:
         model = self.plan.model
         weights = self.weights(EMBEDDING, "f", micro)
-        x = self.builder.acquire("device.hidden")
+        x = self.builder.acquire(self.hidden)
         self._compute("embed", "", micro, [weights, self.tokens[micro]], [x])
         for layer in model.decoders:
             weights = self.weights(layer.name, "f", micro)
-            output = self.builder.acquire("device.hidden")
+            output = self.builder.acquire(self.hidden)
             self._compute("forward", layer.name, micro, [weights, x], [output])
             self.builder.release(x)
             x = output

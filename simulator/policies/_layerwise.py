@@ -7,16 +7,18 @@ keeping their activations, unless they are stored, all but an attention that was
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import SCALAR_BYTES
-from megatrain.simulator.schedule import KEPT, OpId
+from megatrain.simulator.schedule import KEPT, BufferDtype, OpId
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.workload import Dtype
 
-ATTENTION = "device.attention"
-"""pool of what is kept of layers' attention"""
+StateClass = Literal["weights", "low", "moments", "gradients"]
+STATE: tuple[StateClass, ...] = ("weights", "low", "moments", "gradients")
+"""classes of data that every layer has in whole"""
 
 
 class Storage(Protocol):
@@ -43,21 +45,38 @@ def contributions(plan: Plan, layer: str) -> int:
     return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
 
 
+def gradient_dtype(plan: Plan, layer: str) -> Dtype:
+    """The dtype of a layer's step gradient: fp32 where several are summed, the compute dtype otherwise."""
+    return "fp32" if contributions(plan, layer) > 1 else plan.workload.dtype
+
+
 def gradient_bytes(plan: Plan, layer: str) -> int:
-    """Bytes a parameter of a layer's step gradient: fp32 where several are summed, the compute dtype otherwise."""
-    return 4 if contributions(plan, layer) > 1 else DTYPE_BYTES[plan.workload.dtype]
+    """Bytes of a layer's step gradient per parameter."""
+    return DTYPE_BYTES[gradient_dtype(plan, layer)]
 
 
 def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str]:
     """Persistent buffers of every layer's weights, low plane, moments and gradients in `place`, by (class, layer)."""
-    width = DTYPE_BYTES[plan.workload.dtype]
-    sizes = {"weights": width, "low": 4 - width, "moments": 8}
-    made = {}
+    made: dict[tuple[str, str], str] = {}
     for layer in plan.model.stack.values():
-        for name, per_parameter in {**sizes, "gradients": gradient_bytes(plan, layer.name)}.items():
-            if per_parameter:
-                made[name, layer.name] = builder.persistent(f"{place}.{name}", layer.name, per_parameter * layer.elements)
+        for name in STATE:
+            if size := state_bytes(plan, name, layer.name):
+                dtype = state_dtype(plan, name, layer.name)
+                made[name, layer.name] = builder.persistent(f"{place}.{name}", layer.name, size * layer.elements, name, dtype)
     return made
+
+
+def state_bytes(plan: Plan, name: StateClass, layer: str) -> int:
+    """Bytes per parameter of the layer's `weights`, `low` half, `moments` or `gradients`; 0 where there is none."""
+    width = DTYPE_BYTES[plan.workload.dtype]
+    return {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
+
+
+def state_dtype(plan: Plan, name: StateClass, layer: str) -> BufferDtype:
+    """The dtype of the layer's `weights`, `low` half, `moments` or `gradients`."""
+    work = plan.workload.dtype
+    dtypes: dict[StateClass, BufferDtype] = {"weights": work, "low": "int16", "moments": "fp32", "gradients": gradient_dtype(plan, layer)}
+    return dtypes[name]
 
 
 def update_operands(state: dict[tuple[str, str], str], layer: str, clip: str) -> tuple[list[str], list[str]]:
@@ -101,15 +120,27 @@ class _Compute:
         self.attended = {int(layer) for layer in plan.placed("attention")} - self.stored
         longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)
         saved = model.most_saved_bytes(work.tokens, work.sequence, work.dtype)
-        builder.slots("device.checkpoints", len(self.blocks) - len(self.parked) + min(len(self.parked), 2), self.hidden_bytes)
-        builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes)
-        builder.slots("device.activations", longest, saved, dynamic=True)
-        builder.slots("device.stored", len(self.stored), saved, dynamic=True)
+        builder.slots(
+            "device.checkpoints",
+            len(self.blocks) - len(self.parked) + min(len(self.parked), 2),
+            self.hidden_bytes,
+            "hidden",
+            work.dtype,
+            scales_with_tokens=True,
+        )
+        builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes, "hidden", work.dtype, scales_with_tokens=True)
+        builder.slots("device.activations", longest, saved, "activations", dynamic=True, scales_with_tokens=True, knob="checkpoint_interval")
+        builder.slots("device.stored", len(self.stored), saved, "saved_activations", dynamic=True, scales_with_tokens=True)
         attention = max((model.kept_attention(str(index), work.tokens, work.dtype).bytes for index in self.attended), default=0)
-        builder.slots(ATTENTION, len(self.attended), attention)
-        self.homes = {index: builder.persistent("host.parked", str(index), self.hidden_bytes) for index in sorted(self.parked)}
-        self.tokens = [builder.persistent("device.tokens", str(micro), work.token_rows * 8 * work.tokens) for micro in range(work.accumulation)]
-        self.losses = [builder.persistent("device.losses", str(micro), SCALAR_BYTES) for micro in range(work.accumulation)]
+        builder.slots("device.attention", len(self.attended), attention, "attention", scales_with_tokens=True)
+        self.homes = {
+            index: builder.persistent("host.parked", str(index), self.hidden_bytes, "hidden", work.dtype, scales_with_tokens=True, per_gpu=True)
+            for index in sorted(self.parked)
+        }
+        token_bytes = work.token_rows * 8 * work.tokens
+        micros = [str(micro) for micro in range(work.accumulation)]
+        self.tokens = [builder.persistent("device.tokens", micro, token_bytes, "tokens", scales_with_tokens=True) for micro in micros]
+        self.losses = [builder.persistent("device.losses", micro, SCALAR_BYTES, "losses") for micro in micros]
         self.costs: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.inputs: dict[int, str] = {}
         self.saved: dict[int, str] = {}
@@ -146,7 +177,7 @@ class _Compute:
                 self.saved[index] = self.builder.acquire("device.stored")
                 outputs.append(self.saved[index])
             if index in self.attended:
-                self.attention[index] = self.builder.acquire(ATTENTION)
+                self.attention[index] = self.builder.acquire("device.attention")
                 outputs.append(self.attention[index])
             self.emit("forward", str(index), micro, [weights, x], outputs)
             if index not in self.first or index in self.parked:

@@ -22,13 +22,22 @@ import msgspec
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import compute
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
 LOGIT_BYTES = 12
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 14, 22
 ADAM_BYTES = 28
 """read and written a parameter by AdamW with everything in fp32: weight 4 + 4, gradient 4, moments 8 + 8"""
+_HOST_DATA: dict[str, tuple[DataClass, BufferDtype]] = {
+    "weights": ("weights", "mixed"),
+    "master": ("weights", "fp32"),
+    "converted": ("weights", "mixed"),
+    "gradients": ("gradients", "mixed"),
+    "gradients_fp32": ("gradients", "fp32"),
+    "moments": ("moments", "fp32"),
+}
+"""what peers keep on the host, by their own name for it: class of data and dtype"""
 _BUCKET = 500_000_000  # parameters of a gradient bucket in DeepSpeed's default, in the compute dtype
 
 
@@ -44,13 +53,13 @@ def whole_blocks(sizes: Iterable[int]) -> int:
 def rounding(builder: Builder, name: str, sizes: Iterable[int]) -> None:
     """What pinned blocks of these sizes take beyond them."""
     sizes = list(sizes)
-    builder.persistent("host.rounding", name, whole_blocks(sizes) - sum(sizes))
+    builder.persistent("host.rounding", name, whole_blocks(sizes) - sum(sizes), "workspace")
 
 
 def workspace(builder: Builder, plan: Plan) -> int:
     """A layer's temporaries in `memory_formulas.workspace_estimate`, as a pool of the schedule: its bytes."""
     size = plan.model.transient_bytes(plan.workload.tokens, plan.workload.sequence, plan.workload.dtype)
-    builder.persistent("device.workspace", "layer", size)
+    builder.persistent("device.workspace", "layer", size, "workspace")
     return size
 
 
@@ -64,22 +73,22 @@ class Offload:
         self.parameters = sum(layer.elements for layer in self.stack.values())
         self.gradient_width = host_bytes["gradients"]
         self.host = {
-            (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements)
+            (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements, *_HOST_DATA[name], staging=name == "converted")
             for name, size in host_bytes.items() for layer in self.stack.values()
         }  # fmt: skip
         self.decoder = max(layer.elements for layer in plan.model.decoders)
         self.vocabulary = max(layer.elements for layer in self.stack.values() if layer.kind != "decoder")
         leaving = max(self.width, self.gradient_width)  # some are cast before they leave
-        builder.slots("device.layer_gradients", 2, leaving * self.decoder)
-        builder.slots("device.layer_gradients_vocabulary", 1, leaving * self.vocabulary)
+        builder.slots("device.layer_gradients", 2, leaving * self.decoder, "gradients", "mixed")
+        builder.slots("device.layer_gradients_vocabulary", 1, leaving * self.vocabulary, "gradients", "mixed")
         if plan.workload.accumulation > 1:
-            builder.slots("host.gradient_slabs", 2, self.gradient_width * max(self.decoder, self.vocabulary))
+            builder.slots("host.gradient_slabs", 2, self.gradient_width * max(self.decoder, self.vocabulary), "gradients", "mixed", staging=True)
         self.held: str | None = None  # a tied matrix's gradient, between head and embedding
         self.passes = 0
         beside = workspace(builder, plan) + plan.model.most_saved_bytes(plan.workload.tokens, plan.workload.sequence, plan.workload.dtype)
         beside += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (self.decoder + self.vocabulary)
         self.logits = plan.workload.tokens * plan.model.vocabulary
-        builder.persistent("device.logits", "loss", max(LOGIT_BYTES * self.logits - beside, 0))
+        builder.persistent("device.logits", "loss", max(LOGIT_BYTES * self.logits - beside, 0), "workspace")
 
     def host_pass(self, bytes_: int, reads: Iterable[str], writes: Iterable[str]) -> None:
         """An elementwise pass of the host, all threads; `bytes_` read and written a parameter of the whole model."""
@@ -145,8 +154,8 @@ class Gathered(Offload):
         self.slots, self.freed = slots, freed
         self.loaded: dict[str, str] = {}  # what is in the decoder's slots, least recently used first
         self.kept: dict[str, str] = {}  # embedding and head stay from their first use to the end
-        builder.slots("device.gathered", slots, self.width * self.decoder)
-        builder.slots("device.gathered_vocabulary", 1 if plan.model.tied else 2, self.width * self.vocabulary)
+        builder.slots("device.gathered", slots, self.width * self.decoder, "weights", plan.workload.dtype)
+        builder.slots("device.gathered_vocabulary", 1 if plan.model.tied else 2, self.width * self.vocabulary, "weights", plan.workload.dtype)
 
     def on_device(self, layer: str, phase: str, micro: int) -> str:
         if self.stack[layer].kind != "decoder":
@@ -177,7 +186,7 @@ class Gathered(Offload):
 
 def bucket(builder: Builder, plan: Plan) -> None:
     """DeepSpeed's buffer in which gradients are reduced."""
-    builder.persistent("device.bucket", "reduce", _BUCKET * DTYPE_BYTES[plan.workload.dtype])
+    builder.persistent("device.bucket", "reduce", _BUCKET * DTYPE_BYTES[plan.workload.dtype], "gradients", plan.workload.dtype, staging=True)
 
 
 def lower_offload(plan: Plan, kind: type[Offload]) -> Schedule:

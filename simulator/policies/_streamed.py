@@ -26,13 +26,14 @@ class Streamed:
         self.clipping = Clipping(builder, plan, "host", "cpu", "cpu")
         decoder = max(layer.elements for layer in plan.model.decoders)
         others = [layer.elements for layer in self.stack.values() if layer.kind != "decoder"]
-        for suffix, size, weights, gradients, slabs in (
-            ("", decoder, knobs.weight_slots, knobs.gradient_slots, knobs.gradient_slabs),
-            ("_vocabulary", max(others), 1, 1, min(knobs.gradient_slabs, 1)),
+        for suffix, size, counts, names in (
+            ("", decoder, (knobs.weight_slots, knobs.gradient_slots, knobs.gradient_slabs), ("weight_slots", "gradient_slots", "gradient_slabs")),
+            ("_vocabulary", max(others), (1, 1, min(knobs.gradient_slabs, 1)), ("", "", "")),
         ):
-            builder.slots(f"device.weights{suffix}", weights, self.width * size)
-            builder.slots(f"device.gradients{suffix}", gradients, self.width * size)
-            builder.slots(f"host.slabs{suffix}", slabs, self.width * size)
+            dtype, bytes_ = plan.workload.dtype, self.width * size
+            builder.slots(f"device.weights{suffix}", counts[0], bytes_, "weights", dtype, knob=names[0])
+            builder.slots(f"device.gradients{suffix}", counts[1], bytes_, "gradients", dtype, knob=names[1])
+            builder.slots(f"host.slabs{suffix}", counts[2], bytes_, "gradients", dtype, staging=True, per_gpu=True, knob=names[2])
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
 

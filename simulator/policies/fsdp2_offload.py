@@ -29,8 +29,8 @@ _REDUCE_BYTES = 2 * (2 + 2) + (2 + 4)
 class _Sharded(Gathered):
     def __init__(self, builder: Builder, plan: Plan) -> None:
         super().__init__(builder, plan, {"weights": 4, "gradients": 4, "moments": 8}, 1, freed=True, landing_bytes=4)
-        builder.slots("device.shards", 1, 4 * self.decoder)
-        builder.slots("device.shards_vocabulary", 1, 4 * self.vocabulary)
+        builder.slots("device.shards", 1, 4 * self.decoder, "weights", "fp32", staging=True)
+        builder.slots("device.shards_vocabulary", 1, 4 * self.vocabulary, "weights", "fp32", staging=True)
         blocks = [4 * tensor.elements for layer in self.stack.values() for tensor in layer.tensors]
         rounding(builder, "weights", blocks)
         rounding(builder, "gradients", blocks)

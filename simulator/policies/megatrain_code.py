@@ -25,7 +25,7 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.policies._peers import rounding, workspace
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
 PREDICTION_ONLY = True
@@ -55,35 +55,37 @@ class _Code:
         self.builder = builder = Builder(plan.policy)
         self.stack, self.width = self.model.stack, DTYPE_BYTES[self.work.dtype]
         self.parameters = sum(layer.elements for layer in self.stack.values())
+        dtype, kinds = self.work.dtype, list[tuple[DataClass, BufferDtype, int]]()
+        kinds += [("weights", dtype, self.width), ("gradients", dtype, self.width), ("moments", "fp32", 8)]
         self.host = {
-            (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements)
-            for name, size in (("weights", self.width), ("gradients", self.width), ("moments", 8)) for layer in self.stack.values()
+            (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements, name, kind)
+            for name, kind, size in kinds for layer in self.stack.values()
         }  # fmt: skip
         layer = self.width * max(spec.elements for spec in self.model.decoders)
         others = {name: self.width * spec.elements for name, spec in self.stack.items() if spec.kind != "decoder"}
         self.flats = {str(index): self.host["weights", str(index)] for index in range(self.model.layers)}
         if ablation.copies:
-            self.flats = {name: builder.persistent("host.flats", name, layer) for name in self.flats}
+            self.flats = {name: builder.persistent("host.flats", name, layer, "weights", dtype, staging=True) for name in self.flats}
             rounding(builder, "weights", [layer] * self.model.layers)
-        self.device = {name: builder.persistent("device.vocabulary", name, size) for name, size in others.items()}
-        self.gradients = {name: builder.persistent("device.vocabulary_gradients", name, size) for name, size in others.items()}
-        builder.slots("host.gradient_slabs", ablation.slabs, layer)
-        builder.slots("host.gradient_slabs_vocabulary", 2, max(others.values()))
-        builder.persistent("host.spare_slabs", "", 2 * layer)
+        self.device = {name: builder.persistent("device.vocabulary", name, size, "weights", dtype) for name, size in others.items()}
+        self.gradients = {name: builder.persistent("device.vocabulary_gradients", name, size, "gradients", dtype) for name, size in others.items()}
+        builder.slots("host.gradient_slabs", ablation.slabs, layer, "gradients", dtype, staging=True)
+        builder.slots("host.gradient_slabs_vocabulary", 2, max(others.values()), "gradients", dtype, staging=True)
+        builder.persistent("host.spare_slabs", "", 2 * layer, "gradients", dtype, staging=True)
         rounding(builder, "slabs", [layer] * (ablation.slabs + 2) + [max(others.values())] * 2)
-        builder.slots("device.flats", ablation.buffers, layer)
-        builder.slots("device.templates", ablation.buffers, layer)
-        builder.slots("device.layer_gradients", 2, layer)
+        builder.slots("device.flats", ablation.buffers, layer, "weights", dtype, staging=True)
+        builder.slots("device.templates", ablation.buffers, layer, "weights", dtype)
+        builder.slots("device.layer_gradients", 2, layer, "gradients", dtype)
         hidden = self.work.tokens * self.model.hidden * self.width
         blocks = -(-self.model.layers // self.interval)
-        builder.slots("device.checkpoints", blocks + 1, hidden)
-        builder.slots("device.hidden", self.interval + 2, hidden)
+        builder.slots("device.checkpoints", blocks + 1, hidden, "hidden", dtype, scales_with_tokens=True)
+        builder.slots("device.hidden", self.interval + 2, hidden, "hidden", dtype, scales_with_tokens=True)
         saved = self.model.most_saved_bytes(self.work.tokens, self.work.sequence, self.work.dtype)
-        builder.slots("device.activations", 1, saved, dynamic=True)
+        builder.slots("device.activations", 1, saved, "activations", dynamic=True, scales_with_tokens=True)
         logits = self.width * self.work.tokens * self.model.vocabulary
         chunk = self.width * self.work.batch * min(_POSITIONS, self.work.sequence) * self.model.vocabulary
         beside = saved + workspace(builder, plan) + 2 * layer + self.interval * hidden  # of a block's backward, when the logits are gone
-        builder.persistent("device.logits", "loss", max(logits + 2 * chunk + self.device_bytes(self.model.head) - beside, 0))
+        builder.persistent("device.logits", "loss", max(logits + 2 * chunk + self.device_bytes(self.model.head) - beside, 0), "workspace")
         self.loaded = self.passes = 0
 
     def device_bytes(self, layer: str) -> int:
@@ -114,7 +116,7 @@ class _Code:
 
     def micro_batch(self, micro: int) -> None:
         builder, layers, head = self.builder, self.model.layers, self.model.head
-        tokens = builder.persistent("device.tokens", str(micro), 2 * 8 * self.work.tokens)
+        tokens = builder.persistent("device.tokens", str(micro), 2 * 8 * self.work.tokens, "tokens", scales_with_tokens=True)
         x, checkpoints = builder.acquire("device.checkpoints"), {}
         self.run("embed", "", "", micro, [self.device[EMBEDDING], tokens], [x])
         for index in range(layers):

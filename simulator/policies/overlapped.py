@@ -22,12 +22,14 @@ from collections.abc import Sequence
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
-from megatrain.simulator.policies._layerwise import compute, contributions, declare, gradient_bytes
+from megatrain.simulator.policies._layerwise import STATE, StateClass, compute, contributions, declare, gradient_bytes, gradient_dtype, state_bytes, state_dtype
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
+from megatrain.simulator.workload import Dtype
 
 PLACES = True
-STATE = ("weights", "low", "moments")
+UPDATED: tuple[StateClass, ...] = ("weights", "low", "moments")
+"""what an update changes"""
 
 
 class Overlapped:
@@ -36,55 +38,55 @@ class Overlapped:
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
-        self.state_bytes = {"weights": self.width, "low": 4 - self.width, "moments": 8}
         self.owes = owes(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
+        self.home: dict[tuple[StateClass, str], str] = {}  # (class, layer) -> the buffer that keeps it
         self.on_host = plan.placed("host_updated")
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
-        for name in ("weights", "low", "moments", "gradients"):
+        for name in STATE:
             resident = plan.placed(name) - self.on_host
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
-                size = self._bytes(name, layer)
+                size = state_bytes(plan, name, layer)
                 if size and (layer in placed or name != "gradients" or self.owes or contributions(plan, layer) > 1):
                     place = "device" if layer in resident else "host"
-                    self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements)
+                    dtype = state_dtype(plan, name, layer)
+                    self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements, name, dtype)
         self._make_slots()
         self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
         self.arrived = dict.fromkeys(self.stack, 0)
         self.updated: set[str] = set()
         self.pending: tuple[str, str] | None = None  # the layer whose update waits for the next one's weights to be on their way, and its gradient
 
-    def _bytes(self, name: str, layer: str) -> int:
-        """Bytes a parameter of a class of data."""
-        return gradient_bytes(self.plan, layer) if name == "gradients" else self.state_bytes[name]
-
-    def _streams(self, name: str, layer: str) -> bool:
+    def _streams(self, name: StateClass, layer: str) -> bool:
         return self.home.get((name, layer), "").startswith("host.")
 
     def _make_slots(self) -> None:
-        for name in ("weights", "low", "moments") + (("gradients",) if self.owes else ()):
+        for name in STATE if self.owes else UPDATED:
             streaming = {layer: spec for layer, spec in self.stack.items() if self._streams(name, layer) and layer not in self.on_host}
-            sizes = [self._bytes(name, layer) * min(self.chunk, spec.elements) for layer, spec in streaming.items()]
+            sizes = [state_bytes(self.plan, name, layer) * min(self.chunk, spec.elements) for layer, spec in streaming.items()]
+            dtypes = {state_dtype(self.plan, name, layer) for layer in streaming}
             if sizes:
-                self.builder.slots(f"device.{name}_chunks", self.plan.knobs.state_slots, max(sizes))
-        pools: dict[str, list[tuple[int, int]]] = {}
+                dtype = dtypes.pop() if len(dtypes) == 1 else "home"
+                self.builder.slots(f"device.{name}_chunks", self.plan.knobs.state_slots, max(sizes), name, dtype, chunk=True, knob="state_slots")
+        pools: dict[tuple[str, StateClass, Dtype, str], list[tuple[int, int]]] = {}
         for layer, spec in self.stack.items():
             decoder = spec.kind == "decoder"
             if self._streams("weights", layer):
-                pools.setdefault(self._weight_pool(layer), []).append((self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements))
+                kind: tuple[str, StateClass, Dtype, str] = (self._weight_pool(layer), "weights", self.plan.workload.dtype, "weight_slots" if decoder else "")
+                pools.setdefault(kind, []).append((self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements))
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
-                pools.setdefault(self._gradient_pool(layer), []).append((count, gradient_bytes(self.plan, layer) * spec.elements))
-        for pool, wanted in pools.items():
-            self.builder.slots(pool, max(count for count, _ in wanted), max(size for _, size in wanted))
+                kind = self._gradient_pool(layer), "gradients", gradient_dtype(self.plan, layer), "gradient_slots" if decoder else ""
+                pools.setdefault(kind, []).append((count, gradient_bytes(self.plan, layer) * spec.elements))
+        for (pool, name, dtype_, knob), wanted in pools.items():
+            self.builder.slots(pool, max(count for count, _ in wanted), max(size for _, size in wanted), name, dtype_, knob=knob)
 
     def _weight_pool(self, layer: str) -> str:
         return "device.streamed_weights" if self.stack[layer].kind == "decoder" else "device.streamed_vocabulary"
 
     def _gradient_pool(self, layer: str) -> str:
-        """`sums` are fp32: of several contributions."""
+        """Gradients of one contribution, and fp32 sums of several, have pools of their own."""
         name = "sums" if contributions(self.plan, layer) > 1 else "gradients"
         return f"device.streamed_{name}" if self.stack[layer].kind == "decoder" else f"device.streamed_{name}_vocabulary"
 
@@ -167,11 +169,11 @@ class Overlapped:
         if self.clipping.kind == "update":
             rows = self.clipping.rows(layer)
             for chunk in chunks:
-                gradient, moments = (f"{self.home[name, layer]}#{chunk[0]}" for name in ("gradients", "moments"))
+                gradient, moments = (f"{home}#{chunk[0]}" for home in (self.home["gradients", layer], self.home["moments", layer]))
                 self.clipping.ratios(layer, gradient, moments, rows, chunk)
             self.clipping.clip_by(layer, rows)
         for number, first, count in chunks:
-            homes = {name: f"{self.home[name, layer]}#{number}" for name in ("weights", "low", "moments", "gradients") if (name, layer) in self.home}
+            homes = {name: f"{self.home[name, layer]}#{number}" for name in STATE if (name, layer) in self.home}
             reads = [homes.pop("gradients"), self.clipping.factor(layer)]
             self.builder.op(OpId("cpu_update", layer, chunk=number), "cpu", reads, homes.values(), offset=first, parameters=count)
 
@@ -204,7 +206,7 @@ class Overlapped:
         from the slot `source` where they are on the device already. What its gradient is clipped by is to be found first unless it is `measured`:
         from moments that are in one buffer, or in the slots of all chunks, which there are enough of.
         """
-        streamed = [name for name in (*STATE, "gradients") if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
+        streamed = [name for name in STATE if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
         chunks: Sequence[tuple[int | None, int, int]] = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
         update = _Update(self, layer, gradient, copy_to, source, streamed)
         if not measured and self.clipping.kind == "update" and "moments" in streamed:
@@ -238,16 +240,16 @@ class Overlapped:
 class _Update:
     """AdamW on one layer by the device: the ops of each of its chunks, (number, first parameter, how many)."""
 
-    def __init__(self, storage: Overlapped, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[str]) -> None:
+    def __init__(self, storage: Overlapped, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[StateClass]) -> None:
         self.storage, self.builder, self.layer, self.gradient, self.copy_to, self.source = storage, storage.builder, layer, gradient, copy_to, source
-        self.home = {name: storage.home[name, layer] for name in (*STATE, "gradients") if (name, layer) in storage.home}
-        self.streamed, self.classes = streamed, [name for name in STATE if name in self.home]
+        self.home = {name: storage.home[name, layer] for name in STATE if (name, layer) in storage.home}
+        self.streamed, self.classes = streamed, [name for name in UPDATED if name in self.home]
 
-    def _sizes(self, names: list[str], chunk: tuple[int | None, int, int]) -> dict[str, int]:
+    def _sizes(self, names: Sequence[StateClass], chunk: tuple[int | None, int, int]) -> dict[str, int]:
         _, first, count = chunk
-        return {"offset": first, "parameters": count, "bytes": count * sum(self.storage._bytes(name, self.layer) for name in names)}
+        return {"offset": first, "parameters": count, "bytes": count * sum(state_bytes(self.storage.plan, name, self.layer) for name in names)}
 
-    def load(self, chunk: tuple[int | None, int, int]) -> dict[str, str]:
+    def load(self, chunk: tuple[int | None, int, int]) -> dict[StateClass, str]:
         """Class of data -> the slot that holds what streams of it, on its way up; the weights are not where they come from `source`."""
         slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in self.streamed}
         up = [name for name in self.streamed if not (name == "weights" and self.source)]
@@ -256,7 +258,7 @@ class _Update:
             self.builder.op(OpId("load_state", self.layer, chunk=chunk[0]), "h2d", reads, writes, **self._sizes(up, chunk))
         return slots
 
-    def apply(self, chunk: tuple[int | None, int, int], slots: dict[str, str]) -> None:
+    def apply(self, chunk: tuple[int | None, int, int], slots: dict[StateClass, str]) -> None:
         """The update, and the way back of what streams."""
         number, first, count = chunk
         old = [self.source] if self.source and "weights" in self.streamed else []

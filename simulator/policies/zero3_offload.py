@@ -36,7 +36,7 @@ class _Stage3(Gathered):
         rounding(builder, "gradients", [width * self.parameters])
         rounding(builder, "gradients_fp32", [4 * size for size in self._subgroups()])
         built = whole_blocks(width * tensor.elements for layer in stack.values() for tensor in layer.tensors)
-        builder.persistent("host.initial", "weights", built)
+        builder.persistent("host.initial", "weights", built, "weights", "mixed")
         self.clipped = plan.workload.clipping == "global"
 
     def _subgroups(self) -> list[int]:

@@ -29,7 +29,9 @@ class _Stage2(Offload):
         bucket(builder, plan)
         rounding(builder, "gradients", [4 * self.parameters])
         rounding(builder, "master", [4 * self.parameters])
-        self.device = {name: builder.persistent("device.weights", name, self.width * layer.elements) for name, layer in self.stack.items()}
+        self.device = {
+            name: builder.persistent("device.weights", name, self.width * layer.elements, "weights", plan.workload.dtype) for name, layer in self.stack.items()
+        }
 
     def on_device(self, layer: str, phase: str, micro: int) -> str:
         return self.device[layer]

@@ -31,7 +31,12 @@ SLOT = "device.weights:0"
 @pytest.fixture
 def slot() -> Iterator[Arenas]:
     """One slot of 1 MiB."""
-    arenas = Arenas(Schedule(policy="test", buffers=(Buffer(id=SLOT, bytes=2**20),), ops=()), CPU, device_limit_bytes=2**22, host_limit_bytes=1)
+    arenas = Arenas(
+        Schedule(policy="test", buffers=(Buffer(id=SLOT, bytes=2**20, data="attention", dtype="mixed"),), ops=()),
+        CPU,
+        device_limit_bytes=2**22,
+        host_limit_bytes=1,
+    )
     yield arenas
     arenas.close()
 

@@ -87,7 +87,9 @@ def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> An
     layer, largest = plan.model.stack["0"], 2**16
     sizes = {f"{place}.{what}:0": largest for place in ("host", "device") for what in ("weights", "gradients")}
     sizes["device.layer:0"] = 4 * layer.elements
-    schedule = Schedule(policy="rates", buffers=tuple(Buffer(id=name, bytes=size, persistent=True) for name, size in sizes.items()), ops=())
+    schedule = Schedule(
+        policy="rates", buffers=tuple(Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True) for name, size in sizes.items()), ops=()
+    )
     arenas, chunks = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62), ChunkUpdates(2**11, torch.float32, 1)
     yield Templates(plan.model, plan.workload, config_of(plan.model), device), arenas, layer, largest, chunks.in_turn()
     chunks.close()

@@ -17,10 +17,10 @@ from megatrain.simulator.plan import Placement, Plan
 
 ALL = {"placement": Placement(host_updated="all")}
 PLANS = [
-    ("overlapped", ALL, {"device.norm:clip": "C"}),
+    ("overlapped", ALL, {"device.clips:all": "C"}),
     ("overlapped", ALL | {"clipping": "layer", "layers": 2}, {f"device.clips:{layer}": f"C{layer}" for layer in "eh01"}),
     ("overlapped", ALL | {"clipping": "update"}, {"device.losses:0": "H.m0"}),
-    ("overlapped", ALL | {"clipping": "none"}, {"device.norm:clip": "C"}),
+    ("overlapped", ALL | {"clipping": "none"}, {"device.clips:all": "C"}),
     ("double_buffer", {"accumulation": 2}, {"device.losses:0": "H.m0", "device.losses:1": "H.m1"}),
     ("resident", {}, {}),
 ]

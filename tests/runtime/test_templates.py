@@ -24,7 +24,7 @@ SLOTS = ("device.weights:0", "device.weights:1")
 @pytest.fixture
 def slots() -> Iterator[Arenas]:
     """Two slots of 1 MiB in one arena."""
-    buffers = tuple(Buffer(id=slot, bytes=2**20) for slot in SLOTS)
+    buffers = tuple(Buffer(id=slot, bytes=2**20, data="weights", dtype="bf16") for slot in SLOTS)
     arenas = Arenas(Schedule(policy="test", buffers=buffers, ops=()), CPU, device_limit_bytes=2**22, host_limit_bytes=1)
     yield arenas
     arenas.close()

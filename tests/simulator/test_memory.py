@@ -24,10 +24,10 @@ from megatrain.simulator.workload import Workload
 SCHEDULE = Schedule(
     policy="test",
     buffers=(
-        Buffer(id="host.weights:0", bytes=5000, persistent=True),
-        Buffer(id="device.weights:0", bytes=300),
-        Buffer(id="device.weights:1", bytes=300),
-        Buffer(id="device.activations:0", bytes=10_000, dynamic=True),
+        Buffer(id="host.weights:0", bytes=5000, data="weights", dtype="bf16", persistent=True),
+        Buffer(id="device.weights:0", bytes=300, data="weights", dtype="bf16", knob="weight_slots"),
+        Buffer(id="device.weights:1", bytes=300, data="weights", dtype="bf16", knob="weight_slots"),
+        Buffer(id="device.activations:0", bytes=10_000, data="activations", dtype="mixed", dynamic=True, knob="checkpoint_interval"),
     ),
     ops=(
         Op(id="W0", lane="h2d", writes=("device.weights:0",), acquires=("device.weights:0",)),
@@ -142,7 +142,9 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
     assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
     assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
     assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
-    updating = msgspec.structs.replace(SCHEDULE, buffers=(*SCHEDULE.buffers, Buffer(id="device.moments:0", bytes=8, persistent=True)))
+    updating = msgspec.structs.replace(
+        SCHEDULE, buffers=(*SCHEDULE.buffers, Buffer(id="device.moments:0", bytes=8, data="moments", dtype="fp32", persistent=True))
+    )
     assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
 
 

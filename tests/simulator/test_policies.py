@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.order import Order
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.schedule import Order, Schedule, ScheduleError, whole
+from megatrain.simulator.schedule import Schedule, ScheduleError, whole
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.workload import Clipping
 

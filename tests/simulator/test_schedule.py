@@ -149,10 +149,15 @@ def test_sequential_keeps_no_dependency_in_vain(make_plan: Callable[..., Plan], 
         assert not order.precedes(place[gone], place[op])
 
 
-BUFFERS = (Buffer(id="host.weights:0", bytes=64, persistent=True), Buffer(id="device.weights:0", bytes=64), Buffer(id="device.hidden:0", bytes=64))
+BUFFERS = (
+    Buffer(id="host.weights:0", bytes=64, data="weights", dtype="bf16", persistent=True),
+    Buffer(id="device.weights:0", bytes=64, data="weights", dtype="bf16"),
+    Buffer(id="device.hidden:0", bytes=64, data="hidden", dtype="bf16"),
+    Buffer(id="device.input:0", bytes=64, data="hidden", dtype="bf16", persistent=True),
+)
 LOAD = Op(id="W0.c0", lane="h2d", reads=("host.weights:0",), writes=("device.weights:0",), acquires=("device.weights:0",), bytes=64)
 USE = Op(
-    id="F0.m0", lane="compute", after=("W0.c0",), reads=("device.weights:0",), writes=("device.hidden:0",),
+    id="F0.m0", lane="compute", after=("W0.c0",), reads=("device.weights:0", "device.input:0"), writes=("device.hidden:0",),
     acquires=("device.hidden:0",), releases=("device.weights:0", "device.hidden:0"),
 )  # fmt: skip
 AGAIN = Op(
@@ -223,13 +228,13 @@ def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
 def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
     """The slot is released by an op that nothing orders behind the reader: the next to take it must wait for both."""
     reader = but(USE, releases=("device.hidden:0",))
-    other = Op(id="G0.c0", lane="d2h", after=("W0.c0",), reads=("device.weights:0",), writes=("host.gradients:0",), releases=("device.weights:0",))
-    again = Op(id="W1.c0", lane="h2d", after=("G0.c0",), reads=("host.weights:0",), writes=("device.weights:0",), acquires=("device.weights:0",))
-    end = Op(id="G1.c0", lane="d2h", after=("W1.c0",), reads=("device.weights:0",), writes=("host.gradients:0",), releases=("device.weights:0",))
-    buffers = (*BUFFERS, Buffer(id="host.gradients:0", bytes=64, persistent=True))
+    other = Op(id="S0.c0", lane="d2h", after=("W0.c0",), reads=("device.weights:0",), writes=("host.copies:1",), releases=("device.weights:0",))
+    again = Op(id="W1.c0", lane="h2d", after=("S0.c0",), reads=("host.weights:0",), writes=("device.weights:0",), acquires=("device.weights:0",))
+    end = Op(id="S1.c0", lane="d2h", after=("W1.c0",), reads=("device.weights:0",), writes=("host.copies:1",), releases=("device.weights:0",))
+    buffers = (*BUFFERS, Buffer(id="host.copies:1", bytes=64, data="weights", dtype="bf16", persistent=True))
     with pytest.raises(ScheduleError, match=r"race on device\.weights:0: nothing orders F0\.m0 before W1\.c0"):
         schedule_of(LOAD, reader, other, again, end, buffers=buffers).check()
-    schedule_of(LOAD, reader, other, but(again, after=("G0.c0", "F0.m0")), end, buffers=buffers).check()
+    schedule_of(LOAD, reader, other, but(again, after=("S0.c0", "F0.m0")), end, buffers=buffers).check()
 
 
 @settings(max_examples=40)

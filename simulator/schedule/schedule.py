@@ -1,204 +1,19 @@
-"""Schedule: the one program that the simulator plays and the runtime executes.
-
-Ops stand in program order. Each belongs to a lane; a lane runs its ops one at a time, in that order. An op starts when its lane
-reaches it and all of its dependencies have ended. It names the buffers that it reads and writes, in the order that its kind fixes
-(the table below), and those whose hold begins (`acquires`) or ends (`releases`) with it. It has sizes, never a duration.
-
-| kind | reads | writes |
-|---|---|---|
-| load_weights (h2d) | host weights | weight slot |
-| embed | embedding weights, tokens | hidden |
-| forward | weights, hidden | hidden |
-| head | head weights, hidden, tokens | gradient of the weights, gradient of hidden, loss |
-| loss | head weights, hidden, tokens | loss |
-| recompute | weights, hidden[, attention] | saved activations[, hidden] |
-| backward | weights, saved activations, hidden, gradient of the output[, attention] | gradient of the weights, gradient of the input |
-| embed_backward | tokens, gradient of hidden | gradient of the weights |
-| save_gradients (d2h) | device gradient | host slab or host gradient |
-| accumulate_gradients (cpu) | slab | host gradient |
-| load_second (h2d) | host moments | a chunk of moments, of which only the second is loaded |
-| norm | gradient | the layer's sum of squares |
-| ratios | gradient, moments | sums of g^2 / v by 64 elements, v the second moment after this step |
-| clip | every sum of squares, every loss | the clip coefficient, NaN where one of them is not finite |
-| clip of a layer | its sum of squares or its sums of g^2 / v, every loss | its coefficient, or its tensors' learning rate factors, likewise |
-| update, cpu_update | gradient, clip coefficient or factors[, weights] | weights[, low plane], moments[, weight slot] |
-| load_state (h2d), save_state (d2h) | one buffer per class | the same classes elsewhere |
-| load_gradients (h2d) | host gradient | device gradient |
-| save_activations (d2h), load_activations (h2d) | hidden | hidden |
-
-and, in schedules of other systems, which are only for prediction, so what they read and write is in no fixed order:
-
-| kind | what its bytes are |
-|---|---|
-| cpu_adam (cpu) | read and written by a fused, vectorised AdamW of the host |
-| host_pass (cpu) | read and written by an elementwise pass of all the host's threads: copying, scaling, zeroing |
-| thread_pass (cpu) | the same by one thread |
-| device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
-
-A forward that also writes saved activations keeps them for its backward. One that also writes attention, in `device.attention`, keeps that layer's attention
-output and log-sum-exp: its recompute takes them instead of computing them, and its backward needs them. An update does nothing where its coefficient is NaN;
-one that also reads weights takes the old ones from there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its
-gradient *and reads it* adds to what is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the
-whole overlaps every part.
-"""
+"""Schedule: one optimizer step as a program of ops over buffers."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import itertools
-import re
 from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
 from megatrain.simulator.order import Order
-
-LANES = ("compute", "update", "h2d", "d2h", "cpu")
-"""FIFO queues: three or four CUDA streams and one host thread."""
-
-CODES = {
-    "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "HL": "loss", "R": "recompute", "B": "backward", "EB": "embed_backward",
-    "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations",
-    "A": "accumulate_gradients", "N": "norm", "Q": "ratios", "LV": "load_second", "C": "clip", "U": "update", "UC": "cpu_update",
-    "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",
-}  # fmt: skip
-_CODE_OF = {kind: code for code, kind in CODES.items()}
-KEPT = "-kept"
-"""what the layer's part of `Op.shape` ends with where a recompute need not compute the attention"""
-_ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
-
-
-def is_kept(shape: str) -> bool:
-    """Of a recompute that need not compute the attention.
-
-    >>> is_kept("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
-    True
-    """
-    return shape.partition("/")[0].endswith(KEPT)
-
-
-class ScheduleError(ValueError):
-    """The schedule breaks one of its rules; the text names the ops and the buffer."""
-
-
-class OpId(NamedTuple):
-    """What an op id says: `W12b.m0.c3` is chunk 3 of loading layer 12's weights for the backward pass of micro-batch 0.
-
-    Phases: `f` forward, `r` recompute, `b` backward, `h` head (where it uses the tied embedding's layer).
-    """
-
-    kind: str
-    layer: str = ""
-    phase: str = ""
-    micro: int | None = None
-    chunk: int | None = None
-
-    def __str__(self) -> str:
-        kind, layer, phase, micro, chunk = self
-        text = f"{_CODE_OF[kind]}{layer}{phase}"
-        if micro is not None:
-            text += f".m{micro}"
-        return text if chunk is None else f"{text}.c{chunk}"
-
-
-def whole(name: str) -> str:
-    """The buffer that `name` is, or is a part of.
-
-    >>> whole("host.moments:12#3"), whole("device.weights:0")
-    ('host.moments:12', 'device.weights:0')
-    """
-    return name.partition("#")[0]
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def parse_id(text: str) -> OpId:
-    """The parts of an op id. Raises ScheduleError for a text that is none.
-
-    >>> parse_id("W12b.m0.c3")
-    OpId(kind='load_weights', layer='12', phase='b', micro=0, chunk=3)
-    >>> str(parse_id("Geh.m1.c0"))
-    'Geh.m1.c0'
-    """
-    match = _ID.fullmatch(text)
-    if match is None or match["code"] not in CODES:
-        raise ScheduleError(f"op id {text!r}: want CODE[LAYER][PHASE][.mMICRO][.cCHUNK] with a code of {', '.join(CODES)}")
-    number = {key: None if match[key] is None else int(match[key]) for key in ("micro", "chunk")}
-    return OpId(CODES[match["code"]], match["layer"] or "", match["phase"] or "", number["micro"], number["chunk"])
-
-
-class Buffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory with a name, `PLACE.POOL:KEY`: `device.weights:0` is a slot, `host.moments:12` is layer 12's own."""
-
-    id: str
-    bytes: int
-    persistent: bool = False
-    """holds state from step to step (never acquired or released); otherwise a slot, free at both ends of a step"""
-    dynamic: bool = False
-    """allocated by the framework while a layer runs (saved activations), not by the plan"""
-
-    @property
-    def place(self) -> str:
-        """`device` or `host`."""
-        return self.id.partition(".")[0]
-
-    @property
-    def allocated(self) -> int:
-        """Bytes it takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device."""
-        unit = 4096 if self.id.startswith("host.") else 256
-        return -(-self.bytes // unit) * unit
-
-    @property
-    def pool(self) -> str:
-        return self.id.partition(":")[0]
-
-
-class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One unit of work on one lane."""
-
-    id: str
-    lane: str
-    after: tuple[str, ...] = ()
-    """ids of ops of other lanes that must end first; order inside a lane needs none"""
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    acquires: tuple[str, ...] = ()
-    releases: tuple[str, ...] = ()
-    offset: int = 0
-    """of a copy: first byte; of an op on optimizer state: first parameter"""
-    bytes: int = 0
-    """of a copy: how many; of a pass: read and written"""
-    parameters: int = 0
-    """of an op on optimizer state, or elementwise: how many parameters, padding included"""
-    flops: int = 0
-    """of a compute op"""
-    elements: int = 0
-    """of a compute op without FLOPs, the embedding's: elements moved"""
-    shape: str = ""
-    """of a compute op: key into a calibrated cost table"""
-
-    @property
-    def kind(self) -> str:
-        return parse_id(self.id).kind
-
-    @property
-    def layer(self) -> str:
-        return parse_id(self.id).layer
-
-    @property
-    def buffers(self) -> tuple[str, ...]:
-        return self.reads + self.writes
-
-    @property
-    def amount(self) -> int:
-        """What a compute op's duration is proportional to among its like: FLOPs, or elements moved."""
-        return self.flops or self.elements
-
-    @property
-    def adds(self) -> bool:
-        """It adds to what stands in its target."""
-        return any(buffer in self.reads for buffer in self.writes)
+from megatrain.simulator.schedule.buffer import FLAGS, Buffer
+from megatrain.simulator.schedule.op import LANES, Op, ScheduleError, parse_id, whole
+from megatrain.simulator.schedule.operands import OPERANDS, check_buffer, check_operands
 
 
 class Compiled(NamedTuple):
@@ -234,6 +49,16 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def buffer(self) -> dict[str, Buffer]:
         return {buffer.id: buffer for buffer in self.buffers}
+
+    @functools.cached_property
+    def state(self) -> dict[tuple[str, str], str]:
+        """(class of data, layer or micro-batch) -> the id of the persistent buffer that holds it."""
+        return {(buffer.data, buffer.key): buffer.id for buffer in self.buffers if buffer.persistent}
+
+    def dtype_of(self, name: str, layer: str) -> str:
+        """The dtype of the data of `layer` in the buffer `name`, or in the buffer that `name` is a part of."""
+        buffer = self.buffer[whole(name)]
+        return self.buffer[self.state[buffer.data, layer]].dtype if buffer.dtype == "home" else buffer.dtype
 
     @functools.cached_property
     def lanes(self) -> dict[str, tuple[Op, ...]]:
@@ -284,10 +109,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def to_text(self) -> str:
         """One line per buffer and per op; `from_text` reads it back."""
         lines = [f"schedule {self.policy}"]
-        lines += [
-            " ".join(["buffer", buffer.id, str(buffer.bytes), *(flag for flag in ("persistent", "dynamic") if getattr(buffer, flag))])
-            for buffer in self.buffers
-        ]
+        for buffer in self.buffers:
+            words = ["buffer", buffer.id, str(buffer.bytes), buffer.data, buffer.dtype, *(flag for flag in FLAGS if getattr(buffer, flag))]
+            lines.append(" ".join(words + ([f"knob={buffer.knob}"] if buffer.knob else [])))
         for op in self.ops:
             line = f"{op.id} {op.lane}"
             for field, names in (("after", op.after), ("reads", op.reads), ("writes", op.writes), ("acquires", op.acquires), ("releases", op.releases)):
@@ -314,7 +138,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for line in lines:
             name, second, *rest = line.split()
             if name == "buffer" and rest:
-                buffers.append(Buffer(id=second, bytes=int(rest[0]), persistent="persistent" in rest, dynamic="dynamic" in rest))
+                size, data, dtype, *flags = rest
+                knob = "".join(flag.removeprefix("knob=") for flag in flags if flag.startswith("knob="))
+                set_flags = {flag: True for flag in flags if not flag.startswith("knob=")}
+                buffers.append(msgspec.convert({"id": second, "bytes": int(size), "data": data, "dtype": dtype, "knob": knob, **set_flags}, Buffer))
                 continue
             words = (word.split("=", 1) for word in rest)
             fields = {key: tuple(value.split(",")) if key in _LISTS else int(value) if key in _NUMBERS else value for key, value in words}
@@ -324,11 +151,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def check(self) -> None:
         """Proves the schedule sound or raises ScheduleError: ids unique and parseable, dependencies earlier in program order (so acyclic
         and without deadlock on FIFO lanes), any two ops that touch one buffer, one of them writing, ordered by dependencies (so
-        no race is possible, whatever the durations), slots held by one user at a time and all released at the end.
+        no race is possible, whatever the durations), slots held by one user at a time and all released at the end. In a schedule that
+        this runtime can execute, also that every operand holds the data that its op takes, in the right dtype and number of bytes.
         """
-        if len(self.buffer) != len(self.buffers):
-            ids = [buffer.id for buffer in self.buffers]
-            raise ScheduleError(f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id")
+        self._check_buffers()
         order = Order()
         place: dict[str, int] = {}
         held: set[str] = set()
@@ -341,6 +167,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if dependency not in place:
                     raise ScheduleError(f"{op.id}: depends on {dependency}, which does not stand before it")
             place[op.id] = index
+            for name in map(whole, op.buffers):
+                if name not in self.buffer:
+                    raise ScheduleError(f"{op.id}: unknown buffer {name}")
+            if self.is_typed:
+                check_operands(op, self.buffer, self.dtype_of)
             earlier = order.touch(op.lane, op.reads, op.writes)
             order.add(op.lane, [place[other] for other in op.after])
             for other in earlier:
@@ -350,6 +181,26 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if held:
             raise ScheduleError(f"never released: {', '.join(sorted(held))}")
 
+    def _check_buffers(self) -> None:
+        """Ids are unique, a pool holds one class of data, and so does each layer's state."""
+        if len(self.buffer) != len(self.buffers):
+            ids = [buffer.id for buffer in self.buffers]
+            raise ScheduleError(f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id")
+        pools: dict[str, Buffer] = {}
+        for buffer in self.buffers:
+            first = pools.setdefault(buffer.pool, buffer)
+            if buffer.data != first.data:
+                raise ScheduleError(f"{buffer.id} holds {buffer.data} and {first.id} {first.data}: the buffers of a pool hold one class of data")
+            if self.is_typed:
+                check_buffer(buffer)
+                if buffer.persistent and self.state[buffer.data, buffer.key] != buffer.id:
+                    raise ScheduleError(f"{buffer.id} and {self.state[buffer.data, buffer.key]}: two persistent buffers hold the same data")
+
+    @functools.cached_property
+    def is_typed(self) -> bool:
+        """Every op has operands in the order of the table above. Ops of other systems, which are only for prediction, do not."""
+        return all(op.kind in OPERANDS for op in self.ops)
+
     def _check_holds(self, op: Op, held: set[str]) -> None:
         """A slot has one user at a time in program order. That those before have ended follows from the next one's first op writing it."""
         for slot in op.acquires:
@@ -357,8 +208,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise ScheduleError(f"{op.id}: acquires {slot}, which is {'held' if slot in held else 'not written by it'}")
             held.add(slot)
         for name in map(whole, op.buffers):
-            if name not in self.buffer:
-                raise ScheduleError(f"{op.id}: unknown buffer {name}")
             if not self.buffer[name].persistent and name not in held:
                 raise ScheduleError(f"{op.id}: touches {name}, which nothing holds")
         for slot in op.releases:

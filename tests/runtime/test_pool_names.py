@@ -1,0 +1,38 @@
+"""The trained bits do not depend on the names of pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pool_names import with_other_pool_names
+
+from megatrain.runtime import executor as module
+from megatrain.simulator import policies
+from megatrain.simulator.plan import Placement, Plan
+
+MIXED = Placement(weights="0-1", moments="0", gradients="1", stored="3", attention="2", parked="0-1", host_updated="1")
+CASES = [
+    *((policy, {}) for policy in policies.names()),
+    ("k_buffer", {"accumulation": 2, "clipping": "update"}),
+    ("overlapped", {"placement": MIXED, "accumulation": 2}),
+    ("overlapped", {"placement": MIXED, "tied": True}),
+    ("overlapped", {"clipping": "update", "tied": True}),
+    ("overlapped", {"clipping": "layer", "accumulation": 2, "dtype": "fp32"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "changes"), CASES, ids=str)
+def test_bits_are_the_same(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    policy: str, changes: dict[str, Any],
+) -> None:  # fmt: skip
+    plan = executable(policy, **changes)
+    with session(plan) as running:
+        expected = running.bits(), running.executor.evaluate(running.batches(9)).loss
+    flush, evaluation = policies.drain(plan), policies.evaluation(plan)
+    monkeypatch.setattr(module, "drain", lambda _: flush and with_other_pool_names(flush))
+    monkeypatch.setattr(module, "evaluation", lambda _: with_other_pool_names(evaluation))
+    with session(plan, schedule=with_other_pool_names(policies.lower(plan))) as running:
+        assert (running.bits(), running.executor.evaluate(running.batches(9)).loss) == expected
