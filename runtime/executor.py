@@ -32,7 +32,7 @@ from megatrain.runtime.memory.out_of_memory import out_of_memory
 from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import drain, evaluation, executable
+from megatrain.simulator.policies import evaluation, executable, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
 from megatrain.simulator.timeline import Span, Timeline
 
@@ -100,7 +100,7 @@ class Executor:
         self.plan, self.settings, self.device = plan, settings, device
         self.schedule = schedule or executable(plan)
         refuse_attention(plan, device)
-        self._drain = drain(plan)
+        self._flush = flush_update(plan)
         clips = any(op.kind == "clip" for op in self.schedule.ops)  # not where compute alone is timed, as a ceiling
         self._clipping = plan.workload.clipping if clips else "none"
         self._state = StepState()
@@ -177,11 +177,11 @@ class Executor:
         others may be updated. Without clipping only losses are looked at.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
-        seen = self._checksum() if deterministic and not self._drain else None
+        seen = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
         with self._steadiness.step(alike=all(batch.documents is None for batch in batches)):
             self._take(batches)
-            self._state.update_at, self._owed = (self._owed, None) if self._drain else ((rate, number), None)
+            self._state.update_at, self._owed = (self._owed, None) if self._flush else ((rate, number), None)
             timeline = self._play(self._step)
             loss, norm = self._read_loss(), self._read_norm()
         seconds = time.perf_counter() - begin
@@ -189,8 +189,8 @@ class Executor:
         if left or not all(value is None or math.isfinite(value) for value in (loss, norm)):
             where = f", layers not updated: {', '.join(left)}" if left else ""
             raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower the learning rate or look at the data")
-        self._owed = (rate, number) if self._drain else None
-        return StepResult(loss, norm, seconds, timeline, self._checksum() if deterministic and self._drain else seen)
+        self._owed = (rate, number) if self._flush else None
+        return StepResult(loss, norm, seconds, timeline, self._checksum() if deterministic and self._flush else seen)
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """The loss of `accumulation` micro-batches, forward only, by the weights that every step so far makes: an owed update is applied first.
@@ -199,27 +199,27 @@ class Executor:
         routers' balancing loss where the model has one: here it is left out, as the language model's loss is what is compared. It may be infinite or NaN.
         Raises LaneError with the op's name where one fails, UserError where it was for want of memory.
         """
-        self.drain()
+        self.flush_update()
         program = self._beside("evaluation", lambda: evaluation(self.plan))
         begin = time.perf_counter()
         labelled = self._take(batches)
         timeline = self._play(program)
         return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
 
-    def drain(self) -> None:
+    def flush_update(self) -> None:
         """Applies the update that the last step owes, if any. `state`, `memory`, `checksum` and `evaluate` do so themselves.
 
         The next step then finds its update applied already. It computes the same bits, but that update no longer overlaps its forward pass.
         """
-        owed = self._drain
+        owed = self._flush
         if owed is None or self._owed is None:
             return
         self._state.update_at, self._owed = self._owed, None
-        self._play(self._beside("drain", lambda: owed))
+        self._play(self._beside("flush_update", lambda: owed))
 
     def memory(self) -> Arenas:
         """The pools, with the update that the last step owes applied. The only way in from outside: what it gives is right until the next step."""
-        self.drain()
+        self.flush_update()
         return self._arenas
 
     @property
@@ -233,7 +233,7 @@ class Executor:
 
     def checksum(self) -> int:
         """The checksum of all weights after every step so far (`checksum.py`)."""
-        self.drain()
+        self.flush_update()
         return self._checksum()
 
     def _checksum(self) -> int:

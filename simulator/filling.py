@@ -71,7 +71,7 @@ class Filling:
     """Ways to fill the device's memory for one model and workload."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
-        self.costs, self.owes = costs, policies.owes(plan)
+        self.costs, self.owes = costs, policies.defers_update(plan)
         self._accounts: dict[tuple[Knobs, int, int], Account] = {}
         self.keeping = [layer.name for layer in plan.model.decoders if self._keeping_pays(plan, layer.name)]
         layers = list(plan.model.stack)

@@ -62,7 +62,7 @@ class PlacementSearch:
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
         room = 2 ** (int(_STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)).bit_length() - 1)
         usual = max(min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK)
-        self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS, weights_ahead=int(not policies.owes(plan))), costs
+        self.plan, self.costs = varied(plan, chunk_bytes=usual, state_slots=_STATE_SLOTS, weights_ahead=int(not policies.defers_update(plan))), costs
         self.filling, self.least = Filling(plan, costs), Least(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
         self._times: dict[Knobs, float] = {}

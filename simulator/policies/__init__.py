@@ -1,99 +1,139 @@
-"""Scheduling policies: each public module of this folder is one, and has `lower(plan) -> Schedule`.
+"""Scheduling policies: how one optimizer step is ordered.
 
-A policy writes an optimizer step as a sequential program over buffers; the builder derives the dependencies, lanes and slots give
-the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md). One whose module says `PREDICTION_ONLY = True` is another
-system's: it can be simulated and compared, not executed. One that says `DOMINATED_BY = NAME` is a yardstick: planned only when asked for. `PLACES = True` says that it obeys
-the placement of weights, gradients and optimizer state.
+A policy writes a step as a sequential program over buffers. The builder derives the dependencies;
+lanes and slots give the overlap. `Policy` is the interface and `registry.py` finds policies by name.
+The functions below take a plan and ask the policy that it names.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 
 import msgspec
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._evaluation import forward_only
+from megatrain.simulator.policies.policy import Policy
+from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
+
+__all__ = [
+    "Policy",
+    "contenders",
+    "defers_update",
+    "dominated_by",
+    "evaluation",
+    "executable",
+    "find",
+    "flush_update",
+    "is_prediction_only",
+    "lower",
+    "lower_anew",
+    "names",
+    "outline",
+    "peers",
+    "places",
+    "verified",
+]
 
 
 def names() -> list[str]:
-    """Every policy that the runtime executes."""
-    return [name for name in _all() if not is_prediction_only(name)]
+    """Every registered policy that the runtime executes."""
+    return [name for name in registered() if not find(name).prediction_only]
 
 
 def contenders() -> list[str]:
-    """Those of `names` among which the fastest is."""
-    return [name for name in names() if not dominated_by(name)]
-
-
-def dominated_by(name: str) -> str:
-    """The policy that can do all that this one can; empty where there is none."""
-    return str(getattr(importlib.import_module(f"{__name__}.{name}"), "DOMINATED_BY", ""))
+    """The policies of `names` that no other one dominates: the fastest plan is one of theirs."""
+    return [name for name in names() if not find(name).dominated_by]
 
 
 def peers() -> list[str]:
-    """Every policy that is only for prediction: what other systems do."""
-    return [name for name in _all() if is_prediction_only(name)]
+    """Every registered policy of another system, which is only for prediction."""
+    return [name for name in registered() if find(name).prediction_only]
 
 
-def _all() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+def dominated_by(name: str) -> str:
+    """The policy that can do all that `name` can; empty where there is none."""
+    return find(name).dominated_by
 
 
 def is_prediction_only(name: str) -> bool:
-    """Of a policy that there is."""
-    return bool(getattr(importlib.import_module(f"{__name__}.{name}"), "PREDICTION_ONLY", False))
+    """Whether the policy is another system's and cannot be executed."""
+    return find(name).prediction_only
 
 
 def places(name: str) -> bool:
-    """The policy keeps each layer's data where the plan's placement says."""
-    return bool(getattr(importlib.import_module(f"{__name__}.{name}"), "PLACES", False))
+    """Whether the policy keeps each layer's state where the plan's placement says."""
+    return find(name).places_state
 
 
 def lower(plan: Plan) -> Schedule:
-    """The schedule of `plan` under its policy. Raises UserError for an unknown policy or a knob that the policy cannot use."""
-    if plan.policy not in _all():
-        raise UserError("plan: policy", found=repr(plan.policy), allowed=", ".join((*names(), *peers())), fix="name one of these")
-    return _lowered(msgspec.structs.replace(plan, digest="", prediction=None, device_limit_bytes=1, host_limit_bytes=1))
+    """The schedule of `plan` under its policy.
+
+    Raises UserError for an unknown policy, for a plan that the policy refuses, and with the policy's
+    name where the policy itself fails.
+    """
+    find(plan.policy)
+    blank = msgspec.structs.replace(plan, digest="", prediction=None, device_limit_bytes=1, host_limit_bytes=1)
+    return _lowered(blank)
 
 
 @functools.lru_cache(maxsize=2)
 def _lowered(plan: Plan) -> Schedule:
-    """Kept for the last two plans: who times a plan goes on to assess it and then to explain it, at 0.4 s a lowering for 120 dense billions."""
+    """Cached because a plan is lowered three times: to time, assess and explain it. Lowering a dense
+    120B model takes 0.4 s.
+    """
     return lower_anew(plan)
 
 
 def lower_anew(plan: Plan) -> Schedule:
-    """`lower` of a plan whose policy is known, without looking whether it was done before."""
-    schedule: Schedule = importlib.import_module(f"{__name__}.{plan.policy}").lower(plan)
-    return schedule
+    """`lower` without the cache."""
+    policy = find(plan.policy)
+    try:
+        return policy.lower(plan)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _failed(plan.policy, "lower", error) from error
 
 
 def outline(plan: Plan) -> Schedule:
-    """`lower` for whom only the buffers matter: without ops where the policy can tell them alone, in a tenth of the time."""
-    module = importlib.import_module(f"{__name__}.{plan.policy}")
-    schedule: Schedule = module.outline(plan) if hasattr(module, "outline") else lower(plan)
-    return schedule
+    """A schedule with the buffers of `lower`; its ops may be left out, which takes a tenth of the time."""
+    policy = find(plan.policy)
+    if type(policy).buffers is Policy.buffers:
+        return lower(plan)
+    try:
+        return policy.buffers(plan)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _failed(plan.policy, "buffers", error) from error
 
 
-def owes(plan: Plan) -> bool:
-    """A step of `plan` leaves its update to the next one."""
-    says = getattr(importlib.import_module(f"{__name__}.{plan.policy}"), "owes", None)
-    return bool(says and says(plan))
+def _failed(name: str, method: str, error: Exception) -> UserError:
+    """The error of a policy that failed in one of its methods."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return UserError(
+        f"policy {name}",
+        found=f"{type(error).__name__} in {method}: {text}",
+        allowed="a schedule, or a UserError for a plan that the policy refuses",
+        fix="mend the policy, or use another one",
+    )
 
 
-def drain(plan: Plan) -> Schedule | None:
-    """What a step of `plan` leaves to be done before its state is whole, on buffers of the step's; None where it leaves nothing."""
-    module = importlib.import_module(f"{__name__}.{plan.policy}")
-    return module.drain(plan) if hasattr(module, "drain") else None
+def defers_update(plan: Plan) -> bool:
+    """Whether a step of `plan` leaves its update to the next one."""
+    return find(plan.policy).defers_update(plan)
+
+
+def flush_update(plan: Plan) -> Schedule | None:
+    """The deferred update of a step of `plan`, on the step's buffers; None where none is deferred."""
+    return find(plan.policy).flush_update(plan)
 
 
 def evaluation(plan: Plan) -> Schedule:
-    """The micro-batches of one step, forward with loss and nothing else, on buffers of the step's: what measures a model between steps.
+    """The micro-batches of one step, forward with loss, on the step's buffers.
 
     Raises UserError for a policy whose buffers it cannot use.
     """
@@ -101,7 +141,7 @@ def evaluation(plan: Plan) -> Schedule:
 
 
 def verified(plan: Plan) -> Schedule:
-    """The plan's schedule, checked. Raises UserError where it is not the one whose digest the plan carries."""
+    """The plan's schedule, checked. Raises UserError where its digest is not the plan's."""
     schedule = lower(plan)
     if plan.digest != schedule.digest:
         raise UserError(
@@ -115,7 +155,7 @@ def verified(plan: Plan) -> Schedule:
 
 
 def executable(plan: Plan) -> Schedule:
-    """`verified`, for the runtime. Raises UserError also for a policy that is only for prediction."""
+    """`verified`, for the runtime. Raises UserError for a policy that is only for prediction."""
     schedule = verified(plan)
     if is_prediction_only(plan.policy):
         raise UserError(

@@ -10,6 +10,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import cost_keys
+from megatrain.simulator.policies._slot_cache import SlotCache
 from megatrain.simulator.schedule import DataClass, OpId, Schedule, whole
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
@@ -34,7 +35,7 @@ class Evaluation:
         self.count = {pool: self._keep_slots(pool) for pool in pools_in_order if pool in used}
         self.tokens = [self._keep("tokens", micro) for micro in micros]
         self.losses = [self._keep("losses", micro) for micro in micros]
-        self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
+        self.loaded = {pool: SlotCache(builder, pool, count) for pool, count in self.count.items()}
 
     def _keep(self, data: DataClass, key: str) -> str:
         """The persistent buffer in which the training step has these data; raises UserError where it has none."""
@@ -72,13 +73,10 @@ class Evaluation:
         pool = self.pool.get(layer)
         if pool is None:
             return self.home[layer]
-        if layer in self.loaded:
-            self.loaded[layer] = slot = self.loaded.pop(layer)
-            return slot
-        users = [name for name in self.loaded if self.pool[name] == pool]
-        if len(users) == self.count[pool]:
-            self.builder.release(self.loaded.pop(users[0]))
-        slot = self.loaded[layer] = self.builder.acquire(pool)
+        found = self.loaded[pool].find(layer)
+        if found is not None:
+            return found
+        slot = self.loaded[pool].take(layer)
         total, size = DTYPE_BYTES[self.plan.workload.dtype] * self.plan.model.stack[layer].elements, self.plan.knobs.chunk_bytes
         for chunk, first in enumerate(range(0, total, size)):
             name = OpId("load_weights", layer, phase, micro, chunk)
@@ -104,8 +102,8 @@ class Evaluation:
 
     def close(self) -> None:
         """Gives the weight slots back."""
-        for slot in self.loaded.values():
-            self.builder.release(slot)
+        for cache in self.loaded.values():
+            cache.clear()
 
 
 def forward_only(plan: Plan, training: Schedule) -> Schedule:

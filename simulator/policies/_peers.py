@@ -16,12 +16,15 @@ Pools have other names than ours, whose slots are knobs of a plan: no knob would
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import msgspec
 
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import compute
+from megatrain.simulator.policies._slot_cache import SlotCache
+from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
@@ -151,8 +154,8 @@ class Gathered(Offload):
 
     def __init__(self, builder: Builder, plan: Plan, host_bytes: dict[str, int], slots: int, *, freed: bool, landing_bytes: int = 0) -> None:
         super().__init__(builder, plan, host_bytes, landing_bytes)
-        self.slots, self.freed = slots, freed
-        self.loaded: dict[str, str] = {}  # what is in the decoder's slots, least recently used first
+        self.freed = freed
+        self.loaded = SlotCache(builder, "device.gathered", slots)
         self.kept: dict[str, str] = {}  # embedding and head stay from their first use to the end
         builder.slots("device.gathered", slots, self.width * self.decoder, "weights", plan.workload.dtype)
         builder.slots("device.gathered_vocabulary", 1 if plan.model.tied else 2, self.width * self.vocabulary, "weights", plan.workload.dtype)
@@ -164,12 +167,10 @@ class Gathered(Offload):
                 self.fetch(layer, phase, micro, slot)
             return self.kept[layer]
         key = f"{layer}{phase == 'f'}{micro}" if self.freed else layer
-        if key in self.loaded:
-            self.loaded[key] = self.loaded.pop(key)
-            return self.loaded[key]
-        if len(self.loaded) == self.slots:
-            self.builder.release(self.loaded.pop(next(iter(self.loaded))))
-        self.loaded[key] = slot = self.builder.acquire("device.gathered")
+        found = self.loaded.find(key)
+        if found is not None:
+            return found
+        slot = self.loaded.take(key)
         self.fetch(layer, phase, micro, slot)
         return slot
 
@@ -180,7 +181,8 @@ class Gathered(Offload):
         )
 
     def release(self) -> None:
-        for slot in (*self.loaded.values(), *self.kept.values()):
+        self.loaded.clear()
+        for slot in self.kept.values():
             self.builder.release(slot)
 
 
@@ -189,9 +191,15 @@ def bucket(builder: Builder, plan: Plan) -> None:
     builder.persistent("device.bucket", "reduce", _BUCKET * DTYPE_BYTES[plan.workload.dtype], "gradients", plan.workload.dtype, staging=True)
 
 
-def lower_offload(plan: Plan, kind: type[Offload]) -> Schedule:
-    """The step of a peer: every decoder layer is a checkpoint, whatever the plan's knobs say."""
-    plan = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, checkpoint_interval=1, placement=Placement()))
-    builder = Builder(plan.policy)
-    compute(builder, plan, kind(builder, plan))  # type: ignore[call-arg]
-    return builder.build()
+class PeerPolicy(Policy):
+    """Another system. Every decoder layer is a checkpoint, whatever the plan's knobs say."""
+
+    prediction_only = True
+    step: ClassVar[type[Offload]]
+    """where it keeps what"""
+
+    def lower(self, plan: Plan) -> Schedule:
+        plan = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, checkpoint_interval=1, placement=Placement()))
+        builder = Builder(plan.policy)
+        compute(builder, plan, self.step(builder, plan))  # type: ignore[call-arg]
+        return builder.build()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
 from megatrain.simulator.policies._layerwise import compute, contributions, declare, state, update_operands
+from megatrain.simulator.policies._slot_cache import SlotCache
+from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES
 
@@ -34,7 +38,8 @@ class Streamed:
             builder.slots(f"device.weights{suffix}", counts[0], bytes_, "weights", dtype, knob=names[0])
             builder.slots(f"device.gradients{suffix}", counts[1], bytes_, "gradients", dtype, knob=names[1])
             builder.slots(f"host.slabs{suffix}", counts[2], bytes_, "gradients", dtype, staging=True, per_gpu=True, knob=names[2])
-        self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
+        self.decoders = SlotCache(builder, "device.weights", knobs.weight_slots)
+        self.vocabulary = SlotCache(builder, "device.weights_vocabulary", 1)
         self.arrived = dict.fromkeys(self.stack, 0)
 
     def _pool(self, name: str, layer: str) -> str:
@@ -46,14 +51,11 @@ class Streamed:
         return [(offset, min(chunk, total - offset)) for offset in range(0, total, chunk)]
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        if layer in self.loaded:
-            self.loaded[layer] = slot = self.loaded.pop(layer)
-            return slot
-        pool = self._pool("device.weights", layer)
-        users = [name for name in self.loaded if self._pool("device.weights", name) == pool]
-        if len(users) == (self.plan.knobs.weight_slots if self.stack[layer].kind == "decoder" else 1):
-            self.builder.release(self.loaded.pop(users[0]))
-        slot = self.loaded[layer] = self.builder.acquire(pool)
+        cache = self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
+        found = cache.find(layer)
+        if found is not None:
+            return found
+        slot = cache.take(layer)
         for chunk, (offset, size) in enumerate(self._chunks(layer)):
             self.builder.op(OpId("load_weights", layer, phase, micro, chunk), "h2d", [self.host["weights", layer]], [slot], offset=offset, bytes=size)
         return slot
@@ -79,23 +81,40 @@ class Streamed:
         self.clipping.losses = losses
 
     def update(self) -> None:
-        for slot in self.loaded.values():
-            self.builder.release(slot)
+        self.decoders.clear()
+        self.vocabulary.clear()
         self.clipping.finish()
         for layer, spec in self.stack.items():
             reads, writes = update_operands(self.host, layer, self.clipping.factor(layer))
             self.builder.op(OpId("cpu_update", layer), "cpu", reads, writes, parameters=spec.elements)
 
 
-def lower_streamed(plan: Plan, *, serial: bool = False) -> Schedule:
-    """The streamed step of `plan`; with `serial`, one op at a time."""
-    builder = Builder(plan.policy, serial=serial)
-    compute(builder, plan, Streamed(builder, plan))
-    return builder.build()
+class StreamedPolicy(Policy):
+    """A policy whose step is `Streamed`."""
 
+    knobs = ("weight_slots", "gradient_slots", "gradient_slabs", "checkpoint_interval", "chunk_bytes")
+    placements = ("stored", "attention", "parked")
+    serial: ClassVar[bool] = False
+    """every op waits for the one before it"""
+    slots: ClassVar[int | None] = None
+    """the only number of weight slots; None where any will do"""
 
-def outline_streamed(plan: Plan) -> Schedule:
-    """The buffers of `lower_streamed`, without its ops."""
-    builder = Builder(plan.policy)
-    declare(builder, plan, Streamed(builder, plan))
-    return builder.build()
+    def lower(self, plan: Plan) -> Schedule:
+        """Raises UserError for another number of weight slots."""
+        builder = self._builder(plan)
+        compute(builder, plan, Streamed(builder, plan))
+        return builder.build()
+
+    def buffers(self, plan: Plan) -> Schedule:
+        """The buffers of `lower`, without its ops."""
+        builder = self._builder(plan)
+        declare(builder, plan, Streamed(builder, plan))
+        return builder.build()
+
+    def _builder(self, plan: Plan) -> Builder:
+        if self.slots not in (None, plan.knobs.weight_slots):
+            raise UserError(
+                f"policy {self.name}: weight_slots", found=plan.knobs.weight_slots, allowed=self.slots,
+                fix=f"set weight_slots = {self.slots}, or use policy k_buffer",
+            )  # fmt: skip
+        return Builder(plan.policy, serial=self.serial)

@@ -7,16 +7,12 @@ until its backward (two forwards a layer, not three), and a layer that is still 
 
 from __future__ import annotations
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._streamed import lower_streamed
-from megatrain.simulator.schedule import Schedule
-
-DOMINATED_BY = "k_buffer"
-"""it can do all that this can"""
+from megatrain.simulator.policies._streamed import StreamedPolicy
 
 
-def lower(plan: Plan) -> Schedule:
-    if plan.knobs.weight_slots != 2:
-        raise UserError("policy double_buffer: weight_slots", found=plan.knobs.weight_slots, allowed=2, fix="set weight_slots = 2, or use policy k_buffer")
-    return lower_streamed(plan)
+class DoubleBuffer(StreamedPolicy):
+    """Two weight slots."""
+
+    name = "double_buffer"
+    dominated_by = "k_buffer"
+    slots = 2

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._peers import Gathered, lower_offload, rounding
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.policies._peers import Gathered, PeerPolicy, rounding
+from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import EMBEDDING
 
-PREDICTION_ONLY = True
 _GATHER_BYTES = (4 + 2) + (2 + 2)
 _REDUCE_BYTES = 2 * (2 + 2) + (2 + 4)
 
@@ -59,5 +58,8 @@ class _Sharded(Gathered):
         self.adam(self.all("gradients"), self.all("weights") + self.all("moments"))
 
 
-def lower(plan: Plan) -> Schedule:
-    return lower_offload(plan, _Sharded)
+class Fsdp2Offload(PeerPolicy):
+    """PyTorch FSDP2 with CPUOffloadPolicy."""
+
+    name = "fsdp2_offload"
+    step = _Sharded

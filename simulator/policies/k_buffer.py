@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._streamed import lower_streamed, outline_streamed
-from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.policies._streamed import StreamedPolicy
 
 
-def lower(plan: Plan) -> Schedule:
-    return lower_streamed(plan)
+class KBuffer(StreamedPolicy):
+    """Any number of weight slots."""
 
-
-def outline(plan: Plan) -> Schedule:
-    """The buffers of `lower`, without its ops."""
-    return outline_streamed(plan)
+    name = "k_buffer"

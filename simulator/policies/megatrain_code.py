@@ -25,10 +25,10 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.policies._peers import rounding, workspace
+from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
-PREDICTION_ONLY = True
 _POSITIONS = 128
 _FREE_SHARE = 0.41
 """Of the time in which a thread copies memory, what giving it back takes: 130 ns a page of 4 KiB, 31.5 GB/s (munmap of touched pages on a Xeon of 2.8 GHz,
@@ -182,10 +182,6 @@ class _Code:
         self.builder.op(OpId("thread_pass", chunk=3), "cpu", gradients, gradients, bytes=round(_FREE_SHARE * self.width * self.parameters))
 
 
-def lower(plan: Plan) -> Schedule:
-    return lower_ablated(plan, Ablation())
-
-
 def lower_ablated(plan: Plan, ablation: Ablation) -> Schedule:
     """The step with other buffers, slabs or checkpoint interval than the code's defaults."""
     code = _Code(plan, ablation)
@@ -193,3 +189,13 @@ def lower_ablated(plan: Plan, ablation: Ablation) -> Schedule:
         code.micro_batch(micro)
     code.update()
     return code.builder.build()
+
+
+class MegatrainCode(Policy):
+    """The published code, with its defaults."""
+
+    name = "megatrain_code"
+    prediction_only = True
+
+    def lower(self, plan: Plan) -> Schedule:
+        return lower_ablated(plan, Ablation())

@@ -3,7 +3,7 @@
 Clipping by the global norm needs every gradient before the first update. So a step first applies, in forward order and just ahead of each
 layer's forward, the update that the step before owes (its clip coefficient is known by then); the updated high plane is what the forward
 computes with. State that lives on the host streams through chunks: up on `h2d`, AdamW on `update` beside `compute`, back on `d2h`. Then head
-and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `drain` applies what the last step owes.
+and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `flush_update` applies the last step's.
 
 Without a global norm a layer is updated inside the backward pass, as soon as its gradient is complete, and the gradient never leaves the device.
 Clipping by `update` asks for the second moments of a whole layer before any of it is updated. Where the slots of state hold all chunks of a layer, they
@@ -23,22 +23,23 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
 from megatrain.simulator.policies._layerwise import STATE, StateClass, compute, contributions, declare, gradient_bytes, gradient_dtype, state_bytes, state_dtype
+from megatrain.simulator.policies._slot_cache import SlotCache
+from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.workload import Dtype
 
-PLACES = True
 UPDATED: tuple[StateClass, ...] = ("weights", "low", "moments")
 """what an update changes"""
 
 
-class Overlapped:
+class _State:
     """Buffers of the layers that stay, slots for those that stream."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
-        self.owes = owes(plan)
+        self.defers = plan.workload.clipping == "global"
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.home: dict[tuple[StateClass, str], str] = {}  # (class, layer) -> the buffer that keeps it
         self.on_host = plan.placed("host_updated")
@@ -48,12 +49,13 @@ class Overlapped:
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
                 size = state_bytes(plan, name, layer)
-                if size and (layer in placed or name != "gradients" or self.owes or contributions(plan, layer) > 1):
+                if size and (layer in placed or name != "gradients" or self.defers or contributions(plan, layer) > 1):
                     place = "device" if layer in resident else "host"
                     dtype = state_dtype(plan, name, layer)
                     self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements, name, dtype)
         self._make_slots()
-        self.loaded: dict[str, str] = {}  # layer -> weight slot, least recently used first
+        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
+        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self.arrived = dict.fromkeys(self.stack, 0)
         self.updated: set[str] = set()
         self.pending: tuple[str, str] | None = None  # the layer whose update waits for the next one's weights to be on their way, and its gradient
@@ -62,7 +64,7 @@ class Overlapped:
         return self.home.get((name, layer), "").startswith("host.")
 
     def _make_slots(self) -> None:
-        for name in STATE if self.owes else UPDATED:
+        for name in STATE if self.defers else UPDATED:
             streaming = {layer: spec for layer, spec in self.stack.items() if self._streams(name, layer) and layer not in self.on_host}
             sizes = [state_bytes(self.plan, name, layer) * min(self.chunk, spec.elements) for layer, spec in streaming.items()]
             dtypes = {state_dtype(self.plan, name, layer) for layer in streaming}
@@ -96,24 +98,21 @@ class Overlapped:
         return [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        owed = self.owes and layer not in self.updated
+        owed = self.defers and layer not in self.updated
         self.updated.add(layer)
         if not self._streams("weights", layer):
             if owed:
                 self.apply(layer, self.home["gradients", layer])
             self.settle()
             return self.home["weights", layer]
-        if layer in self.loaded:
+        cache = self._cache(layer)
+        found = cache.find(layer)
+        if found is not None:
             self.settle()
-            self.loaded[layer] = slot = self.loaded.pop(layer)
-            return slot
-        pool = self._weight_pool(layer)
-        users = [name for name in self.loaded if self._weight_pool(name) == pool]
-        if len(users) == (self.plan.knobs.weight_slots if self.stack[layer].kind == "decoder" else 1):
-            if self.pending and self.pending[0] == users[0]:  # its update reads the old weights there
-                self.settle()
-            self.builder.release(self.loaded.pop(users[0]))
-        slot = self.builder.acquire(pool)
+            return found
+        if self.pending and self.pending[0] == cache.next_to_leave():  # its update reads the old weights there
+            self.settle()
+        slot = cache.take(layer)
         if owed and layer not in self.on_host:
             self.apply(layer, self.home["gradients", layer], slot)
         else:
@@ -121,8 +120,11 @@ class Overlapped:
                 self.apply_on_host(layer)
             self._copies("load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width)
             self.settle()
-        self.loaded[layer] = slot
         return slot
+
+    def _cache(self, layer: str) -> SlotCache:
+        """The slots that the layer's weights stream through."""
+        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
 
     def _copies(self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int) -> None:
         """A layer's buffer to or from the host, in chunks. The host's side is named by parts: a chunk waits for its own."""
@@ -148,9 +150,9 @@ class Overlapped:
         self.arrived[layer] += 1
         complete = self.arrived[layer] == contributions(self.plan, layer)
         here = layer not in self.on_host
-        if complete and (self.owes or not (here or self.clipping.kind == "update")):
+        if complete and (self.defers or not (here or self.clipping.kind == "update")):
             self.clipping.measure(layer, buffer, "")
-        if complete and here and not self.owes:
+        if complete and here and not self.defers:
             self.settle()
             self.pending = (layer, buffer)
             if not self.plan.knobs.weights_ahead:
@@ -160,7 +162,7 @@ class Overlapped:
         if buffer != home:
             self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
             self.builder.release(buffer)
-        if complete and not self.owes:
+        if complete and not self.defers:
             self.apply_on_host(layer)
 
     def apply_on_host(self, layer: str) -> None:
@@ -185,7 +187,7 @@ class Overlapped:
         measured = self.clipping.kind == "update" and self._streams("moments", layer) and len(self._chunks(layer)) > self.plan.knobs.state_slots
         if measured:
             self._measure_in_chunks(layer, gradient)
-        self.apply(layer, gradient, source=self.loaded.get(layer), measured=measured)
+        self.apply(layer, gradient, source=self._cache(layer).peek(layer), measured=measured)
         if gradient != self.home.get(("gradients", layer)):
             self.builder.release(gradient)
 
@@ -226,21 +228,21 @@ class Overlapped:
 
     def losses_written(self, losses: list[str]) -> None:
         self.clipping.losses = losses
-        if not self.owes:
+        if not self.defers:
             self.clipping.finish()
 
     def update(self) -> None:
         self.settle()
-        for slot in self.loaded.values():
-            self.builder.release(slot)
-        if self.owes:
+        self.decoders.clear()
+        self.vocabulary.clear()
+        if self.defers:
             self.clipping.finish()
 
 
 class _Update:
     """AdamW on one layer by the device: the ops of each of its chunks, (number, first parameter, how many)."""
 
-    def __init__(self, storage: Overlapped, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[StateClass]) -> None:
+    def __init__(self, storage: _State, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[StateClass]) -> None:
         self.storage, self.builder, self.layer, self.gradient, self.copy_to, self.source = storage, storage.builder, layer, gradient, copy_to, source
         self.home = {name: storage.home[name, layer] for name in STATE if (name, layer) in storage.home}
         self.streamed, self.classes = streamed, [name for name in UPDATED if name in self.home]
@@ -273,33 +275,37 @@ class _Update:
             self.builder.release(slot)
 
 
-def owes(plan: Plan) -> bool:
-    """A step leaves its update to the next one."""
-    return plan.workload.clipping == "global"
+class Overlapped(Policy):
+    """Everything placed where the plan says, streamed or resident; updates run on the device."""
 
+    name = "overlapped"
+    knobs = ("weight_slots", "gradient_slots", "state_slots", "checkpoint_interval", "chunk_bytes", "weights_ahead")
+    placements = ("weights", "low", "moments", "gradients", "stored", "parked", "attention", "host_updated")
 
-def lower(plan: Plan) -> Schedule:
-    builder = Builder(plan.policy)
-    compute(builder, plan, Overlapped(builder, plan))
-    return builder.build()
+    def lower(self, plan: Plan) -> Schedule:
+        builder = Builder(plan.policy)
+        compute(builder, plan, _State(builder, plan))
+        return builder.build()
 
+    def buffers(self, plan: Plan) -> Schedule:
+        """The buffers of `lower`, without its ops."""
+        builder = Builder(plan.policy)
+        declare(builder, plan, _State(builder, plan))
+        return builder.build()
 
-def outline(plan: Plan) -> Schedule:
-    """The buffers of `lower`, without its ops."""
-    builder = Builder(plan.policy)
-    declare(builder, plan, Overlapped(builder, plan))
-    return builder.build()
+    def defers_update(self, plan: Plan) -> bool:
+        """With clipping by the global norm."""
+        return plan.workload.clipping == "global"
 
-
-def drain(plan: Plan) -> Schedule | None:
-    """The update that a step of `plan` leaves owed, on buffers of `lower`'s names and sizes; None where it owes none."""
-    if not owes(plan):
-        return None
-    builder = Builder(plan.policy)
-    storage = Overlapped(builder, plan)
-    for layer in plan.model.stack:
-        if layer in storage.on_host:
-            storage.apply_on_host(layer)
-        else:
-            storage.apply(layer, storage.home["gradients", layer])
-    return builder.build()
+    def flush_update(self, plan: Plan) -> Schedule | None:
+        """The update that a step of `plan` leaves to the next one."""
+        if not self.defers_update(plan):
+            return None
+        builder = Builder(plan.policy)
+        state = _State(builder, plan)
+        for layer in plan.model.stack:
+            if layer in state.on_host:
+                state.apply_on_host(layer)
+            else:
+                state.apply(layer, state.home["gradients", layer])
+        return builder.build()

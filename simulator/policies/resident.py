@@ -6,10 +6,11 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
 from megatrain.simulator.policies._clipping import Clipping
 from megatrain.simulator.policies._layerwise import compute, contributions, declare, state, update_operands
+from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import OpId, Schedule
 
 
-class Resident:
+class _State:
     """Every buffer is the layer's own, on the device."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
@@ -39,14 +40,20 @@ class Resident:
             self.builder.op(OpId("update", layer), "update", reads, writes, parameters=spec.elements)
 
 
-def lower(plan: Plan) -> Schedule:
-    builder = Builder(plan.policy)
-    compute(builder, plan, Resident(builder, plan))
-    return builder.build()
+class Resident(Policy):
+    """Nothing streams."""
 
+    name = "resident"
+    knobs = ("checkpoint_interval",)
+    placements = ("stored", "attention", "parked")
 
-def outline(plan: Plan) -> Schedule:
-    """The buffers of `lower`, without its ops."""
-    builder = Builder(plan.policy)
-    declare(builder, plan, Resident(builder, plan))
-    return builder.build()
+    def lower(self, plan: Plan) -> Schedule:
+        builder = Builder(plan.policy)
+        compute(builder, plan, _State(builder, plan))
+        return builder.build()
+
+    def buffers(self, plan: Plan) -> Schedule:
+        """The buffers of `lower`, without its ops."""
+        builder = Builder(plan.policy)
+        declare(builder, plan, _State(builder, plan))
+        return builder.build()

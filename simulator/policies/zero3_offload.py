@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._peers import Gathered, bucket, lower_offload, rounding, whole_blocks
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.policies._peers import Gathered, PeerPolicy, bucket, rounding, whole_blocks
+from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import DTYPE_BYTES
 
-PREDICTION_ONLY = True
 _LIVE = 2_000_000_000
 _SUBGROUP = 1_000_000_000
 
@@ -64,5 +63,8 @@ class _Stage3(Gathered):
         self.host_pass(4 + self.width, master, self.all("weights"))
 
 
-def lower(plan: Plan) -> Schedule:
-    return lower_offload(plan, _Stage3)
+class Zero3Offload(PeerPolicy):
+    """DeepSpeed ZeRO-3 with offload."""
+
+    name = "zero3_offload"
+    step = _Stage3

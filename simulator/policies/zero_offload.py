@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._peers import Offload, bucket, lower_offload, rounding
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.policies._peers import Offload, PeerPolicy, bucket, rounding
+from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import DTYPE_BYTES
 
-PREDICTION_ONLY = True
 _NORM_AND_CAST_BYTES = 2 + (2 + 4)
 
 
@@ -52,5 +51,8 @@ class _Stage2(Offload):
             self.builder.op(OpId("load_weights", name), "h2d", reads, [self.device[name]], bytes=self.width * layer.elements)
 
 
-def lower(plan: Plan) -> Schedule:
-    return lower_offload(plan, _Stage2)
+class ZeroOffload(PeerPolicy):
+    """DeepSpeed ZeRO-Offload, stage 2."""
+
+    name = "zero_offload"
+    step = _Stage2

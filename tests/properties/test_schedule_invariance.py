@@ -136,7 +136,7 @@ def execute(plan: Plan) -> Trained:
         state = executor.state
         state.load(random_weights(0))
         results = [executor.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)]
-        executor.drain()
+        executor.flush_update()
         tensors: dict[str, torch.Tensor] = {}
         for layer in plan.model.stack.values():
             tensors |= {f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()}

@@ -91,7 +91,7 @@ class Session:
     def bits(self, steps: int = 2) -> Bits:
         """Of everything that `steps` steps leave."""
         results = [self.step(number) for number in range(1, steps + 1)]
-        self.executor.drain()
+        self.executor.flush_update()
         return Bits([(result.loss, result.gradient_norm) for result in results], self.masters())
 
     def masters(self) -> bytes:

@@ -35,7 +35,7 @@ def run_of(step: int, loss: float | None = None) -> Run:
 
 def everything(running: Any) -> dict[str, bytes]:
     """Bits of weights, low planes and moments, with nothing owed."""
-    running.executor.drain()
+    running.executor.flush_update()
     return {name: tensor.clone().view(torch.uint8).numpy().tobytes() for name, tensor in running.state.tensors().items()}
 
 

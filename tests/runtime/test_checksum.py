@@ -36,9 +36,9 @@ def test_every_plan_tells_the_same_numbers_step_by_step(executable: Callable[...
         with session(executable(policy, layers=3, **{**changes, **knobs})) as running:
             first = running.executor.checksum()
             numbers = [running.step(number).checksum for number in (1, 2, 3)]
-            running.executor.drain()
+            running.executor.flush_update()
             numbers += [running.executor.checksum(), running.step(4).checksum]
-            running.executor.drain()
+            running.executor.flush_update()
             numbers.append(running.executor.checksum())
             assert first == numbers[0], "the first step saw what was loaded"
             assert numbers[3] == numbers[4], "the fourth saw what the third left"

@@ -79,7 +79,7 @@ def execute(plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, to
         state = executor.state
         state.load(random_weights(0))
         results = [executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
-        executor.drain()
+        executor.flush_update()
         masters = [(layer.name, name, master.cpu()) for layer in plan.model.stack.values() for name, master in state.masters(layer).items()]
     return [(result.loss, result.gradient_norm) for result in results], masters
 

@@ -105,5 +105,5 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
         for number in range(1, 4):
             drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
             losses.append(executor.step([Batch(*pair) for pair in drawn], rate=1e-2, number=number).loss)
-        executor.drain()
+        executor.flush_update()
         return losses, [tensor.cpu() for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]

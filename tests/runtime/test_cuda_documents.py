@@ -128,7 +128,7 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of three steps, and the masters that they leave."""
     with opened(plan) as (executor, state):
         losses = [executor.step(drawn(plan, number), rate=1e-2, number=number).loss for number in (1, 2, 3)]
-        executor.drain()
+        executor.flush_update()
         return losses, [tensor.cpu() for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]
 
 

@@ -83,7 +83,7 @@ def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
         for number in range(1, 9):
             executor.step(batches(plan, number), rate=1e-3, number=number)
             if number == 5:
-                executor.drain()
+                executor.flush_update()
 
 
 @pytest.mark.usefixtures("waiting_is_an_error")

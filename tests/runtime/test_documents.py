@@ -172,7 +172,7 @@ def test_every_plan_gives_the_same_bits(way: str, executable: Callable[..., Plan
                 [batch._replace(documents=documents) for batch, documents in zip(running.batches(number), (PACKED, None), strict=True)] for number in (1, 2)
             ]
             results = [running.executor.step(batches, rate=1e-2, number=number) for number, batches in enumerate(packed, 1)]
-            running.executor.drain()
+            running.executor.flush_update()
             found.append(([(result.loss, result.gradient_norm) for result in results], running.masters()))
     assert all(each == found[0] for each in found[1:]), way
 

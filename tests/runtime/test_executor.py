@@ -279,7 +279,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callab
         forward.run = lambda: (work(), output.fill_(float("nan")))
         with pytest.raises(FloatingPointError, match=r"^step 3: loss nan"):
             running.step(3)
-        running.executor.drain()
+        running.executor.flush_update()
         assert running.masters() == wanted
 
 

@@ -77,7 +77,9 @@ def test_another_error_stays_what_it_is(executable: Callable[..., Plan], session
         assert isinstance(failure.value.__cause__, RuntimeError)
 
 
-def test_a_drain_without_room_is_told_likewise(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushing_an_update_without_room_is_refused_in_one_line(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatrain.runtime import optimizer
 
     def fail(*_: object, **__: object) -> None:
@@ -87,7 +89,7 @@ def test_a_drain_without_room_is_told_likewise(executable: Callable[..., Plan], 
         running.step(1)
         monkeypatch.setattr(optimizer, "update", fail)
         with pytest.raises(UserError, match=r"^device memory, U\S+ on lane update: "):
-            running.executor.drain()
+            running.executor.flush_update()
         assert len([thread for thread in threading.enumerate() if thread.name.startswith("lane-")]) == len(running.executor.schedule.lanes)
 
 
@@ -101,7 +103,7 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
     plan = executable(policy)
 
     def state(running: Any) -> bytes:
-        running.executor.drain()
+        running.executor.flush_update()
         moments = [
             running.executor.memory().flat(running.state.home("moments", layer.name), torch.int32, 2 * layer.elements) for layer in plan.model.stack.values()
         ]

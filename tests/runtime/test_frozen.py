@@ -73,7 +73,7 @@ def test_frozen_tensors_are_as_in_pytorch(
     with session(plan, settings=SETTINGS) as running:  # other weights, until the checkpoint's are read
         restore(running.executor, tmp_path / "saved", {})
         results += [running.executor.step(drawn(plan, number), rate=RATE, number=number) for number in (3, 4)]
-        running.executor.drain()
+        running.executor.flush_update()
         assert [(result.loss, result.gradient_norm) for result in results] == [pytest.approx(pair, rel=1e-5) for pair in expected]
         for layer in plan.model.stack.values():
             for name, master in running.state.masters(layer).items():

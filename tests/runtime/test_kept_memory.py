@@ -49,7 +49,7 @@ def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(executable
             for number in (1, 2):
                 drawn = torch.randint(plan.model.vocabulary, (2, plan.workload.batch, plan.workload.sequence), generator=generator)
                 executor.step([Batch(*drawn)], rate=1e-2, number=number)
-            executor.drain()
+            executor.flush_update()
             tensors = [tensor for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]
             return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
 

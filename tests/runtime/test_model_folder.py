@@ -50,7 +50,7 @@ def test_an_export_has_the_dtype_that_is_asked_for(
     plan = executable("overlapped", dtype=computed)
     with session(plan) as running:
         running.step()
-        running.executor.drain()
+        running.executor.flush_update()
         export(running.state, plan, config_of(plan.model), tmp_path / "out", dtype=dtype)
         masters = {hub_name(layer.name, name): value for layer in plan.model.stack.values() for name, value in running.state.masters(layer).items()}
     expected = masters if dtype == "fp32" else {name: round_to_bf16(value) for name, value in masters.items()}

@@ -63,7 +63,7 @@ def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(inside: Calla
         for number in range(TRAINED):
             if number:
                 running.executor.step(batches, rate=1e-2, number=number)
-                running.executor.drain()
+                running.executor.flush_update()
             export(running.state, plan, config, tmp_path / str(number), source=folder)
             whole = reloaded(tmp_path / str(number))
             compare(running, batches, token_losses(whole(batches[0].ids).logits, batches[0].labels) * scale_of(batches), whole, 1e-5)

@@ -55,7 +55,7 @@ def test_no_op_reads_a_value(
     with session(executable(policy, **slots, **changes)) as running:
         for number in (1, 2, 3):
             running.step(number)
-        running.executor.drain()
+        running.executor.flush_update()
 
 
 @pytest.mark.usefixtures("no_reads")

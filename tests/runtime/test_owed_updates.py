@@ -94,11 +94,11 @@ def test_what_is_loaded_is_not_overwritten_by_an_owed_update(executable: Callabl
         save(running.executor, Run(step=0, loss=None), tmp_path / "start")
         running.step(1)
         running.state.load(random_weights(0))
-        running.executor.drain()
+        running.executor.flush_update()
         assert running.masters() == start
         running.step(1)
         restore(running.executor, tmp_path / "start", {})
-        running.executor.drain()
+        running.executor.flush_update()
         assert running.masters() == start
 
 
