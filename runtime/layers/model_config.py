@@ -33,9 +33,11 @@ def completed(model: ModelSpec) -> PretrainedConfig:
     tokens = {"bos_token_id": None, "eos_token_id": None}  # a class's default may lie outside the vocabulary, and no layer reads them
     try:
         try:
-            return AutoConfig.for_model(**{**tokens, **given})
+            made = AutoConfig.for_model(**{**tokens, **given})
         except StrictDataclassFieldValidationError:  # a class that must have these tokens
-            return AutoConfig.for_model(**given)
+            made = AutoConfig.for_model(**given)
+        made.to_dict()  # fails for some values that the class takes
+        return made
     except Exception as error:  # a config class computes on values that nobody has checked
         raise refused_config(f"model {model.name}: config", error) from None
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from whole_models import model_of
 
+from megatrain.runtime.layers.model_config import completed
 from megatrain.runtime.layers.preflight import preflight
 from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.errors import UserError
@@ -49,3 +50,11 @@ def test_what_transformers_cannot_run_is_one_line(make_model: Callable[..., Mode
     with pytest.raises(UserError, match=message) as caught:
         config_of(make_model(**changes))
     assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(make_model: Callable[..., ModelSpec]) -> None:
+    """A damaged checkpoint may contain one: keys that a spec never has are not dropped there."""
+    model = make_model()
+    damaged = msgspec.structs.replace(model, config={**model.config, "quantization_config": True})
+    with pytest.raises(UserError, match=r"model small: config: found AttributeError: .*to_dict"):
+        completed(damaged)
