@@ -31,6 +31,7 @@ from megatrain.simulator.specs import DTYPE_BYTES
 
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
 _FINALISTS = 2
+_PATIENCE = 3  # plans in a row, by their lower bounds, that are played and no better: what is left has higher bounds still
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
@@ -106,7 +107,7 @@ class PlacementSearch:
         lean, layers = varied(self.plan, **_LEAN[-1], chunk_bytes=_LEAST_CHUNK), self.plan.model.layers
         most = max(self.filling.most_stored(lean, base) for base in (Placement(), Placement(parked="all")))
         kept = ranges([layer.name for layer in self.plan.model.decoders], set(self.filling.keeping))
-        return self.least.step_ns(varied(lean, placement=Placement(stored=last(layers, max(most, 0)), attention=kept)))
+        return self.least.compute_ns(varied(lean, placement=Placement(stored=last(layers, max(most, 0)), attention=kept)))
 
     def _whole_layers(self) -> list[dict[str, int]]:
         """Clipping by update goes through a layer's state once where the slots hold all of its chunks: one more, so that the next layer's come meanwhile."""
@@ -117,19 +118,26 @@ class PlacementSearch:
         return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
 
     def _ranked(self, candidates: Sequence[Plan], least: float = math.inf) -> list[Plan]:
-        """The fastest few of those that take no more than `least` ns, with few large copies. What `Least` says is a lower bound of the evaluator's
-        time, and that of the engine's: a plan is lowered, and then played, only when no bound is less than its own, and none is once the best few are known.
+        """The fastest few of those that take no more than `least` ns, with few large copies, the fastest first. What `Least` says is a lower bound of the
+        engine's time, and so is the evaluator's time. A plan is lowered, and then played, only when its bound is the lowest of all. The search ends when that
+        bound is above the best few, or when several plans in a row were no better.
         """
-        bounds: list[tuple[float, int, int]] = [(self.least.step_ns(candidate), 0, index) for index, candidate in enumerate(candidates)]
+        bounds: list[tuple[float, int, int]] = [(self.least.compute_ns(other), 0, index) for index, other in enumerate(candidates)]
         heapq.heapify(bounds)
         best: list[tuple[float, int]] = []
-        while bounds and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else least):
-            _, known, index = heapq.heappop(bounds)
-            run = self._coarse(candidates[index])
+        in_vain = 0
+        while bounds and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else least) and in_vain < _PATIENCE:
+            bound, known, index = heapq.heappop(bounds)
             if not known:
-                heapq.heappush(bounds, (run.bound_ns, 1, index))
-            elif run.step_ns <= least:
-                best = sorted([*best, (run.step_ns, index)])[:_FINALISTS]
+                heapq.heappush(bounds, (max(bound, self.least.step_ns(varied(candidates[index], chunk_bytes=self.coarse))), 1, index))
+                continue
+            run = self._coarse(candidates[index])
+            if known == 1:
+                heapq.heappush(bounds, (max(bound, run.bound_ns), 2, index))
+                continue
+            better = sorted([*best, (run.step_ns, index)])[:_FINALISTS] if run.step_ns <= least else best
+            in_vain = in_vain + 1 if better == best else 0
+            best = better
         return [candidates[index] for _, index in best]
 
     def _coarse(self, candidate: Plan) -> _Run:
@@ -152,12 +160,12 @@ class PlacementSearch:
             time, plan = found
 
     def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
-        """The fastest of `others` and its time, where that is less than the `time` ns of `plan`."""
+        """One of the fastest of `others` and its time, where that is less than the `time` ns of `plan`."""
         if not others:
             return None
-        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)
-        found = min(((self.time(other), index, other) for index, other in enumerate(ranked)), default=None)
-        return (found[0], found[2]) if found and found[0] < time else None
+        ranked = self._ranked(others, self._coarse(plan).step_ns)
+        times = ((self.time(other), other) for other in ranked)
+        return next((found for found in times if found[0] < time), None)
 
     def time(self, plan: Plan) -> float:
         """Step of `plan` in ns; of more than two micro-batches by what the second takes."""
@@ -200,7 +208,9 @@ class PlacementSearch:
         knobs = plan.knobs
         many = len(policies.lower(plan).ops) > _MANY_OPS
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
-        changes = [{"chunk_bytes": chunk}, {"weight_slots": knobs.weight_slots + 1}]
+        changes = [{"weight_slots": knobs.weight_slots + 1}]
+        if many or self._coarse(plan).step_ns > _TIE * time:  # smaller copies are worth a try where these were faster than large ones
+            changes.insert(0, {"chunk_bytes": chunk})
         for change in changes:
             changed = varied(plan, **change)
             if policies.outline(changed).buffers != policies.outline(plan).buffers and self.filling.account(changed).fits:
@@ -217,8 +227,9 @@ class PlacementSearch:
         bases = [msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(CLASSES, ""), parked=parked) for parked in ("", "all")]
         others = dict.fromkeys(other for base in bases for other in self.filling.fills(updated, base))
         fitting = [other for other in others if other.placed("host_updated") and self.filling.account(other).fits]
-        for changed in [host_updating(plan), host_updating(plan, every=2), *self._ranked(fitting)[:1]]:
-            if changed.knobs != plan.knobs and self.filling.account(changed).fits:
+        same = [other for other in (host_updating(plan), host_updating(plan, every=2)) if other.knobs != plan.knobs and self.filling.account(other).fits]
+        for changed in self._ranked(list(dict.fromkeys([*same, *fitting]))):
+            if self.least.step_ns(changed) * _TIE < time:
                 found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found

@@ -21,7 +21,8 @@ class Builder:
     def __init__(self, policy: str, *, serial: bool = False) -> None:
         self._policy, self._serial = policy, serial
         self._buffers: list[Buffer] = []
-        self._free: dict[str, deque[str]] = {}
+        self._free: dict[str, deque[str]] = {}  # by pool
+        self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
         self._fresh: set[str] = set()
         self._ops: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -38,48 +39,41 @@ class Builder:
         """A pool of `count` interchangeable buffers of `size` bytes."""
         made = [Buffer(id=f"{pool}:{index}", bytes=size, dynamic=dynamic) for index in range(count)]
         self._buffers += made
-        self._free[pool] = deque(buffer.id for buffer in made)
+        self._free[pool] = free = deque([buffer.id for buffer in made])
+        self._queue |= dict.fromkeys(free, free)
 
     def acquire(self, pool: str) -> str:
         """The slot of `pool` that has been free for longest; its hold begins with the next op that writes it."""
-        if not self._free[pool]:
+        free = self._free[pool]
+        if not free:
             raise ScheduleError(f"policy {self._policy}: no slot of {pool} is free")
-        slot = self._free[pool].popleft()
+        slot = free.popleft()
         self._fresh.add(slot)
         return slot
 
     def release(self, slot: str) -> None:
         """Ends the hold of `slot` with the last op that touched it."""
         self._releases.setdefault(self._order.last(slot), []).append(slot)
-        self._free[slot.partition(":")[0]].append(slot)
+        self._queue[slot].append(slot)
 
     def op(self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any) -> str:
         """Appends an op; returns its id. `sizes`: Op's offset, bytes, parameters, flops, shape."""
-        reads, writes, name, index, order = tuple(reads), tuple(writes), str(id), len(self._ops), self._order
+        reads, writes, name, order = tuple(reads), tuple(writes), str(id), self._order
         before = order.touch(lane, reads, writes)
-        if self._serial and index and self._ops[-1]["lane"] != lane:
-            before.append(index - 1)
-        if len(before) > 1:
-            before = self._fewest(before)
-        order.add(lane, before)
-        op = {"id": name, "lane": lane, "after": tuple([self._names[other] for other in before]) if before else (), "reads": reads, "writes": writes, **sizes}
+        if self._serial and self._ops and self._ops[-1]["lane"] != lane:
+            before.append(len(self._ops) - 1)
+        before = order.add(lane, before)
+        sizes["id"], sizes["lane"], sizes["reads"], sizes["writes"] = name, lane, reads, writes
+        if before:
+            sizes["after"] = tuple([self._names[other] for other in before])
         if self._fresh:
             acquired = self._fresh.intersection(writes)
             if acquired:
                 self._fresh -= acquired
-                op["acquires"] = tuple([slot for slot in writes if slot in acquired])
+                sizes["acquires"] = tuple([slot for slot in writes if slot in acquired])
         self._names.append(name)
-        self._ops.append(op)
+        self._ops.append(sizes)
         return name
-
-    def _fewest(self, before: list[int]) -> list[int]:
-        """Of the ops to wait for, those that none of the others implies. Latest first, so none is kept in vain."""
-        latest, *others = sorted(set(before), reverse=True)
-        kept = [latest]
-        for candidate in others:
-            if not any(self._order.precedes(candidate, other) for other in kept):
-                kept.append(candidate)
-        return kept[::-1]
 
     def build(self) -> Schedule:
         """The schedule so far."""

@@ -39,6 +39,9 @@ class Overlapped:
         self.state_bytes = {"weights": self.width, "low": 4 - self.width, "moments": 8}
         self.owes = owes(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
+        self.chunks: dict[int, list[tuple[int, int, int]]] = {}  # by the elements of a layer: (number, first parameter, how many)
+        self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
+        self.gradient_bytes = {layer: gradient_bytes(plan, layer) for layer in self.stack}
         self.home: dict[tuple[str, str], str] = {}  # (class, layer) -> the buffer that keeps it
         self.on_host = plan.placed("host_updated")
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
@@ -47,7 +50,7 @@ class Overlapped:
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
                 size = self._bytes(name, layer)
-                if size and (layer in placed or name != "gradients" or self.owes or contributions(plan, layer) > 1):
+                if size and (layer in placed or name != "gradients" or self.owes or self.contributions[layer] > 1):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements)
         self._make_slots()
@@ -58,7 +61,7 @@ class Overlapped:
 
     def _bytes(self, name: str, layer: str) -> int:
         """Bytes a parameter of a class of data."""
-        return gradient_bytes(self.plan, layer) if name == "gradients" else self.state_bytes[name]
+        return self.gradient_bytes[layer] if name == "gradients" else self.state_bytes[name]
 
     def _streams(self, name: str, layer: str) -> bool:
         return self.home.get((name, layer), "").startswith("host.")
@@ -76,7 +79,7 @@ class Overlapped:
                 pools.setdefault(self._weight_pool(layer), []).append((self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements))
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
-                pools.setdefault(self._gradient_pool(layer), []).append((count, gradient_bytes(self.plan, layer) * spec.elements))
+                pools.setdefault(self._gradient_pool(layer), []).append((count, self.gradient_bytes[layer] * spec.elements))
         for pool, wanted in pools.items():
             self.builder.slots(pool, max(count for count, _ in wanted), max(size for _, size in wanted))
 
@@ -85,13 +88,15 @@ class Overlapped:
 
     def _gradient_pool(self, layer: str) -> str:
         """`sums` are fp32: of several contributions."""
-        name = "sums" if contributions(self.plan, layer) > 1 else "gradients"
+        name = "sums" if self.contributions[layer] > 1 else "gradients"
         return f"device.streamed_{name}" if self.stack[layer].kind == "decoder" else f"device.streamed_{name}_vocabulary"
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """(number, first parameter, how many)"""
         total = self.stack[layer].elements
-        return [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
+        if total not in self.chunks:
+            self.chunks[total] = [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
+        return self.chunks[total]
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         owed = self.owes and layer not in self.updated
@@ -124,10 +129,11 @@ class Overlapped:
 
     def _copies(self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int) -> None:
         """A layer's buffer to or from the host, in chunks. The host's side is named by parts: a chunk waits for its own."""
+        up = source.startswith("host.")
+        lane, add = "h2d" if up else "d2h", self.builder.op
         for number, first, count in self._chunks(layer):
-            names = [f"{name}#{number}" if name.startswith("host.") else name for name in (source, target)]
-            lane = "h2d" if source.startswith("host.") else "d2h"
-            self.builder.op(OpId(kind, layer, phase, micro, number), lane, names[:1], names[1:], offset=width * first, bytes=width * count)
+            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
+            add(OpId(kind, layer, phase, micro, number), lane, (read,), (written,), offset=width * first, bytes=width * count)
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         home = self.home.get(("gradients", layer), "")
@@ -139,12 +145,12 @@ class Overlapped:
             self.settle()
         slot = self.builder.acquire(pool)
         if adding:
-            self._copies("load_gradients", layer, phase, micro, home, slot, gradient_bytes(self.plan, layer))
+            self._copies("load_gradients", layer, phase, micro, home, slot, self.gradient_bytes[layer])
         return slot, adding
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
-        complete = self.arrived[layer] == contributions(self.plan, layer)
+        complete = self.arrived[layer] == self.contributions[layer]
         here = layer not in self.on_host
         if complete and (self.owes or not (here or self.clipping.kind == "update")):
             self.clipping.measure(layer, buffer, "")
@@ -156,7 +162,7 @@ class Overlapped:
             return
         home = self.home.get(("gradients", layer), "")
         if buffer != home:
-            self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
+            self._copies("save_gradients", layer, phase, micro, buffer, home, self.gradient_bytes[layer])
             self.builder.release(buffer)
         if complete and not self.owes:
             self.apply_on_host(layer)
@@ -240,20 +246,22 @@ class _Update:
 
     def __init__(self, storage: Overlapped, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[str]) -> None:
         self.storage, self.builder, self.layer, self.gradient, self.copy_to, self.source = storage, storage.builder, layer, gradient, copy_to, source
-        self.home = {name: storage.home[name, layer] for name in (*STATE, "gradients") if (name, layer) in storage.home}
+        home = storage.home
+        self.home = {name: home[name, layer] for name in (*STATE, "gradients") if (name, layer) in home}
         self.streamed, self.classes = streamed, [name for name in STATE if name in self.home]
-
-    def _sizes(self, names: list[str], chunk: tuple[int | None, int, int]) -> dict[str, int]:
-        _, first, count = chunk
-        return {"offset": first, "parameters": count, "bytes": count * sum(self.storage._bytes(name, self.layer) for name in names)}
+        self.pools = {name: f"device.{name}_chunks" for name in streamed}
+        self.up = [name for name in streamed if not (name == "weights" and source)]
+        self.down = [name for name in streamed if name != "gradients"]
+        self.up_bytes, self.down_bytes = (sum([storage._bytes(name, layer) for name in names]) for names in (self.up, self.down))
+        """a parameter"""
 
     def load(self, chunk: tuple[int | None, int, int]) -> dict[str, str]:
         """Class of data -> the slot that holds what streams of it, on its way up; the weights are not where they come from `source`."""
-        slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in self.streamed}
-        up = [name for name in self.streamed if not (name == "weights" and self.source)]
-        if up:
-            reads, writes = [f"{self.home[name]}#{chunk[0]}" for name in up], [slots[name] for name in up]
-            self.builder.op(OpId("load_state", self.layer, chunk=chunk[0]), "h2d", reads, writes, **self._sizes(up, chunk))
+        number, first, count = chunk
+        slots = {name: self.builder.acquire(pool) for name, pool in self.pools.items()}
+        if self.up:
+            reads, writes = [f"{self.home[name]}#{number}" for name in self.up], [slots[name] for name in self.up]
+            self.builder.op(OpId("load_state", self.layer, chunk=number), "h2d", reads, writes, offset=first, parameters=count, bytes=count * self.up_bytes)
         return slots
 
     def apply(self, chunk: tuple[int | None, int, int], slots: dict[str, str]) -> None:
@@ -263,10 +271,9 @@ class _Update:
         reads = [slots.get("gradients", self.gradient), self.storage.clipping.factor(self.layer), *old]
         writes = [slots.get(name, self.home[name]) for name in self.classes] + ([self.copy_to] if self.copy_to else [])
         self.builder.op(OpId("update", self.layer, chunk=number), "update", reads, writes, offset=first, parameters=count)
-        down = [name for name in self.streamed if name != "gradients"]
-        if down:
-            reads, writes = [slots[name] for name in down], [f"{self.home[name]}#{number}" for name in down]
-            self.builder.op(OpId("save_state", self.layer, chunk=number), "d2h", reads, writes, **self._sizes(down, chunk))
+        if self.down:
+            reads, writes = [slots[name] for name in self.down], [f"{self.home[name]}#{number}" for name in self.down]
+            self.builder.op(OpId("save_state", self.layer, chunk=number), "d2h", reads, writes, offset=first, parameters=count, bytes=count * self.down_bytes)
         for slot in slots.values():
             self.builder.release(slot)
 
