@@ -97,7 +97,7 @@ class Filling:
         """The memory of `plan`."""
         key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
         if key not in self._accounts:
-            self._accounts[key] = plan_account(plan, policies.outline(plan), self.costs)
+            self._accounts[key] = plan_account(plan, policies.outline(plan, merged=True), self.costs)
         return self._accounts[key]
 
     def room(self, plan: Plan) -> int:

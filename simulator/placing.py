@@ -31,13 +31,14 @@ from megatrain.simulator.specs import DTYPE_BYTES
 
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
 _FINALISTS = 2
-_PATIENCE = 3  # plans in a row, by their lower bounds, that are played and no better: what is left has higher bounds still
+_PATIENCE = 8  # plans in a row, by their lower bounds, that are played and no better: what is left has higher bounds still
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
 _CLASSES_BYTES = 8  # of all classes, for each byte of weights in a chunk
 _STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
 _MANY_OPS = 3000  # beyond, larger copies are tried instead of smaller ones: those gain per cents, and each try would take 0.1 s
+_MANY_COARSE_OPS = 1000  # of a plan with few large copies
 _TIE = 1.001
 _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
 """Ever less memory in slots, where more does not fit"""
@@ -47,12 +48,12 @@ class _Run:
     """A schedule of at most two micro-batches, `longer` times as long with all of them; it is played only where that is asked for."""
 
     def __init__(self, schedule: Schedule, costs: CostModel, longer: float) -> None:
-        self._schedule, self._costs, self._longer = schedule, costs, longer
+        self.schedule, self._costs, self._longer = schedule, costs, longer
         self.bound_ns = lower_bound_ns(schedule, costs) * longer
 
     @functools.cached_property
     def step_ns(self) -> float:
-        return makespan_ns(self._schedule, self._costs) * self._longer
+        return makespan_ns(self.schedule, self._costs) * self._longer
 
 
 class PlacementSearch:
@@ -77,7 +78,10 @@ class PlacementSearch:
 
     def _best_with(self, knobs: dict[str, int]) -> Choice | None:
         """The fastest plan with these slots and copies; None where none fits."""
-        finals = [(self.time(plan), plan) for plan in self._ranked(list(dict.fromkeys(self._candidates(varied(self.plan, **knobs)))))]
+        candidates = list(dict.fromkeys(self._candidates(varied(self.plan, **knobs))))
+        if policies.owes(self.plan):  # what the host updates then is not in the way of the first forward pass, so such plans may be far ahead
+            candidates += [other for other in dict.fromkeys(map(host_updating, candidates)) if other not in candidates and self.filling.account(other).fits]
+        finals = [(self.time(plan), plan) for plan in self._ranked(candidates)]
         if not finals:
             return None
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
@@ -160,12 +164,15 @@ class PlacementSearch:
             time, plan = found
 
     def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
-        """One of the fastest of `others` and its time, where that is less than the `time` ns of `plan`."""
+        """The fastest of `others` and its time, where that is less than the `time` ns of `plan`; of plans of many ops only one is timed."""
         if not others:
             return None
-        ranked = self._ranked(others, self._coarse(plan).step_ns)
-        times = ((self.time(other), other) for other in ranked)
-        return next((found for found in times if found[0] < time), None)
+        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)[: 1 if self._has_many_ops(plan) else _FINALISTS]
+        found = min(((self.time(other), index, other) for index, other in enumerate(ranked)), default=None)
+        return (found[0], found[2]) if found and found[0] < time else None
+
+    def _has_many_ops(self, plan: Plan) -> bool:
+        return len(self._coarse(plan).schedule.ops) > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Step of `plan` in ns; of more than two micro-batches by what the second takes."""

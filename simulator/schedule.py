@@ -128,6 +128,12 @@ def parse_id(text: str) -> OpId:
     return OpId(CODES[match["code"]], match["layer"] or "", match["phase"] or "", number["micro"], number["chunk"])
 
 
+def allocated_bytes(name: str, size: int) -> int:
+    """Bytes that a buffer of `size` bytes takes in its pool. `name` is the buffer's or the pool's."""
+    unit = 4096 if name.startswith("host.") else 256
+    return -(-size // unit) * unit
+
+
 class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     """Memory with a name, `PLACE.POOL:KEY`: `device.weights:0` is a slot, `host.moments:12` is layer 12's own."""
 
@@ -146,8 +152,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def allocated(self) -> int:
         """Bytes it takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device."""
-        unit = 4096 if self.id.startswith("host.") else 256
-        return -(-self.bytes // unit) * unit
+        return allocated_bytes(self.id, self.bytes)
 
     @property
     def pool(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatrain.simulator.order import Order
-from megatrain.simulator.schedule import Buffer, Op, OpId, Schedule, ScheduleError
+from megatrain.simulator.schedule import Buffer, Op, OpId, Schedule, ScheduleError, allocated_bytes
 
 
 class Builder:
@@ -18,8 +18,10 @@ class Builder:
     is to prefetching. With `serial`, every op also waits for the one before it, so nothing overlaps.
     """
 
-    def __init__(self, policy: str, *, serial: bool = False) -> None:
+    def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
+        """`merged`: only the bytes of each pool are asked for, so all of its buffers become one, except those that the framework allocates. No op can follow."""
         self._policy, self._serial = policy, serial
+        self._merged: dict[str, int] | None = {} if merged else None
         self._buffers: list[Buffer] = []
         self._free: dict[str, deque[str]] = {}  # by pool
         self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
@@ -31,12 +33,19 @@ class Builder:
 
     def persistent(self, pool: str, key: str, size: int) -> str:
         """A buffer that keeps its content from step to step: its id. `size` in bytes."""
+        if self._merged is not None:
+            self._merged[pool] = self._merged.get(pool, 0) + allocated_bytes(pool, size)
+            return f"{pool}:{key}"
         buffer = Buffer(id=f"{pool}:{key}", bytes=size, persistent=True)
         self._buffers.append(buffer)
         return buffer.id
 
     def slots(self, pool: str, count: int, size: int, *, dynamic: bool = False) -> None:
         """A pool of `count` interchangeable buffers of `size` bytes."""
+        if self._merged is not None and not dynamic:
+            if count:
+                self._merged[pool] = self._merged.get(pool, 0) + count * allocated_bytes(pool, size)
+            return
         made = [Buffer(id=f"{pool}:{index}", bytes=size, dynamic=dynamic) for index in range(count)]
         self._buffers += made
         self._free[pool] = free = deque([buffer.id for buffer in made])
@@ -80,4 +89,5 @@ class Builder:
         for index, slots in self._releases.items():
             self._ops[index]["releases"] = tuple(slots)
         ops = tuple([Op(**op) for op in self._ops])
-        return Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=ops)
+        merged = [Buffer(id=f"{pool}:all", bytes=size) for pool, size in (self._merged or {}).items()]
+        return Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=ops)

@@ -93,8 +93,8 @@ def lower_streamed(plan: Plan, *, serial: bool = False) -> Schedule:
     return builder.build()
 
 
-def outline_streamed(plan: Plan) -> Schedule:
-    """The buffers of `lower_streamed`, without its ops."""
-    builder = Builder(plan.policy)
+def outline_streamed(plan: Plan, *, merged: bool = False) -> Schedule:
+    """The buffers of `lower_streamed`, without its ops; `merged` as the builder does it."""
+    builder = Builder(plan.policy, merged=merged)
     declare(builder, plan, Streamed(builder, plan))
     return builder.build()

@@ -11,6 +11,6 @@ def lower(plan: Plan) -> Schedule:
     return lower_streamed(plan)
 
 
-def outline(plan: Plan) -> Schedule:
+def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     """The buffers of `lower`, without its ops."""
-    return outline_streamed(plan)
+    return outline_streamed(plan, merged=merged)

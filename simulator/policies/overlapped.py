@@ -289,9 +289,9 @@ def lower(plan: Plan) -> Schedule:
     return builder.build()
 
 
-def outline(plan: Plan) -> Schedule:
-    """The buffers of `lower`, without its ops."""
-    builder = Builder(plan.policy)
+def outline(plan: Plan, *, merged: bool = False) -> Schedule:
+    """The buffers of `lower`, without its ops; `merged` as the builder does it."""
+    builder = Builder(plan.policy, merged=merged)
     declare(builder, plan, Overlapped(builder, plan))
     return builder.build()
 

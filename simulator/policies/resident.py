@@ -45,8 +45,8 @@ def lower(plan: Plan) -> Schedule:
     return builder.build()
 
 
-def outline(plan: Plan) -> Schedule:
+def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     """The buffers of `lower`, without its ops."""
-    builder = Builder(plan.policy)
+    builder = Builder(plan.policy, merged=merged)
     declare(builder, plan, Resident(builder, plan))
     return builder.build()
