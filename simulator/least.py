@@ -106,7 +106,7 @@ class _Flow:
     def end_ns(self) -> float:
         """The earliest end of the step."""
         blocks = blocks_of(self.plan)
-        for micro in range(self.micro_batches):
+        for _ in range(self.micro_batches):
             self._forward(blocks)
             for block in reversed(blocks):
                 self._backward(block)

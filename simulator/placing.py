@@ -38,6 +38,7 @@ _STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
 _CLASSES_BYTES = 8  # of all classes, for each byte of weights in a chunk
 _STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
 _MANY_OPS = 3000  # beyond, larger copies are tried instead of smaller ones: those gain per cents, and each try would take 0.1 s
+_LEAST_STEP = 1.0005  # a neighbour has to be faster by so much for its own neighbours to be tried
 _MANY_COARSE_OPS = 1000  # of a plan with few large copies
 _TIE = 1.001
 _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
@@ -86,6 +87,9 @@ class PlacementSearch:
             return None
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
         time, plan = self._climbed(*self._refined(time, plan))
+        if not plan.placed("host_updated"):  # with as many layers stored as now, the host's update may pay
+            faster, other = self._split(time, plan)
+            time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         if not others:
             return assess(plan, self.costs)
         slower, other = self._alike(*others[0], plan)
@@ -158,10 +162,19 @@ class PlacementSearch:
         while True:
             nearby = [other for other in dict.fromkeys(self.filling.neighbours(plan)) if other not in tried]
             tried.update(nearby)
-            found = self.faster(time, plan, nearby)
+            found = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
             if found is None:
                 return time, plan
-            time, plan = found
+            before, (time, plan) = time, found
+            if time * _LEAST_STEP > before:
+                return time, plan
+
+    def _with_another_slot(self, time: float, plan: Plan) -> tuple[float, Plan] | None:
+        """`plan` with one more slot for weights, where it is faster: how much that gains shows only with copies of the plan's own size."""
+        other = self.filling.with_another_slot(plan)
+        if other is None or self.least.step_ns(other) * _TIE >= time or self.time(other) * _TIE >= time:
+            return None
+        return self.time(other), other
 
     def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
         """The fastest of `others` and its time, where that is less than the `time` ns of `plan`; of plans of many ops only one is timed."""
@@ -210,17 +223,14 @@ class PlacementSearch:
         return time, plan
 
     def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie; and its time."""
+        """`plan`, whose step takes `time` ns, with other copies where that is faster by more than a tie; and its time."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
         many = len(policies.lower(plan).ops) > _MANY_OPS
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
-        changes = [{"weight_slots": knobs.weight_slots + 1}]
         if many or self._coarse(plan).step_ns > _TIE * time:  # smaller copies are worth a try where these were faster than large ones
-            changes.insert(0, {"chunk_bytes": chunk})
-        for change in changes:
-            changed = varied(plan, **change)
-            if policies.outline(changed).buffers != policies.outline(plan).buffers and self.filling.account(changed).fits:
+            changed = varied(plan, chunk_bytes=chunk)
+            if changed.knobs != knobs and self.filling.account(changed).fits:
                 found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
