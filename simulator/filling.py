@@ -97,7 +97,7 @@ class Filling:
         """The memory of `plan`."""
         key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
         if key not in self._accounts:
-            self._accounts[key] = plan_account(plan, policies.outline(plan), self.costs)
+            self._accounts[key] = plan_account(plan, policies.outline(plan, merged=True), self.costs)
         return self._accounts[key]
 
     def room(self, plan: Plan) -> int:
@@ -161,7 +161,8 @@ class Filling:
 
     def neighbours(self, plan: Plan) -> Iterator[Plan]:
         """Plans that fit and store one layer more than `plan`, as many, or one less. Some are filled a GiB beyond the device's limit, and what is too much
-        is taken away again: what stays on the device can take the place of slots, which no fill up to the limit sees.
+        is taken away again: what stays on the device can take the place of slots, which no fill up to the limit sees. One has another slot for weights, and
+        gives as much state away.
         """
         yield from self._storing(plan, -1)
         yield from self.wider(plan)
@@ -170,6 +171,15 @@ class Filling:
             other = self._trimmed(msgspec.structs.replace(other, device_limit_bytes=plan.device_limit_bytes))
             if self.account(other).fits:
                 yield other
+        if another := self.with_another_slot(plan):
+            yield another
+
+    def with_another_slot(self, plan: Plan) -> Plan | None:
+        """`plan` with one more slot for weights, and as much less of its state on the device; None where nothing streams, or that does not fit."""
+        if plan.placed("weights") == set(plan.model.stack):
+            return None
+        other = self._trimmed(varied(plan, weight_slots=plan.knobs.weight_slots + 1))
+        return other if self.account(other).fits else None
 
     def wider(self, plan: Plan) -> Iterator[Plan]:
         """Plans that fit and store as many layers as `plan`, or one more."""
@@ -179,13 +189,16 @@ class Filling:
     def _trimmed(self, plan: Plan) -> Plan:
         """`plan` without the moments and low planes of its last layers that the device cannot hold; of the last one of each, the smaller that is enough."""
         held = {name: [layer for layer in plan.model.stack if layer in plan.placed(name)] for name in ("moments", "low")}
-        lacking = -self.room(plan)
-        while lacking > 0 and (last_ones := [(self._sizes[name, layers[-1]], name) for name, layers in held.items() if layers]):
-            size, name = min((entry for entry in last_ones if entry[0] >= lacking), default=max(last_ones))
+        while (lacking := -self.room(plan)) > 0:  # what leaves may need slots to stream through
+            sizes = ((self._sizes.get((name, layers[-1]), 0), name) for name, layers in held.items() if layers)
+            last_ones = [entry for entry in sizes if entry[0]]
+            if not last_ones:
+                break
+            _, name = min((entry for entry in last_ones if entry[0] >= lacking), default=max(last_ones))
             held[name].pop()
-            lacking -= size
-        texts = {name: ranges(list(plan.model.stack), set(layers)) for name, layers in held.items()}
-        return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
+            texts = {name: ranges(list(plan.model.stack), set(layers)) for name, layers in held.items()}
+            plan = varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
+        return plan
 
     def _storing(self, plan: Plan, more: int) -> Iterator[Plan]:
         count = len(plan.placed("stored")) + more

@@ -6,17 +6,18 @@ Policies derive their dependencies from it and `Schedule.check` proves them with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class _Use:
     """Who touched a buffer last. Of a lane's readers only the last counts: its earlier ones end before that."""
 
-    __slots__ = ("count", "lane", "readers", "writer")
+    __slots__ = ("count", "lane", "latest", "readers", "writer")
 
     def __init__(self) -> None:
-        self.writer, self.lane, self.count = -1, 0, 0  # the op, its lane, and how many ops of that have ended once it has
-        self.readers: dict[int, int] = {}  # lane -> op, since the last write
+        self.writer = self.latest = -1  # the op that wrote last, the op that touched it last
+        self.lane = self.count = 0  # the writer's lane, and how many ops of that have ended once it has
+        self.readers: dict[int, int] | None = None  # lane -> op, since the last write; None where there is none
 
 
 class Order:
@@ -43,13 +44,14 @@ class Order:
             self._next.append([0] * (index + 1))
         return index
 
-    def add(self, lane: str, after: Iterable[int]) -> None:
-        """Puts an op at the end of `lane`, behind the ops `after`."""
+    def add(self, lane: str, after: Sequence[int]) -> list[int]:
+        """Puts an op at the end of `lane`, behind the ops `after`. Returns those of them that are not implied by the lane or by another of them, in order."""
         index = self._lane(lane)
-        clock = self._next[index]
-        for other in after:
+        clock, kept = self._next[index], list[int]()
+        for other in sorted(set(after), reverse=True) if len(after) > 1 else after:  # latest first, so none is kept in vain
             other_lane, ended = self._lane_of[other], self._ended[other]
             if clock[other_lane] < ended:  # else an op behind `other` is waited for already, and with it all that `other` waited for
+                kept.append(other)
                 for key, count in enumerate(self._clocks[other]):
                     if clock[key] < count:
                         clock[key] = count
@@ -58,6 +60,8 @@ class Order:
         clock[index] += 1
         self._lane_of.append(index)
         self._ended.append(clock[index])
+        kept.reverse()
+        return kept
 
     def precedes(self, first: int, second: int) -> bool:
         """`first` has ended whenever `second` starts."""
@@ -75,7 +79,12 @@ class Order:
             for use in overlapping:
                 if clock[use.lane] < use.count:
                     found.append(use.writer)
-            overlapping[0].readers[index] = op
+            own = overlapping[0]
+            own.latest = op
+            if own.readers is None:
+                own.readers = {index: op}
+            else:
+                own.readers[index] = op
         for buffer in writes:
             overlapping = uses.get(buffer) or self._first_use(buffer)
             for use in overlapping:
@@ -86,14 +95,13 @@ class Order:
                         if reader != op and clock[reader_lane] < ended[reader]:
                             found.append(reader)
             own = overlapping[0]
-            own.writer, own.lane, own.count = op, index, clock[index] + 1
-            own.readers.clear()
+            own.writer = own.latest = op
+            own.lane, own.count, own.readers = index, clock[index] + 1, None
         return found
 
     def last(self, buffer: str) -> int:
         """The last op that touched `buffer`. Raises KeyError where none did."""
-        own = self._uses[buffer][0]
-        return max((own.writer, *own.readers.values()))
+        return self._uses[buffer][0].latest
 
     def _first_use(self, buffer: str) -> list[_Use]:
         own = _Use()

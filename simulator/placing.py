@@ -31,12 +31,15 @@ from megatrain.simulator.specs import DTYPE_BYTES
 
 _STEPS = 8  # numbers of stored layers that are tried, evenly spread
 _FINALISTS = 2
+_PATIENCE = 8  # plans in a row, by their lower bounds, that are played and no better: what is left has higher bounds still
 _CHUNKS = 8  # of the largest decoder layer, at most, in the copies of a plan
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _STATE_SHARE = 1 / 16  # of the device's memory, at most, in chunks of state
 _CLASSES_BYTES = 8  # of all classes, for each byte of weights in a chunk
 _STATE_SLOTS = 4  # up, updated and down at one time, and one to spare: with 2 a 14B step on an H200 is predicted 2 % slower, for 0.9 GiB
 _MANY_OPS = 3000  # beyond, larger copies are tried instead of smaller ones: those gain per cents, and each try would take 0.1 s
+_LEAST_STEP = 1.0005  # a neighbour has to be faster by so much for its own neighbours to be tried
+_MANY_COARSE_OPS = 1000  # of a plan with few large copies
 _TIE = 1.001
 _LEAN: tuple[dict[str, int], ...] = ({}, {"gradient_slots": 1, "state_slots": 2}, {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1})
 """Ever less memory in slots, where more does not fit"""
@@ -46,12 +49,12 @@ class _Run:
     """A schedule of at most two micro-batches, `longer` times as long with all of them; it is played only where that is asked for."""
 
     def __init__(self, schedule: Schedule, costs: CostModel, longer: float) -> None:
-        self._schedule, self._costs, self._longer = schedule, costs, longer
+        self.schedule, self._costs, self._longer = schedule, costs, longer
         self.bound_ns = lower_bound_ns(schedule, costs) * longer
 
     @functools.cached_property
     def step_ns(self) -> float:
-        return makespan_ns(self._schedule, self._costs) * self._longer
+        return makespan_ns(self.schedule, self._costs) * self._longer
 
 
 class PlacementSearch:
@@ -76,11 +79,17 @@ class PlacementSearch:
 
     def _best_with(self, knobs: dict[str, int]) -> Choice | None:
         """The fastest plan with these slots and copies; None where none fits."""
-        finals = [(self.time(plan), plan) for plan in self._ranked(list(dict.fromkeys(self._candidates(varied(self.plan, **knobs)))))]
+        candidates = list(dict.fromkeys(self._candidates(varied(self.plan, **knobs))))
+        if policies.defers_update(self.plan):  # what the host updates then is not in the way of the first forward pass, so such plans may be far ahead
+            candidates += [other for other in dict.fromkeys(map(host_updating, candidates)) if other not in candidates and self.filling.account(other).fits]
+        finals = [(self.time(plan), plan) for plan in self._ranked(candidates)]
         if not finals:
             return None
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
         time, plan = self._climbed(*self._refined(time, plan))
+        if not plan.placed("host_updated"):  # with as many layers stored as now, the host's update may pay
+            faster, other = self._split(time, plan)
+            time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         if not others:
             return assess(plan, self.costs)
         slower, other = self._alike(*others[0], plan)
@@ -106,7 +115,7 @@ class PlacementSearch:
         lean, layers = varied(self.plan, **_LEAN[-1], chunk_bytes=_LEAST_CHUNK), self.plan.model.layers
         most = max(self.filling.most_stored(lean, base) for base in (Placement(), Placement(parked="all")))
         kept = ranges([layer.name for layer in self.plan.model.decoders], set(self.filling.keeping))
-        return self.least.step_ns(varied(lean, placement=Placement(stored=last(layers, max(most, 0)), attention=kept)))
+        return self.least.compute_ns(varied(lean, placement=Placement(stored=last(layers, max(most, 0)), attention=kept)))
 
     def _whole_layers(self) -> list[dict[str, int]]:
         """Clipping by update goes through a layer's state once where the slots hold all of its chunks: one more, so that the next layer's come meanwhile."""
@@ -117,19 +126,26 @@ class PlacementSearch:
         return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
 
     def _ranked(self, candidates: Sequence[Plan], least: float = math.inf) -> list[Plan]:
-        """The fastest few of those that take no more than `least` ns, with few large copies. What `Least` says is a lower bound of the evaluator's
-        time, and that of the engine's: a plan is lowered, and then played, only when no bound is less than its own, and none is once the best few are known.
+        """The fastest few of those that take no more than `least` ns, with few large copies, the fastest first. What `Least` says is a lower bound of the
+        engine's time, and so is the evaluator's time. A plan is lowered, and then played, only when its bound is the lowest of all. The search ends when that
+        bound is above the best few, or when several plans in a row were no better.
         """
-        bounds: list[tuple[float, int, int]] = [(self.least.step_ns(candidate), 0, index) for index, candidate in enumerate(candidates)]
+        bounds: list[tuple[float, int, int]] = [(self.least.compute_ns(other), 0, index) for index, other in enumerate(candidates)]
         heapq.heapify(bounds)
         best: list[tuple[float, int]] = []
-        while bounds and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else least):
-            _, known, index = heapq.heappop(bounds)
-            run = self._coarse(candidates[index])
+        in_vain = 0
+        while bounds and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else least) and in_vain < _PATIENCE:
+            bound, known, index = heapq.heappop(bounds)
             if not known:
-                heapq.heappush(bounds, (run.bound_ns, 1, index))
-            elif run.step_ns <= least:
-                best = sorted([*best, (run.step_ns, index)])[:_FINALISTS]
+                heapq.heappush(bounds, (max(bound, self.least.step_ns(varied(candidates[index], chunk_bytes=self.coarse))), 1, index))
+                continue
+            run = self._coarse(candidates[index])
+            if known == 1:
+                heapq.heappush(bounds, (max(bound, run.bound_ns), 2, index))
+                continue
+            better = sorted([*best, (run.step_ns, index)])[:_FINALISTS] if run.step_ns <= least else best
+            in_vain = in_vain + 1 if better == best else 0
+            best = better
         return [candidates[index] for _, index in best]
 
     def _coarse(self, candidate: Plan) -> _Run:
@@ -146,18 +162,30 @@ class PlacementSearch:
         while True:
             nearby = [other for other in dict.fromkeys(self.filling.neighbours(plan)) if other not in tried]
             tried.update(nearby)
-            found = self.faster(time, plan, nearby)
+            found = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
             if found is None:
                 return time, plan
-            time, plan = found
+            before, (time, plan) = time, found
+            if time * _LEAST_STEP > before:
+                return time, plan
+
+    def _with_another_slot(self, time: float, plan: Plan) -> tuple[float, Plan] | None:
+        """`plan` with one more slot for weights, where it is faster: how much that gains shows only with copies of the plan's own size."""
+        other = self.filling.with_another_slot(plan)
+        if other is None or self.least.step_ns(other) * _TIE >= time or self.time(other) * _TIE >= time:
+            return None
+        return self.time(other), other
 
     def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
-        """The fastest of `others` and its time, where that is less than the `time` ns of `plan`."""
+        """The fastest of `others` and its time, where that is less than the `time` ns of `plan`; of plans of many ops only one is timed."""
         if not others:
             return None
-        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)
+        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)[: 1 if self._has_many_ops(plan) else _FINALISTS]
         found = min(((self.time(other), index, other) for index, other in enumerate(ranked)), default=None)
         return (found[0], found[2]) if found and found[0] < time else None
+
+    def _has_many_ops(self, plan: Plan) -> bool:
+        return len(self._coarse(plan).schedule.ops) > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Step of `plan` in ns; of more than two micro-batches by what the second takes."""
@@ -195,15 +223,14 @@ class PlacementSearch:
         return time, plan
 
     def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """`plan`, whose step takes `time` ns, with other slots and copies where that is faster by more than a tie; and its time."""
+        """`plan`, whose step takes `time` ns, with other copies where that is faster by more than a tie; and its time."""
         time, plan = self._split(time, plan)
         knobs = plan.knobs
         many = len(policies.lower(plan).ops) > _MANY_OPS
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
-        changes = [{"chunk_bytes": chunk}, {"weight_slots": knobs.weight_slots + 1}]
-        for change in changes:
-            changed = varied(plan, **change)
-            if policies.outline(changed).buffers != policies.outline(plan).buffers and self.filling.account(changed).fits:
+        if many or self._coarse(plan).step_ns > _TIE * time:  # smaller copies are worth a try where these were faster than large ones
+            changed = varied(plan, chunk_bytes=chunk)
+            if changed.knobs != knobs and self.filling.account(changed).fits:
                 found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
@@ -217,8 +244,9 @@ class PlacementSearch:
         bases = [msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(CLASSES, ""), parked=parked) for parked in ("", "all")]
         others = dict.fromkeys(other for base in bases for other in self.filling.fills(updated, base))
         fitting = [other for other in others if other.placed("host_updated") and self.filling.account(other).fits]
-        for changed in [host_updating(plan), host_updating(plan, every=2), *self._ranked(fitting)[:1]]:
-            if changed.knobs != plan.knobs and self.filling.account(changed).fits:
+        same = [other for other in (host_updating(plan), host_updating(plan, every=2)) if other.knobs != plan.knobs and self.filling.account(other).fits]
+        for changed in self._ranked(list(dict.fromkeys([*same, *fitting]))):
+            if self.least.step_ns(changed) * _TIE < time:
                 found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -106,34 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def placed(self, name: str) -> frozenset[str]:
         """The layers that the placement names for `name`. Raises UserError for a text that is no set of this model's layers."""
-        text, stack = getattr(self.knobs.placement, name), list(self.model.stack)
-        decoders = [layer for layer in stack if self.model.stack[layer].kind == "decoder"]
-        allowed = decoders if name in ("stored", "parked", "attention") else stack
-        chosen: set[str] = set()
-        for part in filter(None, text.replace(" ", "").split(",")):
-            first, dash, last = part.partition("-")
-            if part == "all":
-                chosen.update(allowed)
-            elif part in allowed:
-                chosen.add(part)
-            elif dash and first in decoders and last in decoders and int(first) <= int(last):
-                chosen.update(decoders[int(first) : int(last) + 1])
-            else:
-                raise UserError(
-                    f"knobs.placement: {name}", found=repr(part), allowed=f"`all`, or layers and ranges of {allowed[0]} to {allowed[-1]}, such as 0-3",
-                    fix="name layers that the model has",
-                )  # fmt: skip
-        if name == "attention":
-            self._refuse_kept_attention(chosen)
-        return frozenset(chosen)
-
-    def _refuse_kept_attention(self, chosen: set[str]) -> None:
-        unable = next((layer for layer in self.model.stack if layer in chosen and not self.model.keeps_attention(layer)), None)
-        if unable is not None:
-            raise UserError(
-                "knobs.placement: attention", found=f"layer {unable} of a {self.model.family} model, {self.model.stack[unable].attention}",
-                allowed=f"full causal attention of {', '.join(KEEP_ATTENTION)}", fix="leave `attention` empty for this model",
-            )  # fmt: skip
+        return _placed(self.model, name, getattr(self.knobs.placement, name))
 
     def save(self, path: Path) -> None:
         told: dict[str, Any] = msgspec.to_builtins(self)
@@ -146,3 +120,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def load(cls, path: Path) -> Plan:
         """Raises UserError for a file that is missing, malformed, of another format, or has an unknown key."""
         return read_toml(path, cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed(model: ModelSpec, name: str, text: str) -> frozenset[str]:
+    """The layers of `model` that `text` names for `name`."""
+    stack = list(model.stack)
+    decoders = [layer for layer in stack if model.stack[layer].kind == "decoder"]
+    allowed = decoders if name in ("stored", "parked", "attention") else stack
+    chosen: set[str] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
+        if part == "all":
+            chosen.update(allowed)
+        elif part in allowed:
+            chosen.add(part)
+        elif dash and first in decoders and last in decoders and int(first) <= int(last):
+            chosen.update(decoders[int(first) : int(last) + 1])
+        else:
+            raise UserError(
+                f"knobs.placement: {name}", found=repr(part), allowed=f"`all`, or layers and ranges of {allowed[0]} to {allowed[-1]}, such as 0-3",
+                fix="name layers that the model has",
+            )  # fmt: skip
+    if name == "attention":
+        _refuse_kept_attention(model, chosen)
+    return frozenset(chosen)
+
+
+def _refuse_kept_attention(model: ModelSpec, chosen: set[str]) -> None:
+    unable = next((layer for layer in model.stack if layer in chosen and not model.keeps_attention(layer)), None)
+    if unable is not None:
+        raise UserError(
+            "knobs.placement: attention", found=f"layer {unable} of a {model.family} model, {model.stack[unable].attention}",
+            allowed=f"full causal attention of {', '.join(KEEP_ATTENTION)}", fix="leave `attention` empty for this model",
+        )  # fmt: skip

@@ -64,6 +64,11 @@ class Sharing:
         self._turns = turns
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
 
+    @property
+    def capacity(self) -> int:
+        """Bytes/s of host DRAM, counted as the cores' traffic; 0 where DRAM is not shared."""
+        return self._capacity
+
     def demand(self, lane: str, size: int, duration_ns: int, kind: str = "") -> Demand | None:
         """Of an op of `kind` that copies `size` bytes, or reads and writes so many with the host's cores, in `duration_ns` alone. None where it neither
         disturbs another nor is disturbed. It never asks for more DRAM than there is: alone it ran at full speed.

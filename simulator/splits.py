@@ -65,7 +65,7 @@ def best_split(
             policy=next((name for name in names if policy_library.places(name)), names[0]), hardware=hardware.name, source=model.name, model=model,
             workload=work, device_limit_bytes=device_limit or hardware.device_bytes, host_limit_bytes=host_limit or hardware.host_bytes,
         )  # fmt: skip
-        if not times or Least(plan, costs).step_ns(varied(plan, placement=Placement(stored="all"))) < _CLOSE * min(times)[0]:
+        if not times or Least(plan, costs).compute_ns(varied(plan, placement=Placement(stored="all"))) < _CLOSE * min(times)[0]:
             times += [(min(found), index)] if (found := [_time(each, costs) for each in _quick(plan, costs)]) else []
     chosen = [tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]] or [tried[-1]]
     limits = {"device_limit": device_limit, "host_limit": host_limit}

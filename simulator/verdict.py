@@ -272,10 +272,11 @@ def in_full(
     def again(work: Workload, device_limit: int, host_limit: int) -> Choice:
         return candidates(plan.model, hardware, work, device_limit=device_limit, host_limit=host_limit, policies=alike)[0]
 
+    margins = one_more_gib(choice, hardware, costs)  # before the advice: the choice's schedule is still known
     advice = Adviser(choice, hardware, costs, names, again).suggestions() if footprints and advise else ()
     verdict = msgspec.structs.replace(
         verdict, slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9, exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()}, extrapolated=dict(flagged), advice=advice,
-        one_more_gib=one_more_gib(choice, hardware, costs),
+        one_more_gib=margins,
         reason="" if choice.feasible else _lacking(verdict), longest_context=longest_context(footprints, plan.workload) if footprints else None,
         largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
         several=estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus) if gpus != 1 else None,

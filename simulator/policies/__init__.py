@@ -98,13 +98,16 @@ def lower_anew(plan: Plan) -> Schedule:
         raise _failed(plan.policy, "lower", error) from error
 
 
-def outline(plan: Plan) -> Schedule:
-    """A schedule with the buffers of `lower`; its ops may be left out, which takes a tenth of the time."""
+def outline(plan: Plan, *, merged: bool = False) -> Schedule:
+    """A schedule with the buffers of `lower`; its ops may be left out, which takes a tenth of the time.
+
+    With `merged` the buffers of a pool may be one, for a caller that asks only for bytes.
+    """
     policy = find(plan.policy)
     if type(policy).buffers is Policy.buffers:
         return lower(plan)
     try:
-        return policy.buffers(plan)
+        return policy.buffers(plan, merged=merged)
     except UserError:
         raise
     except Exception as error:

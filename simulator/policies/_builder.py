@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
+import msgspec
+
 from megatrain.simulator.order import Order
 from megatrain.simulator.schedule import Buffer, BufferDtype, DataClass, Op, OpId, Schedule, ScheduleError
-from megatrain.simulator.schedule.buffer import DTYPE_OF
+from megatrain.simulator.schedule.buffer import DTYPE_OF, allocated_bytes
 
 
 class Traits(TypedDict, total=False):
@@ -30,10 +32,15 @@ class Builder:
     is to prefetching. With `serial`, every op also waits for the one before it, so nothing overlaps.
     """
 
-    def __init__(self, policy: str, *, serial: bool = False) -> None:
+    def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
+        """With `merged`, all buffers of a pool become one, except those that the framework allocates. That is enough to know the bytes of each pool;
+        no op can follow.
+        """
         self._policy, self._serial = policy, serial
+        self._merged: dict[str, Buffer] | None = {} if merged else None
         self._buffers: list[Buffer] = []
-        self._free: dict[str, deque[str]] = {}
+        self._free: dict[str, deque[str]] = {}  # by pool
+        self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
         self._fresh: set[str] = set()
         self._ops: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -47,70 +54,87 @@ class Builder:
 
         `key` is the layer or the micro-batch that it belongs to. `dtype` may be left out where the class of data has only one.
         """
-        buffer = Buffer(id=f"{pool}:{key}", bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits)
-        self._buffers.append(buffer)
-        return buffer.id
+        name = f"{pool}:{key}"
+        if self._merged is not None and pool in self._merged:
+            self._merge(pool, allocated_bytes(pool, size))
+            return name
+        buffer = Buffer(id=name, bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits)
+        if self._merged is None:
+            self._buffers.append(buffer)
+        else:
+            self._merged[pool] = msgspec.structs.replace(buffer, id=f"{pool}:all", bytes=buffer.allocated)
+        return name
 
     def slots(
         self, pool: str, count: int, size: int, data: DataClass, dtype: BufferDtype | None = None, **traits: Unpack[Traits]
     ) -> None:  # fmt: skip
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
-        kind = dtype or DTYPE_OF[data]
+        kind, dynamic = dtype or DTYPE_OF[data], traits.get("dynamic", False)
+        if self._merged is not None and not dynamic:
+            if count and pool in self._merged:
+                self._merge(pool, count * allocated_bytes(pool, size))
+            elif count:
+                whole = count * allocated_bytes(pool, size)
+                self._merged[pool] = Buffer(id=f"{pool}:all", bytes=whole, data=data, dtype=kind, **traits)
+            return
         made = [Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits) for index in range(count)]
         self._buffers += made
-        self._free[pool] = deque(buffer.id for buffer in made)
+        self._add_free(pool, made)
+
+    def _merge(self, pool: str, size: int) -> None:
+        """Makes the one buffer of `pool` larger by `size` bytes."""
+        assert self._merged is not None
+        first = self._merged[pool]
+        self._merged[pool] = msgspec.structs.replace(first, bytes=first.bytes + size)
+
+    def _add_free(self, pool: str, slots: Sequence[Buffer]) -> None:
+        self._free[pool] = free = deque([slot.id for slot in slots])
+        self._queue |= dict.fromkeys(free, free)
 
     def keep(self, buffers: Sequence[Buffer]) -> None:
-        """Adds buffers of another schedule, under the ids that they have there."""
+        """Adds buffers of another schedule, under the ids that they have there; slots of one pool all at once."""
         self._buffers += buffers
-        for buffer in buffers:
-            if not buffer.persistent:
-                self._free.setdefault(buffer.pool, deque()).append(buffer.id)
+        slots = [buffer for buffer in buffers if not buffer.persistent]
+        if slots:
+            self._add_free(slots[0].pool, slots)
 
     def acquire(self, pool: str) -> str:
         """The slot of `pool` that has been free for longest; its hold begins with the next op that writes it."""
-        if not self._free[pool]:
+        free = self._free[pool]
+        if not free:
             raise ScheduleError(f"policy {self._policy}: no slot of {pool} is free")
-        slot = self._free[pool].popleft()
+        slot = free.popleft()
         self._fresh.add(slot)
         return slot
 
     def release(self, slot: str) -> None:
         """Ends the hold of `slot` with the last op that touched it."""
         self._releases.setdefault(self._order.last(slot), []).append(slot)
-        self._free[slot.partition(":")[0]].append(slot)
+        self._queue[slot].append(slot)
 
     def op(self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any) -> str:
         """Appends an op; returns its id. `sizes`: Op's offset, bytes, parameters, flops, shape."""
-        reads, writes, name, index, order = tuple(reads), tuple(writes), str(id), len(self._ops), self._order
+        reads, writes, name, order = tuple(reads), tuple(writes), str(id), self._order
         before = order.touch(lane, reads, writes)
-        if self._serial and index and self._ops[-1]["lane"] != lane:
-            before.append(index - 1)
-        if len(before) > 1:
-            before = self._fewest(before)
-        order.add(lane, before)
-        op = {"id": name, "lane": lane, "after": tuple([self._names[other] for other in before]) if before else (), "reads": reads, "writes": writes, **sizes}
+        if self._serial and self._ops and self._ops[-1]["lane"] != lane:
+            before.append(len(self._ops) - 1)
+        before = order.add(lane, before)
+        sizes["id"], sizes["lane"], sizes["reads"], sizes["writes"] = name, lane, reads, writes
+        if before:
+            sizes["after"] = tuple([self._names[other] for other in before])
         if self._fresh:
             acquired = self._fresh.intersection(writes)
             if acquired:
                 self._fresh -= acquired
-                op["acquires"] = tuple([slot for slot in writes if slot in acquired])
+                sizes["acquires"] = tuple([slot for slot in writes if slot in acquired])
         self._names.append(name)
-        self._ops.append(op)
+        self._ops.append(sizes)
         return name
-
-    def _fewest(self, before: list[int]) -> list[int]:
-        """Of the ops to wait for, those that none of the others implies. Latest first, so none is kept in vain."""
-        latest, *others = sorted(set(before), reverse=True)
-        kept = [latest]
-        for candidate in others:
-            if not any(self._order.precedes(candidate, other) for other in kept):
-                kept.append(candidate)
-        return kept[::-1]
 
     def build(self) -> Schedule:
         """The schedule so far."""
         for index, slots in self._releases.items():
             self._ops[index]["releases"] = tuple(slots)
         ops = tuple([Op(**op) for op in self._ops])
-        return Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=ops)
+        merged = (self._merged or {}).values()
+        return Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=ops)

@@ -105,16 +105,16 @@ class StreamedPolicy(Policy):
         compute(builder, plan, Streamed(builder, plan))
         return builder.build()
 
-    def buffers(self, plan: Plan) -> Schedule:
+    def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
         """The buffers of `lower`, without its ops."""
-        builder = self._builder(plan)
+        builder = self._builder(plan, merged=merged)
         declare(builder, plan, Streamed(builder, plan))
         return builder.build()
 
-    def _builder(self, plan: Plan) -> Builder:
+    def _builder(self, plan: Plan, *, merged: bool = False) -> Builder:
         if self.slots not in (None, plan.knobs.weight_slots):
             raise UserError(
                 f"policy {self.name}: weight_slots", found=plan.knobs.weight_slots, allowed=self.slots,
                 fix=f"set weight_slots = {self.slots}, or use policy k_buffer",
             )  # fmt: skip
-        return Builder(plan.policy, serial=self.serial)
+        return Builder(plan.policy, serial=self.serial, merged=merged)

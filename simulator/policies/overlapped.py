@@ -41,6 +41,9 @@ class _State:
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.defers = plan.workload.clipping == "global"
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
+        self.chunks: dict[int, list[tuple[int, int, int]]] = {}  # by the elements of a layer: (number, first parameter, how many)
+        self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
+        self.gradient_bytes = {layer: gradient_bytes(plan, layer) for layer in self.stack}
         self.home: dict[tuple[StateClass, str], str] = {}  # (class, layer) -> the buffer that keeps it
         self.on_host = plan.placed("host_updated")
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
@@ -49,7 +52,7 @@ class _State:
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
                 size = state_bytes(plan, name, layer)
-                if size and (layer in placed or name != "gradients" or self.defers or contributions(plan, layer) > 1):
+                if size and (layer in placed or name != "gradients" or self.defers or self.contributions[layer] > 1):
                     place = "device" if layer in resident else "host"
                     dtype = state_dtype(plan, name, layer)
                     self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements, name, dtype)
@@ -80,7 +83,7 @@ class _State:
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
                 kind = self._gradient_pool(layer), "gradients", gradient_dtype(self.plan, layer), "gradient_slots" if decoder else ""
-                pools.setdefault(kind, []).append((count, gradient_bytes(self.plan, layer) * spec.elements))
+                pools.setdefault(kind, []).append((count, self.gradient_bytes[layer] * spec.elements))
         for (pool, name, dtype_, knob), wanted in pools.items():
             self.builder.slots(pool, max(count for count, _ in wanted), max(size for _, size in wanted), name, dtype_, knob=knob)
 
@@ -89,13 +92,15 @@ class _State:
 
     def _gradient_pool(self, layer: str) -> str:
         """Gradients of one contribution, and fp32 sums of several, have pools of their own."""
-        name = "sums" if contributions(self.plan, layer) > 1 else "gradients"
+        name = "sums" if self.contributions[layer] > 1 else "gradients"
         return f"device.streamed_{name}" if self.stack[layer].kind == "decoder" else f"device.streamed_{name}_vocabulary"
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """(number, first parameter, how many)"""
         total = self.stack[layer].elements
-        return [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
+        if total not in self.chunks:
+            self.chunks[total] = [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
+        return self.chunks[total]
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         owed = self.defers and layer not in self.updated
@@ -128,10 +133,11 @@ class _State:
 
     def _copies(self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int) -> None:
         """A layer's buffer to or from the host, in chunks. The host's side is named by parts: a chunk waits for its own."""
+        up = source.startswith("host.")
+        lane, add = "h2d" if up else "d2h", self.builder.op
         for number, first, count in self._chunks(layer):
-            names = [f"{name}#{number}" if name.startswith("host.") else name for name in (source, target)]
-            lane = "h2d" if source.startswith("host.") else "d2h"
-            self.builder.op(OpId(kind, layer, phase, micro, number), lane, names[:1], names[1:], offset=width * first, bytes=width * count)
+            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
+            add(OpId(kind, layer, phase, micro, number), lane, (read,), (written,), offset=width * first, bytes=width * count)
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         home = self.home.get(("gradients", layer), "")
@@ -143,12 +149,12 @@ class _State:
             self.settle()
         slot = self.builder.acquire(pool)
         if adding:
-            self._copies("load_gradients", layer, phase, micro, home, slot, gradient_bytes(self.plan, layer))
+            self._copies("load_gradients", layer, phase, micro, home, slot, self.gradient_bytes[layer])
         return slot, adding
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
-        complete = self.arrived[layer] == contributions(self.plan, layer)
+        complete = self.arrived[layer] == self.contributions[layer]
         here = layer not in self.on_host
         if complete and (self.defers or not (here or self.clipping.kind == "update")):
             self.clipping.measure(layer, buffer, "")
@@ -160,7 +166,7 @@ class _State:
             return
         home = self.home.get(("gradients", layer), "")
         if buffer != home:
-            self._copies("save_gradients", layer, phase, micro, buffer, home, gradient_bytes(self.plan, layer))
+            self._copies("save_gradients", layer, phase, micro, buffer, home, self.gradient_bytes[layer])
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
@@ -244,20 +250,22 @@ class _Update:
 
     def __init__(self, storage: _State, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[StateClass]) -> None:
         self.storage, self.builder, self.layer, self.gradient, self.copy_to, self.source = storage, storage.builder, layer, gradient, copy_to, source
-        self.home = {name: storage.home[name, layer] for name in STATE if (name, layer) in storage.home}
+        home = storage.home
+        self.home = {name: home[name, layer] for name in STATE if (name, layer) in home}
         self.streamed, self.classes = streamed, [name for name in UPDATED if name in self.home]
-
-    def _sizes(self, names: Sequence[StateClass], chunk: tuple[int | None, int, int]) -> dict[str, int]:
-        _, first, count = chunk
-        return {"offset": first, "parameters": count, "bytes": count * sum(state_bytes(self.storage.plan, name, self.layer) for name in names)}
+        self.pools = {name: f"device.{name}_chunks" for name in streamed}
+        self.up = [name for name in streamed if not (name == "weights" and source)]
+        self.down = [name for name in streamed if name != "gradients"]
+        self.up_bytes, self.down_bytes = (sum([state_bytes(storage.plan, name, layer) for name in names]) for names in (self.up, self.down))
+        """a parameter"""
 
     def load(self, chunk: tuple[int | None, int, int]) -> dict[StateClass, str]:
         """Class of data -> the slot that holds what streams of it, on its way up; the weights are not where they come from `source`."""
-        slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in self.streamed}
-        up = [name for name in self.streamed if not (name == "weights" and self.source)]
-        if up:
-            reads, writes = [f"{self.home[name]}#{chunk[0]}" for name in up], [slots[name] for name in up]
-            self.builder.op(OpId("load_state", self.layer, chunk=chunk[0]), "h2d", reads, writes, **self._sizes(up, chunk))
+        number, first, count = chunk
+        slots = {name: self.builder.acquire(pool) for name, pool in self.pools.items()}
+        if self.up:
+            reads, writes = [f"{self.home[name]}#{number}" for name in self.up], [slots[name] for name in self.up]
+            self.builder.op(OpId("load_state", self.layer, chunk=number), "h2d", reads, writes, offset=first, parameters=count, bytes=count * self.up_bytes)
         return slots
 
     def apply(self, chunk: tuple[int | None, int, int], slots: dict[StateClass, str]) -> None:
@@ -267,10 +275,9 @@ class _Update:
         reads = [slots.get("gradients", self.gradient), self.storage.clipping.factor(self.layer), *old]
         writes = [slots.get(name, self.home[name]) for name in self.classes] + ([self.copy_to] if self.copy_to else [])
         self.builder.op(OpId("update", self.layer, chunk=number), "update", reads, writes, offset=first, parameters=count)
-        down = [name for name in self.streamed if name != "gradients"]
-        if down:
-            reads, writes = [slots[name] for name in down], [f"{self.home[name]}#{number}" for name in down]
-            self.builder.op(OpId("save_state", self.layer, chunk=number), "d2h", reads, writes, **self._sizes(down, chunk))
+        if self.down:
+            reads, writes = [slots[name] for name in self.down], [f"{self.home[name]}#{number}" for name in self.down]
+            self.builder.op(OpId("save_state", self.layer, chunk=number), "d2h", reads, writes, offset=first, parameters=count, bytes=count * self.down_bytes)
         for slot in slots.values():
             self.builder.release(slot)
 
@@ -287,9 +294,9 @@ class Overlapped(Policy):
         compute(builder, plan, _State(builder, plan))
         return builder.build()
 
-    def buffers(self, plan: Plan) -> Schedule:
+    def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
         """The buffers of `lower`, without its ops."""
-        builder = Builder(plan.policy)
+        builder = Builder(plan.policy, merged=merged)
         declare(builder, plan, _State(builder, plan))
         return builder.build()
 

@@ -32,8 +32,9 @@ class Policy:
         """
         raise NotImplementedError
 
-    def buffers(self, plan: Plan) -> Schedule:
-        """Returns a schedule with the buffers of `lower`; its ops may be left out.
+    def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
+        """Returns a schedule with the buffers of `lower`; its ops may be left out. With `merged` the
+        buffers of a pool may be one of the same total size.
 
         Override it where buffers are known without lowering: the search asks for them often.
         """

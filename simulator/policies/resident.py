@@ -52,8 +52,8 @@ class Resident(Policy):
         compute(builder, plan, _State(builder, plan))
         return builder.build()
 
-    def buffers(self, plan: Plan) -> Schedule:
+    def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
         """The buffers of `lower`, without its ops."""
-        builder = Builder(plan.policy)
+        builder = Builder(plan.policy, merged=merged)
         declare(builder, plan, _State(builder, plan))
         return builder.build()

@@ -32,6 +32,15 @@ WIDTH = {"bf16": 2, "fp32": 4, "int16": 2, "int64": 8}
 """bytes of an element"""
 
 
+def allocated_bytes(name: str, size: int) -> int:
+    """Bytes that a buffer of `size` bytes takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device.
+
+    `name` is the buffer's or the pool's.
+    """
+    unit = 4096 if name.startswith("host.") else 256
+    return -(-size // unit) * unit
+
+
 class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory with a name, `PLACE.POOL:KEY`.
 
@@ -65,9 +74,8 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def allocated(self) -> int:
-        """Bytes it takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device."""
-        unit = 4096 if self.id.startswith("host.") else 256
-        return -(-self.bytes // unit) * unit
+        """Bytes it takes in its pool."""
+        return allocated_bytes(self.id, self.bytes)
 
     @property
     def pool(self) -> str:

@@ -15,7 +15,7 @@ from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies._layerwise import contributions, gradient_bytes
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.units import parse_bytes
-from megatrain.simulator.verdict import Verdict
+from megatrain.simulator.verdict import Verdict, brief, candidates
 
 GIB = 2**30
 SMALL = ("qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-1b", "llama-3.2-1b")
@@ -160,6 +160,25 @@ def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case
     if not before.unified:
         other = case.judged(policies=[data.draw(st.sampled_from(policies.names()))])
         assert not other.feasible or SLOWER * other.step_seconds >= before.step_seconds
+
+
+@related(machines=STREAMING)
+def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case) -> None:
+    """With `--policy all` they are listed too, as what they are, and the choice is the fastest of those that the runtime executes."""
+    hardware, model = HardwareSpec.load(case.machine), ModelSpec.load(case.model)
+    own, peer = data.draw(st.sampled_from(policies.contenders())), data.draw(st.sampled_from(policies.peers()))
+    alone = candidates(model, hardware, case.work, policies=[own], **case.limits)[0]
+    found = candidates(model, hardware, case.work, policies=[own, peer], **case.limits)
+    assert sorted(choice.plan.policy for choice in found) == sorted([own, peer])
+    ours, other = sorted(found, key=lambda choice: choice.plan.policy != own)
+    assert (ours.plan, ours.step_seconds) == (alone.plan, alone.step_seconds)
+    assert found[0].feasible == (ours.feasible or other.feasible)
+    if ours.feasible and other.feasible:
+        assert found[0].step_seconds == min(ours.step_seconds, other.step_seconds)
+    verdict = brief(other, hardware)
+    assert verdict.prediction_only
+    assert not verdict.knobs
+    assert verdict.runner_up is None
 
 
 @related(machines=STREAMING)

@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
+from megatrain.simulator.assessment import varied
 from megatrain.simulator.costs import Datasheet
+from megatrain.simulator.engine import makespan_ns as shared_makespan_ns
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import bounds, evaluate, makespan_ns
+from megatrain.simulator.evaluator import another_ns, bounds, evaluate, makespan_ns
 from megatrain.simulator.hardware import HardwareSpec, HostMemory
+from megatrain.simulator.least import Least
 from megatrain.simulator.memory import account, usage
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies._layerwise import gradient_bytes
@@ -89,6 +92,22 @@ def test_any_plan_on_any_machine_plays_by_the_rules(make_plan: MakePlan, policy:
     assert_links_carry_what_they_can(schedule, timeline, costs, hardware)
     assert_holds_are_disjoint(schedule, timeline)
     assert_pools_stay_within_their_account(schedule, timeline)
+
+
+@every_policy
+@settings(max_examples=60)
+@given(data=st.data())
+def test_no_plan_is_faster_than_its_lower_bounds(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
+    """Neither of the plan's own step nor of one with more micro-batches, whose step a search extrapolates from two."""
+    plan, schedule = drawn(make_plan, policy, data)
+    costs = Datasheet(data.draw(machines), plan.model, plan.workload)
+    least, time = Least(plan, costs), shared_makespan_ns(schedule, costs)
+    assert least.compute_ns(plan) <= least.step_ns(plan) <= time
+    more = data.draw(st.integers(1, 3))
+    longer = msgspec.structs.replace(plan, workload=msgspec.structs.replace(plan.workload, accumulation=2 + more))
+    least, two = Least(longer, costs), policies.lower(varied(longer, accumulation=2))
+    assert least.step_ns(longer) <= shared_makespan_ns(two, costs) + more * another_ns(two, costs)
+    assert least.compute_ns(longer) <= shared_makespan_ns(policies.lower(longer), costs)
 
 
 def assert_links_carry_what_they_can(schedule: Schedule, timeline: Timeline, costs: Datasheet, hardware: HardwareSpec) -> None:

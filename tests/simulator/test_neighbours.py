@@ -39,3 +39,28 @@ def test_what_is_bought_by_one_more_gib_is_taken_where_it_fits_already() -> None
     model, hardware, work = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("a100-80-sxm"), Workload(batch=1, sequence=512, accumulation=2)
     choice = candidates(model, hardware, work, host_limit=512 * GIB, policies=["overlapped"])[0]
     assert choice.step_seconds < 1.94  # 2.007 s without
+
+
+SLOTS = (
+    ("gpt-oss-20b", "l40s", Workload(batch=1, sequence=4096, accumulation=2, clipping="update"), 512 * GIB, 14.32),  # 14.45 s with two slots
+    ("qwen2.5-7b", "a6000", Workload(batch=4, sequence=512, accumulation=4, clipping="update"), None, 9.95),  # 10.00 s with two slots
+)
+
+
+@pytest.mark.parametrize(("name", "machine", "work", "host", "seconds"), SLOTS, ids=[case[0] for case in SLOTS])
+def test_state_gives_way_to_a_third_weight_slot(name: str, machine: str, work: Workload, host: int | None, seconds: float) -> None:
+    """The device is filled with state to the last byte, so the slot is only taken where some of the state leaves."""
+    choice = candidates(ModelSpec.load(name), HardwareSpec.load(machine), work, host_limit=host, policies=["overlapped"])[0]
+    assert choice.feasible
+    assert choice.plan.knobs.weight_slots == 3
+    assert choice.step_seconds < seconds
+
+
+def test_one_more_gib_is_no_slower_where_it_would_hold_all_weights() -> None:
+    """With all weights on the device and the moments on the host, the host's update of most layers is faster still."""
+    model, hardware, work = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("a6000"), Workload(batch=4, sequence=8192)
+    steps = [
+        candidates(model, hardware, work, device_limit=int(size * GIB), host_limit=int(125.5 * GIB), policies=["overlapped"])[0].step_seconds
+        for size in (47.4, 48.4)
+    ]
+    assert steps[1] <= steps[0] < 2.57
