@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
-from megatrain.runtime.layers.linear_documents import ARGUMENT
+from megatrain.runtime.layers.linear_documents import ARGUMENT, STATEFUL
 from megatrain.runtime.layers.scaled_positions import ScaledPositions
 from megatrain.simulator.errors import UserError
 
@@ -155,7 +155,7 @@ class Edges:
         found = [noted.arguments for noted in self._noting]
         if positions is None:
             return found
-        return [handed | ({ARGUMENT: positions} if kind == "linear_attention" else {}) for handed, kind in zip(found, self._types, strict=True)]
+        return [handed | ({ARGUMENT: positions} if kind in STATEFUL else {}) for handed, kind in zip(found, self._types, strict=True)]
 
     @functools.cached_property
     def packs(self) -> bool:
@@ -167,7 +167,7 @@ class Edges:
 
         def keeps_apart(prepared: Any) -> bool:
             noted = self._noted(rows, positions, prepared)
-            return all(ARGUMENT in handed or _apart(handed) for handed in noted)
+            return all(kind == "linear_attention" or _apart(handed) for handed, kind in zip(noted, self._types, strict=True))
 
         if "chunked_attention" not in self._types and keeps_apart(None):  # the model's own chunks count from a row's start
             return True

@@ -17,15 +17,16 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     settle(whole, dtype)
-    for module in whole.modules():
-        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        for name, buffer in own.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-        if own:
-            if isinstance(module, XIELUActivation):  # its constants, which `_init_weights` leaves out
-                module.beta.fill_(module._beta_scalar)
-                module.eps.fill_(module._eps_scalar)
-            whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
+    holders = [module for module in whole.modules() if next(module.buffers(), None) is not None]
+    for module in holders:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for module in reversed(holders):  # a module inside before the one around it, which may fill its buffers, as Falcon-H1's does
+        if isinstance(module, XIELUActivation):  # its constants, which `_init_weights` leaves out
+            module.beta.fill_(module._beta_scalar)
+            module.eps.fill_(module._eps_scalar)
+        whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
     widen_buffers(whole)
     return whole.train()
 

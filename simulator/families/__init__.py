@@ -11,6 +11,7 @@ from megatrain.simulator.families.decoders import DECODERS
 from megatrain.simulator.families.dense import DENSE_FAMILIES
 from megatrain.simulator.families.family import Family
 from megatrain.simulator.families.gpt import GPT_FAMILIES
+from megatrain.simulator.families.hybrid import HYBRID_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.multimodal import INSIDE
@@ -41,7 +42,7 @@ __all__ = [
     "with_nulls",
 ]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES, **WRITTEN_FAMILIES}
+FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES, **WRITTEN_FAMILIES, **HYBRID_FAMILIES}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from megatrain.simulator.families.config import Config
 
 FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
+HYBRID = "hybrid"
+"""full attention, and beside it a mixer with a state"""
 DENSE, SPARSE = "dense", "sparse"
 
 

@@ -11,7 +11,7 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder, with cross-attention": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr whisper""",
     "layers with a state-space, convolutional or recurrent mixer, whose costs are not known here": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid
+        bailing_hybrid bamba falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2""",
     "a multimodal model: save its language model by itself and train that": """
         emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize phi4_multimodal qwen4_exp""",
