@@ -30,18 +30,18 @@ class _Reached(Exception):
 
 
 class _Noting(nn.Module):
-    """Notes the input and the arguments of the layer that it stands for; the last one ends the forward."""
+    """Notes the input and the arguments of the layer that it stands for; the last one ends the forward, the others return their input as `_Giving` does."""
 
-    def __init__(self, last: bool, layer: nn.Module) -> None:
+    def __init__(self, last: bool, layer: nn.Module, *, wrapped: bool = False) -> None:
         super().__init__()
-        self.last, self.rows, self.arguments = last, torch.empty(0), Arguments()
+        self.last, self.wrapped, self.rows, self.arguments = last, wrapped, torch.empty(0), Arguments()
         self._names = list(inspect.signature(layer.forward).parameters)[1:]
 
-    def forward(self, rows: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor]:
         self.rows, self.arguments = rows, {**dict(zip(self._names, unnamed, strict=False)), **arguments}
         if self.last:
             raise _Reached
-        return rows
+        return (rows,) if self.wrapped else rows
 
 
 class _Giving(nn.Module):
@@ -98,7 +98,6 @@ class Edges:
         layers = stack.layers_of(whole)
         self._hidden, self._dtype, self._device = hidden, dtype, device
         self._types: list[str] = getattr(base.config, "layer_types", None) or ["full_attention"] * len(layers)
-        self._noting = [_Noting(index == len(layers) - 1, layer) for index, layer in enumerate(layers)]
         self._giving = _Giving()
         self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
         self.padding: int | None = base._modules[self._table].padding_idx
@@ -107,8 +106,6 @@ class Edges:
         bare: dict[str, nn.Module] = {"rotary_emb": _Nothing()}
         self._positions = positions
         added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
-        rotary = {"rotary_emb": ScaledPositions.around(base.rotary_emb)} if hasattr(base, "rotary_emb") else {}
-        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **added)
         self._entered = _Noting(True, layers[0])
         self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
         normed = _Noting(True, base._modules[norm])
@@ -119,6 +116,9 @@ class Edges:
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._run(probed, inputs_embeds=self._giving.rows, position_ids=self._no_positions, attention_mask=self._no_mask)
         self._giving.wrapped = normed.rows.dim() == 2  # the first of the two rows, where a tensor was taken for a tuple
+        self._noting = [_Noting(index == len(layers) - 1, layer, wrapped=self._giving.wrapped) for index, layer in enumerate(layers)]
+        rotary = {"rotary_emb": ScaledPositions.around(base.rotary_emb)} if hasattr(base, "rotary_emb") else {}
+        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **added)
         self.plain = self._is_plain()
         """the first layer's input is the table's rows as they are"""
 

@@ -38,11 +38,13 @@ __all__ = [
     "Tensors",
     "cut",
     "essential",
+    "nulls_of",
     "text_config",
     "with_nulls",
 ]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES, **WRITTEN_FAMILIES, **HYBRID_FAMILIES}
+_FILES = (DECODERS, DENSE_FAMILIES, MIXTURE_FAMILIES, SHARED_EXPERT_FAMILIES, GPT_FAMILIES, WRITTEN_FAMILIES, HYBRID_FAMILIES)
+FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.items()}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""

@@ -68,6 +68,4 @@ _DEFAULTS: dict[str, Any] = {
     "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True,
 }  # fmt: skip
 
-HYBRID_FAMILIES: dict[str, Family] = {
-    "falcon_h1": Family(layer=falcon_h1, attention=every_hybrid, norm_name="final_layernorm", defaults=_DEFAULTS),
-}
+HYBRID_FAMILIES: dict[str, Family] = {"falcon_h1": Family(layer=falcon_h1, attention=every_hybrid, norm_name="final_layernorm", defaults=_DEFAULTS)}

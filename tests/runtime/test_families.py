@@ -144,6 +144,15 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
 # ---- what a layer is
 
 
+@pytest.mark.parametrize("family", ["codegen", "falcon", "falcon_h1", "gptj", "llama", "mpt"])
+def test_layers_of_a_deep_stack_are_handed_arguments(family: str) -> None:
+    """Some models take the first of what a layer returns: more layers than the hidden states have dimensions."""
+    model, work = model_of(family, num_hidden_layers=9), Workload(batch=2, sequence=SEQUENCE, dtype="fp32")
+    templates = Templates(model, work, config_of(model), torch.device("cpu"))
+    assert templates._edges._noting[-1].rows.shape == (2, SEQUENCE, model.hidden)
+    assert len(templates._causal) == 9
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
     model = model_of(family)
