@@ -76,6 +76,13 @@ def _beside(module: Any, **parts: nn.Module) -> Any:
     return other
 
 
+def _without_slopes(decoder: Any) -> Any:
+    """The same `decoder`, which makes no slopes of positions (BLOOM's); no layer uses them, and they need a mask of two dimensions."""
+    if hasattr(decoder, "build_alibi_tensor"):
+        decoder.build_alibi_tensor = lambda *_, **__: None
+    return decoder
+
+
 def _within(whole: Any, path: str, part: nn.Module) -> Any:
     """`whole` with `part` in place of its module at `path`."""
     name, _, below = path.partition(".")
@@ -91,8 +98,10 @@ def _apart(arguments: Arguments) -> bool:
 class Edges:
     """The two edges of a `skeleton`, on the device of its buffers."""
 
-    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm") -> None:
-        """`positions`: the decoder's tables that its forward adds to the rows; `norm`: the name of its final norm."""
+    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm", entrance: str = "") -> None:
+        """`positions`: the decoder's tables that its forward adds to the rows; `norm`: the name of its final norm; `entrance`: that of the norm that
+        follows the embedding, which the first layer applies.
+        """
         stack = DecoderStack.of(whole)
         base = stack.decoder_of(whole)
         layers = stack.layers_of(whole)
@@ -104,21 +113,23 @@ class Edges:
         table = _beside(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by number, not by token
         bare: dict[str, nn.Module] = {"rotary_emb": _Nothing()}
+        passed: dict[str, nn.Module] = {entrance: nn.Identity()} if entrance else {}
         self._positions = positions
         added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
         self._entered = _Noting(True, layers[0])
-        self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
+        self._entrance = _without_slopes(_beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare, **passed))
         normed = _Noting(True, base._modules[norm])
         self._giving.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
-        probed = _beside(base, **{stack.layers: nn.ModuleList([self._giving]), norm: normed}, **bare, **added)
-        self._exit = _within(whole, stack.decoder, _beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added))
+        added |= {} if entrance == norm else passed  # one norm for both: its first result is not used
+        probed = _without_slopes(_beside(base, **{stack.layers: nn.ModuleList([self._giving]), **bare, **added, norm: normed}))
+        self._exit = _within(whole, stack.decoder, _without_slopes(_beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added)))
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._run(probed, inputs_embeds=self._giving.rows, position_ids=self._no_positions, attention_mask=self._no_mask)
         self._giving.wrapped = normed.rows.dim() == 2  # the first of the two rows, where a tensor was taken for a tuple
         self._noting = [_Noting(index == len(layers) - 1, layer, wrapped=self._giving.wrapped) for index, layer in enumerate(layers)]
         rotary = {"rotary_emb": ScaledPositions.around(base.rotary_emb)} if hasattr(base, "rotary_emb") else {}
-        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **added)
+        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **{**added, **passed})
         self.plain = self._is_plain()
         """the first layer's input is the table's rows as they are"""
 

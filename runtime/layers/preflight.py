@@ -59,7 +59,8 @@ def _run(model: ModelSpec) -> None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
-        whole(input_ids=ids, position_ids=ids, attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+        slopes = hasattr(DecoderStack.of(whole).decoder_of(whole), "build_alibi_tensor")  # made of a mask of two dimensions, or of none
+        whole(input_ids=ids, position_ids=ids, attention_mask=None if slopes else torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
 def _unable(model: ModelSpec, error: Exception) -> UserError:

@@ -18,6 +18,8 @@ class Kind(NamedTuple):
 
     attention: str
     mlp: str
+    entered: bool = False
+    """the norm that follows the embedding is part of it"""
 
 
 def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern") -> Callable[[Config], list[str]]:

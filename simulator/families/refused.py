@@ -24,7 +24,6 @@ _REASONS: dict[str, str] = {
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
     "a router that draws a token's experts at random while it is trained, so that a recomputed layer would draw others": "phimoe",
     "a router that rounds otherwise without gradients on a GPU, so that a recomputed layer could choose other experts": "kolibri1",
-    "a norm between the embedding and the first layer": "bloom nanochat",
     "weights that are quantised while they are trained": "bitnet",
     "layers that run several times or at several lengths": "blt hrm_text",
 }

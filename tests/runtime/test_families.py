@@ -51,7 +51,7 @@ from megatrain.simulator.workload import Workload
 KINDS = {"gemma2": 2, "gemma3_text": 2, "gemma4_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
          "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
          "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2,
-         "axk1": 2, "ernie4_5_moe": 2, "laguna": 3, "minimax": 2, "granite_swa": 2, "granitemoe_swa": 2, "mimo_v2_flash": 3, "cohere2_moe": 3, "hy_v3": 2}  # fmt: skip
+         "axk1": 2, "bloom": 2, "nanochat": 2, "ernie4_5_moe": 2, "laguna": 3, "minimax": 2, "granite_swa": 2, "granitemoe_swa": 2, "mimo_v2_flash": 3, "cohere2_moe": 3, "hy_v3": 2}  # fmt: skip
 ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "granitemoeshared", "mellum", "minimax_m2",
           "qwen3_5_moe_text", "granitemoe_swa", "ernie4_5_moe", "laguna", "minimax")  # fmt: skip
 
