@@ -98,7 +98,9 @@ def _apart(arguments: Arguments) -> bool:
 class Edges:
     """The two edges of a `skeleton`, on the device of its buffers."""
 
-    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm", entrance: str = "") -> None:
+    def __init__(
+        self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm", entrance: str = ""
+    ) -> None:
         """`positions`: the decoder's tables that its forward adds to the rows; `norm`: the name of its final norm; `entrance`: that of the norm that
         follows the embedding, which the first layer applies.
         """
@@ -207,7 +209,10 @@ class Edges:
             functional_call(model, tensors or {}, (), {**inputs, "use_cache": False})
         except _Reached:
             return
-        raise AssertionError("the model has not called its last layer")
+        raise UserError(
+            "model: model_type", found=f"{model.config.model_type}, whose forward does not call its last decoder layer",
+            allowed="a model that calls its decoder layers one after another", fix="use a model of another family",
+        )  # fmt: skip
 
     def leave(self, tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, vocabulary] of the last layer's output `rows` [tokens, hidden]; `tensors`: final norm and projection by their full names."""

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_families import config_of as tiny_config
 from transformers import AutoModelForCausalLM
 from whole_models import (
     BF16_BOUND,
@@ -36,7 +35,6 @@ from megatrain.runtime import calibrate as calibration
 from megatrain.runtime.contention import Contention
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
-from megatrain.runtime.layers.edges import Edges
 from megatrain.runtime.layers.skeleton import kind_of, skeleton
 from megatrain.runtime.layers.templates import Templates, config_of
 from megatrain.runtime.rates import Rates
@@ -223,13 +221,6 @@ def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyP
 def test_a_family_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"model_type: found 'mamba', layers with a state-space, .*; allowed: one of \d+ families, .*; fix: use"):
         ModelSpec.from_config({"model_type": "mamba", "hidden_size": 64}, "config.json")
-
-
-def test_an_embedding_that_is_normalised_is_refused_in_one_line() -> None:
-    """NanoChat's, of which the simulator knows nothing."""
-    whole = skeleton(tiny_config("nanochat", num_hidden_layers=2), torch.float32, torch.device("cpu"))
-    with pytest.raises(UserError, match="found nanochat, whose first layer's input is not linear in the embedding's rows; allowed: "):
-        Edges(whole, 128, torch.float32, torch.device("cpu"))
 
 
 def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_documents(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> None:
