@@ -23,6 +23,7 @@ _REASONS: dict[str, str] = {
     "a parameter that stays in fp32 beside bf16 weights": "afmoe",
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
     "a router that draws a token's experts at random while it is trained, so that a recomputed layer would draw others": "phimoe",
+    "experts whose numbers of tokens the host reads in every layer, so that the schedule would wait for the GPU there": "dbrx jetmoe",
     "a router that rounds otherwise without gradients on a GPU, so that a recomputed layer could choose other experts": "kolibri1",
     "weights that are quantised while they are trained": "bitnet",
     "layers that run several times or at several lengths": "blt hrm_text",
@@ -34,7 +35,7 @@ REFUSED: dict[str, str] = {family: reason for reason, families in _REASONS.items
 NOT_YET = "not described here yet"
 """of any other: the same kind of layers, but nobody has written down what they are made of (CONTRIBUTING.md says how)"""
 _UNDESCRIBED = """
-    beam cohere_compass_text ctrl dbrx diffllama doge dots3_note dots3_note_text flint gpt-sw3 hy_v4 inkling2_text inkling_text jetmoe longcat_flash
+    beam cohere_compass_text ctrl diffllama doge dots3_note dots3_note_text flint gpt-sw3 hy_v4 inkling2_text inkling_text longcat_flash
     minimax_m3_vl_text modernbert-decoder moshi qwen4_exp_text zaya"""
 UNDESCRIBED = frozenset(_UNDESCRIBED.split())
 """the `model_type`s of transformers 5.23 for which that is so"""
