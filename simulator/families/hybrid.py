@@ -39,7 +39,7 @@ def mamba2(c: Config) -> Parts:
         forward=Traffic(3 * width, 18 * width + 14 * keys + 13 * pairs, channels + width),
         backward=Traffic(6 * width, 36 * width + 28 * keys + 26 * pairs, channels + width),
         kept=Kept(2 * width + 2 * heads, 6 * width + 3 * heads + 5 * keys + 3 * pairs + 2 * keys * inner // chunk, heads),
-        inner=max(0, 2 * pairs - c.size("intermediate_size")),  # of a backward's temporaries the larger ones count: the MLP's, or a chunk's pairs in fp32
+        inner=max(0, pairs - c.size("intermediate_size")),  # the backward's largest temporaries are the MLP's or those of a chunk's pairs
         attention=f"mamba{heads}x{inner}:{groups}x{state}c{chunk}",
     )  # fmt: skip
     norm = (rms_norm(f"{name}.norm", width, weight="wide"),) if c.flag("mamba_rms_norm") else ()
