@@ -24,7 +24,7 @@ _FIX = "correct config.json, or use another model"
 @functools.lru_cache(maxsize=64)
 def preflight(model: ModelSpec) -> None:
     """Compares the names and shapes of all of the model's tensors with those of transformers' model, runs one layer of each kind on the meta device, and
-    what comes before and after the layers on a row of zeros: no parameter is allocated. Costs a second, once a model.
+    what comes before and after the layers on a few tokens of zeros: no parameter is allocated. Costs a second or two, once a model.
 
     Raises UserError, which names the tensor or says what transformers cannot do.
     """
@@ -40,11 +40,8 @@ def preflight(model: ModelSpec) -> None:
             found, allowed = (f"shape {shapes[name]}" if name in shapes else "no such tensor" for shapes in (ours, theirs))
             raise UserError(f"model {model.name}: tensor {name}", found=f"{found} in the plan", allowed=f"{allowed}, as in transformers' model", fix=_FIX)
     try:
-        shortest = model.shortest(1)
-        _run(shortest)
-        family = FAMILIES[model.family]
-        ends = skeleton(_quiet(shortest), torch.float32, torch.device("cpu"))
-        Edges(ends, model.hidden, torch.float32, torch.device("cpu"), model.positions, family.norm_name, family.entrance)
+        _run(model.shortest(1))
+        _hand_out(model)
     except Exception as error:  # so does its forward
         raise _unable(model, error) from None
 
@@ -72,6 +69,13 @@ def _run(model: ModelSpec) -> None:
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
         slopes = hasattr(DecoderStack.of(whole).decoder_of(whole), "build_alibi_tensor")  # made of a mask of two dimensions, or of none
         whole(input_ids=ids, position_ids=ids, attention_mask=None if slopes else torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def _hand_out(model: ModelSpec) -> None:
+    """What comes before and after the layers, and what every layer is handed, of a few tokens of zeros: nothing else depends on the number of layers."""
+    family, cpu = FAMILIES[model.family], torch.device("cpu")
+    whole = skeleton(_quiet(model), torch.float32, cpu)
+    Edges(whole, model.hidden, torch.float32, cpu, model.positions, family.norm_name, family.entrance).arguments(1, _TOKENS, None)
 
 
 def _unable(model: ModelSpec, error: Exception) -> UserError:

@@ -17,6 +17,7 @@ from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES, Part
+from megatrain.simulator.families.config import Config
 from megatrain.simulator.specs import ModelSpec
 
 
@@ -77,4 +78,16 @@ def test_a_model_that_does_not_call_its_layers_is_refused_in_one_line() -> None:
     whole.model.forward = lambda **_: None
     with pytest.raises(UserError, match=r"model_type: found llama, whose forward does not call its last decoder layer; allowed: .*; fix: use") as caught:
         Edges(whole, 64, torch.float32, torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_every_layer_are_made_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is too short for the last layer, in a family whose description does not look at it."""
+    with pytest.raises(UserError, match=r"layer_rope_theta: found 3 entries; allowed: num_hidden_layers = 4 of them; fix: correct config\.json"):
+        model_of("granite_swa", layer_rope_theta=[0.0, 10000.0, 0.0])
+    monkeypatch.setattr(Config, "each_layer", lambda self, key, *_: self.config.get(key) if key == "layer_types" else None)
+    with pytest.raises(
+        UserError, match=r"model granite_swa: config: found IndexError: list index out of range; allowed: a model that .*; fix: correct"
+    ) as caught:
+        config_of(model_of("granite_swa", layer_rope_theta=[0.0, 10000.0, 0.0]))
     assert "\n" not in str(caught.value)
