@@ -175,7 +175,7 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "nanochat"])
 def test_compiled_there_is_one_graph_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch, family: str, documents: bool) -> None:
     """And one for the head; none of them broken, and none made anew for another layer, another micro-batch, or other documents."""
     graphs: list[torch.fx.GraphModule] = []
