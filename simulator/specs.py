@@ -82,6 +82,16 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(tensor.padded for tensor in self.tensors)
 
 
+class Heads(NamedTuple):
+    """An attention's heads."""
+
+    queries: int
+    pairs: int
+    """keys with their values"""
+    size: int
+    """elements of the largest of a query, a key and a value"""
+
+
 class Work(NamedTuple):
     """What an op computes and moves."""
 
@@ -289,6 +299,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def writes_scores(self) -> bool:
         """Attention's scores are written out in some layer: memory grows with the square of a row."""
         return any(part.scores.kept != Kept() for part in self._architecture.decoders.values())
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        """Those of an attention layer; in latent attention each head has its own keys, of other sizes than its values."""
+        c = self._architecture.config
+        if c.get("kv_lora_rank") is not None:
+            return Heads(c.heads, c.heads, max(c.size("qk_nope_head_dim") + c.size("qk_rope_head_dim"), c.size("v_head_dim", c.hidden // c.heads)))
+        return Heads(c.heads, c.kv_heads, c.head_dim)
 
     def keeps_attention(self, layer: str) -> bool:
         """The runtime can keep the decoder layer's attention from its forward for its backward."""

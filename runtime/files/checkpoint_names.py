@@ -22,6 +22,8 @@ from megatrain.simulator.specs import EMBEDDING, HEAD
 
 _HEADS = frozenset(family.head for family in FAMILIES.values())
 """what output projections are called, which lie outside of the decoder"""
+_ENTRANCES = frozenset(family.entrance for family in FAMILIES.values() if family.entrance not in ("", family.norm_name))
+"""what norms between the embedding and the first layer are called, which lie outside of that layer in transformers' models"""
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -34,7 +36,7 @@ def hub_name(layer: str, tensor: str, stack: DecoderStack = DecoderStack()) -> s
     head, _, rest = tensor.partition(".")
     if head in _HEADS:
         return f"{stack.head}.{rest}" if stack.head.rpartition(".")[2] == head else tensor
-    return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
+    return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) or head in _ENTRANCES else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
 
 
 class CheckpointNames:

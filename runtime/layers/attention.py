@@ -52,10 +52,8 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
 
     Raises UserError where the machine, or this model on it, has no such kernel.
     """
-    config, dtype = model.config, {"bf16": torch.bfloat16, "fp32": torch.float32}[workload.dtype]
-    heads = int(config["num_attention_heads"])
-    pairs = int(config.get("num_key_value_heads") or heads)
-    size = int(config.get("head_dim") or model.hidden // heads)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[workload.dtype]
+    heads, pairs, size = model.heads
     query, key = (torch.empty(1, _SEQUENCE, count, size, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for count in (heads, pairs))
     grouped = heads != pairs
     if workload.attention is None:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks
-from megatrain.runtime.layers.linear_documents import ARGUMENT
+from megatrain.runtime.layers.linear_documents import ARGUMENT, STATEFUL
 from megatrain.runtime.layers.scaled_positions import ScaledPositions
 from megatrain.simulator.errors import UserError
 
@@ -30,18 +30,18 @@ class _Reached(Exception):
 
 
 class _Noting(nn.Module):
-    """Notes the input and the arguments of the layer that it stands for; the last one ends the forward."""
+    """Notes the input and the arguments of the layer that it stands for; the last one ends the forward, the others return their input as `_Giving` does."""
 
-    def __init__(self, last: bool, layer: nn.Module) -> None:
+    def __init__(self, last: bool, layer: nn.Module, *, wrapped: bool = False) -> None:
         super().__init__()
-        self.last, self.rows, self.arguments = last, torch.empty(0), Arguments()
+        self.last, self.wrapped, self.rows, self.arguments = last, wrapped, torch.empty(0), Arguments()
         self._names = list(inspect.signature(layer.forward).parameters)[1:]
 
-    def forward(self, rows: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor]:
         self.rows, self.arguments = rows, {**dict(zip(self._names, unnamed, strict=False)), **arguments}
         if self.last:
             raise _Reached
-        return rows
+        return (rows,) if self.wrapped else rows
 
 
 class _Giving(nn.Module):
@@ -76,6 +76,13 @@ def _beside(module: Any, **parts: nn.Module) -> Any:
     return other
 
 
+def _without_slopes(decoder: Any) -> Any:
+    """The same `decoder`, which makes no slopes of positions (BLOOM's); no layer uses them, and they need a mask of two dimensions."""
+    if hasattr(decoder, "build_alibi_tensor"):
+        decoder.build_alibi_tensor = lambda *_, **__: None
+    return decoder
+
+
 def _within(whole: Any, path: str, part: nn.Module) -> Any:
     """`whole` with `part` in place of its module at `path`."""
     name, _, below = path.partition(".")
@@ -91,34 +98,40 @@ def _apart(arguments: Arguments) -> bool:
 class Edges:
     """The two edges of a `skeleton`, on the device of its buffers."""
 
-    def __init__(self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm") -> None:
-        """`positions`: the decoder's tables that its forward adds to the rows; `norm`: the name of its final norm."""
+    def __init__(
+        self, whole: Any, hidden: int, dtype: torch.dtype, device: torch.device, positions: tuple[str, ...] = (), norm: str = "norm", entrance: str = ""
+    ) -> None:
+        """`positions`: the decoder's tables that its forward adds to the rows; `norm`: the name of its final norm; `entrance`: that of the norm that
+        follows the embedding, which the first layer applies.
+        """
         stack = DecoderStack.of(whole)
         base = stack.decoder_of(whole)
         layers = stack.layers_of(whole)
         self._hidden, self._dtype, self._device = hidden, dtype, device
         self._types: list[str] = getattr(base.config, "layer_types", None) or ["full_attention"] * len(layers)
-        self._noting = [_Noting(index == len(layers) - 1, layer) for index, layer in enumerate(layers)]
         self._giving = _Giving()
         self._table = next(name for name, module in base._modules.items() if module is base.get_input_embeddings())
         self.padding: int | None = base._modules[self._table].padding_idx
         table = _beside(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by number, not by token
         bare: dict[str, nn.Module] = {"rotary_emb": _Nothing()}
+        passed: dict[str, nn.Module] = {entrance: nn.Identity()} if entrance else {}
         self._positions = positions
         added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
-        rotary = {"rotary_emb": ScaledPositions.around(base.rotary_emb)} if hasattr(base, "rotary_emb") else {}
-        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **added)
         self._entered = _Noting(True, layers[0])
-        self._entrance = _beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare)
+        self._entrance = _without_slopes(_beside(base, **{stack.layers: nn.ModuleList([self._entered]), self._table: table}, **bare, **passed))
         normed = _Noting(True, base._modules[norm])
         self._giving.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
-        probed = _beside(base, **{stack.layers: nn.ModuleList([self._giving]), norm: normed}, **bare, **added)
-        self._exit = _within(whole, stack.decoder, _beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added))
+        added |= {} if entrance == norm else passed  # one norm for both: its first result is not used
+        probed = _without_slopes(_beside(base, **{stack.layers: nn.ModuleList([self._giving]), **bare, **added, norm: normed}))
+        self._exit = _within(whole, stack.decoder, _without_slopes(_beside(base, **{stack.layers: nn.ModuleList([self._giving])}, **bare, **added)))
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # of four dimensions: taken as it is, none is built
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._run(probed, inputs_embeds=self._giving.rows, position_ids=self._no_positions, attention_mask=self._no_mask)
         self._giving.wrapped = normed.rows.dim() == 2  # the first of the two rows, where a tensor was taken for a tuple
+        self._noting = [_Noting(index == len(layers) - 1, layer, wrapped=self._giving.wrapped) for index, layer in enumerate(layers)]
+        rotary = {"rotary_emb": ScaledPositions.around(base.rotary_emb)} if hasattr(base, "rotary_emb") else {}
+        self._way_to_layers = _beside(base, **{stack.layers: nn.ModuleList(self._noting)}, **rotary, **{**added, **passed})
         self.plain = self._is_plain()
         """the first layer's input is the table's rows as they are"""
 
@@ -155,7 +168,7 @@ class Edges:
         found = [noted.arguments for noted in self._noting]
         if positions is None:
             return found
-        return [handed | ({ARGUMENT: positions} if kind == "linear_attention" else {}) for handed, kind in zip(found, self._types, strict=True)]
+        return [handed | ({ARGUMENT: positions} if kind in STATEFUL else {}) for handed, kind in zip(found, self._types, strict=True)]
 
     @functools.cached_property
     def packs(self) -> bool:
@@ -167,7 +180,7 @@ class Edges:
 
         def keeps_apart(prepared: Any) -> bool:
             noted = self._noted(rows, positions, prepared)
-            return all(ARGUMENT in handed or _apart(handed) for handed in noted)
+            return all(kind == "linear_attention" or _apart(handed) for handed, kind in zip(noted, self._types, strict=True))
 
         if "chunked_attention" not in self._types and keeps_apart(None):  # the model's own chunks count from a row's start
             return True
@@ -196,7 +209,10 @@ class Edges:
             functional_call(model, tensors or {}, (), {**inputs, "use_cache": False})
         except _Reached:
             return
-        raise AssertionError("the model has not called its last layer")
+        raise UserError(
+            "model: model_type", found=f"{model.config.model_type}, whose forward does not call its last decoder layer",
+            allowed="a model that calls its decoder layers one after another", fix="use a model of another family",
+        )  # fmt: skip
 
     def leave(self, tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, vocabulary] of the last layer's output `rows` [tokens, hidden]; `tensors`: final norm and projection by their full names."""

@@ -36,12 +36,7 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
     """Whether `device` has the kernel for this model: CUDA with flash attention, bf16, scores that a fused kernel computes."""
     if device.type != "cuda" or model.documents_by(workload.dtype) != "lengths":
         return False
-    config = model.config
-    heads = int(config["num_attention_heads"])
-    pairs = int(config.get("num_key_value_heads") or heads)
-    size = int(config.get("head_dim") or model.hidden // heads)
-    if "qk_rope_head_dim" in config:  # latent attention: each head has its own keys, of other sizes than its values
-        pairs, size = heads, max(int(config.get("qk_nope_head_dim", 128)) + int(config["qk_rope_head_dim"]), int(config.get("v_head_dim", 128)))
+    heads, pairs, size = model.heads
     width = _aligned(size)
     query, key = (torch.empty(1, count, _SEQUENCE, width, dtype=torch.bfloat16, device=device, requires_grad=True) for count in (heads, pairs))
     return bool(sdp.can_use_flash_attention(sdp.SDPAParams(query, key, key, None, 0.0, True, heads != pairs)))

@@ -6,12 +6,15 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers.edges import Edges
 from megatrain.runtime.layers.model_config import completed, first_lines
+from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import ModelSpec
 
 _TOKENS = 4
@@ -20,8 +23,8 @@ _FIX = "correct config.json, or use another model"
 
 @functools.lru_cache(maxsize=64)
 def preflight(model: ModelSpec) -> None:
-    """Compares the names and shapes of all of the model's tensors with those of transformers' model, and runs one layer of each kind, on the meta device:
-    nothing is allocated. Costs a second, once a model.
+    """Compares the names and shapes of all of the model's tensors with those of transformers' model, runs one layer of each kind on the meta device, and
+    what comes before and after the layers on a few tokens of zeros: no parameter is allocated. Costs a second or two, once a model.
 
     Raises UserError, which names the tensor or says what transformers cannot do.
     """
@@ -38,15 +41,20 @@ def preflight(model: ModelSpec) -> None:
             raise UserError(f"model {model.name}: tensor {name}", found=f"{found} in the plan", allowed=f"{allowed}, as in transformers' model", fix=_FIX)
     try:
         _run(model.shortest(1))
+        _hand_out(model)
     except Exception as error:  # so does its forward
         raise _unable(model, error) from None
 
 
-def _whole(model: ModelSpec) -> Any:
+def _quiet(model: ModelSpec) -> PretrainedConfig:
     config = completed(model)
     config.use_cache = config.output_router_logits = False
+    return config
+
+
+def _whole(model: ModelSpec) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(_quiet(model), dtype=torch.bfloat16)
 
 
 def _run(model: ModelSpec) -> None:
@@ -59,7 +67,15 @@ def _run(model: ModelSpec) -> None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
-        whole(input_ids=ids, position_ids=ids, attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+        slopes = hasattr(DecoderStack.of(whole).decoder_of(whole), "build_alibi_tensor")  # made of a mask of two dimensions, or of none
+        whole(input_ids=ids, position_ids=ids, attention_mask=None if slopes else torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def _hand_out(model: ModelSpec) -> None:
+    """What comes before and after the layers, and what every layer is handed, of a few tokens of zeros: nothing else depends on the number of layers."""
+    family, cpu = FAMILIES[model.family], torch.device("cpu")
+    whole = skeleton(_quiet(model), torch.float32, cpu)
+    Edges(whole, model.hidden, torch.float32, cpu, model.positions, family.norm_name, family.entrance).arguments(1, _TOKENS, None)
 
 
 def _unable(model: ModelSpec, error: Exception) -> UserError:

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.activations import XIELUActivation
 
-from megatrain.runtime.files.decoder_stack import settle
+from megatrain.runtime.files.decoder_stack import DecoderStack, settle
+from megatrain.simulator.families import FAMILIES
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
@@ -17,17 +18,28 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype, device: torch.device)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     settle(whole, dtype)
-    for module in whole.modules():
-        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        for name, buffer in own.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-        if own:
-            if isinstance(module, XIELUActivation):  # its constants, which `_init_weights` leaves out
-                module.beta.fill_(module._beta_scalar)
-                module.eps.fill_(module._eps_scalar)
-            whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
+    holders = [module for module in whole.modules() if next(module.buffers(), None) is not None]
+    for module in holders:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for module in reversed(holders):  # a module inside before the one around it, which may fill its buffers, as Falcon-H1's does
+        if isinstance(module, XIELUActivation):  # its constants, which `_init_weights` leaves out
+            module.beta.fill_(module._beta_scalar)
+            module.eps.fill_(module._eps_scalar)
+        whole._init_weights(module)  # it also draws the module's parameters, which on the meta device is nothing
     widen_buffers(whole)
+    if entrance := FAMILIES[config.model_type].entrance:
+        enter_first_layer(whole, entrance)
     return whole.train()
+
+
+def enter_first_layer(whole: Any, entrance: str) -> None:
+    """Makes the decoder's norm `entrance`, which follows the embedding, part of the first decoder layer, which then applies it to its input."""
+    stack = DecoderStack.of(whole)
+    first = stack.layers_of(whole)[0]
+    first.add_module(entrance, stack.decoder_of(whole).get_submodule(entrance))
+    first.register_forward_pre_hook(lambda layer, inputs: (layer.get_submodule(entrance)(inputs[0]), *inputs[1:]))
 
 
 def widen_buffers(whole: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES, INSIDE
+from megatrain.simulator.families import FAMILIES, INSIDE, nulls_of
 from megatrain.simulator.files import read_json
 from megatrain.simulator.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.workload import Workload
@@ -38,6 +38,8 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     Randomness is refused (a recomputed layer would draw anew), attention to later tokens, and several documents where nothing keeps them apart.
     """
     where = f"model {model.name}"
+    if null := nulls_of(model.config).intersection(DROPOUT):
+        raise UserError(f"{where}: {min(null)}", found="null", allowed="a number", fix=f"set {min(null)} to 0.0 in config.json")
     defaults = FAMILIES[model.family].defaults  # a key that config.json leaves out has the family's value
     for key in DROPOUT if workload is None or not workload.no_dropout else ():
         if value := model.config.get(key, defaults.get(key)):

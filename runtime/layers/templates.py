@@ -119,7 +119,8 @@ class Templates:
         """those of them that a checkpoint has"""
         self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
         self._kinds = layer_kinds(whole, routed=self.routing is not None, compiled=workload.compiled)
-        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions, FAMILIES[model.family].norm_name)
+        family = FAMILIES[model.family]
+        self._edges = Edges(whole, model.hidden, self.dtype, device, model.positions, family.norm_name, family.entrance)
         self._counted: dict[int, torch.Tensor] = {}
         """of a micro-batch with documents, each token's position in its own"""
         self._causal: list[Arguments] = []

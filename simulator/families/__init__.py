@@ -9,8 +9,10 @@ from megatrain.simulator.errors import UserError, suggestion
 from megatrain.simulator.families.config import NULLS, ZERO_FOR_NULL, Config, essential, nulls_of
 from megatrain.simulator.families.decoders import DECODERS
 from megatrain.simulator.families.dense import DENSE_FAMILIES
+from megatrain.simulator.families.entered import ENTERED_FAMILIES
 from megatrain.simulator.families.family import Family
 from megatrain.simulator.families.gpt import GPT_FAMILIES
+from megatrain.simulator.families.hybrid import HYBRID_FAMILIES
 from megatrain.simulator.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.families.multimodal import INSIDE
@@ -37,22 +39,25 @@ __all__ = [
     "Tensors",
     "cut",
     "essential",
+    "nulls_of",
     "text_config",
     "with_nulls",
 ]
 
-FAMILIES: dict[str, Family] = {**DECODERS, **DENSE_FAMILIES, **MIXTURE_FAMILIES, **SHARED_EXPERT_FAMILIES, **GPT_FAMILIES, **WRITTEN_FAMILIES}
+_FILES = (DECODERS, DENSE_FAMILIES, MIXTURE_FAMILIES, SHARED_EXPERT_FAMILIES, GPT_FAMILIES, WRITTEN_FAMILIES, HYBRID_FAMILIES, ENTERED_FAMILIES)
+FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.items()}
 """by `model_type`"""
 KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """families of which `runtime/layers/attention.py` can keep a layer's attention: one kernel, causal, without a mask"""
 FROM_THE_ROW = {
     "biogpt": "whose mask knows no documents",
+    "bloom": "whose mask knows no documents",
     "falcon": "whose mask knows no documents",
     "minimax": "whose linear attention lets a document see the ones before it",
     "mpt": "whose mask knows no documents",
 }
 """families that cannot keep the documents of a row apart, with the reason"""
-WRITTEN_OUT = ("codegen", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "mpt", "vaultgemma")
+WRITTEN_OUT = ("bloom", "codegen", "gemma2", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "mpt", "vaultgemma")
 """families of which transformers computes the scores one by one, for a soft cap or sinks: no fused kernel has these"""
 WIDE_HEADS = ("gemma4_text",)
 """families with heads of more than 256 elements, which no fused kernel takes that is given documents' lengths"""
@@ -75,7 +80,7 @@ class Architecture:
         self.layers, self.hidden, self.vocabulary, self.tied = c.layers, c.hidden, c.vocabulary, c.flag("tie_word_embeddings")
         attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
         mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
-        self.kinds = [Kind(*pair) for pair in zip(attention, mlp, strict=True)]
+        self.kinds = [Kind(*pair, entered=bool(self.family.entrance) and not index) for index, pair in enumerate(zip(attention, mlp, strict=True))]
         self.positions = self.family.positions(c) if self.family.positions else ()
         """tables that are added to the embedding's rows"""
         biased = self.family.head_bias
@@ -97,7 +102,7 @@ class Architecture:
     def signature(self, kind: Kind) -> str:
         """What the duration of the layer's ops depends on besides the tokens."""
         part = self.decoders[kind]
-        return f"{self.name}-{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
+        return f"{self.name}-{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}{'-entered' if kind.entered else ''}"
 
 
 def _unknown_family(model_type: object, where: str) -> UserError:

@@ -69,8 +69,8 @@ class Config:
             raise UserError(f"{self.where}: {key}", found="nothing" if value is None else repr(value), allowed=", ".join(allowed), fix=_FIX)
         return value
 
-    def each_layer(self, key: str, allowed: tuple[Any, ...]) -> list[Any] | None:
-        """A list with one of `allowed` for each layer, or None where it is absent."""
+    def each_layer(self, key: str, allowed: tuple[Any, ...] | None = None) -> list[Any] | None:
+        """A list with one of `allowed` for each layer, or None where it is absent; `allowed` of None: anything."""
         value = self.get(key)
         if value is None:
             return None
@@ -78,8 +78,8 @@ class Config:
             raise UserError(f"{self.where}: {key}", found=repr(value), allowed="a list", fix=_FIX)
         if len(value) != self.layers:
             raise UserError(f"{self.where}: {key}", found=f"{len(value)} entries", allowed=f"num_hidden_layers = {self.layers} of them", fix=_FIX)
-        wrong = [entry for entry in value if isinstance(entry, list | dict) or entry not in allowed]
-        if wrong:
+        wrong = [entry for entry in value if allowed is not None and (isinstance(entry, list | dict) or entry not in allowed)]
+        if wrong and allowed is not None:
             raise UserError(f"{self.where}: {key}", found=repr(wrong[0]), allowed=", ".join(map(str, allowed)), fix=_FIX)
         return value
 

@@ -224,6 +224,7 @@ def olmoe(c: Config, kind: Kind) -> Parts:
 
 def sunk_attention(c: Config, kind: Kind) -> Parts:
     """Attention whose output is scaled by a sigmoid of each head's log-sum-exp and a number that it learns; the output is kept for it."""
+    c.each_layer("layer_rope_theta")  # as many as there are layers
     bias, output = c.flag("attention_bias"), c.heads * c.head_dim
     scaled = Part(forward=Traffic(3 * output), backward=Traffic(6 * output), kept=Kept(output + c.heads, 2 * c.heads))
     mixer = attention(c, kind.attention, bias=bias, out_bias=bias, scores=scaled_scores(c.heads))

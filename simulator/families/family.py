@@ -25,6 +25,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     norm: Callable[[str, int], Part] = rms_norm
     norm_name: str = "norm"
     embedding: str = "embed_tokens"
+    entrance: str = ""
+    """the norm between the embedding and the first layer, which is part of that layer here; empty: none"""
     positions: Callable[[Config], Tensors] | None = None
     """tables that are added to the embedding's rows, by name and shape [positions, hidden]; None: positions are the layers' business"""
     scaled_from: Callable[[Config], int | None] | None = None

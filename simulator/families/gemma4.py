@@ -49,7 +49,7 @@ def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     return {**{key: value for key, value in config.items() if key != _PER_LAYER}, **sizes}
 
 
-def _unweighted(size: int, rows: int = 1, *, first: bool = False) -> Part:
+def unweighted(size: int, rows: int = 1, *, first: bool = False) -> Part:
     """An RMS norm in fp32 without a weight; `first`: of a tensor that another part keeps in the compute dtype."""
     elements = rows * size
     return Part(
@@ -70,7 +70,7 @@ def _attention(c: Config, kind: str) -> Parts:
     return (
         linear("self_attn.q_proj", hidden, heads * size, bias), rms_norm("self_attn.q_norm", size, rows=heads, projected=False, weight="wide"),
         rms_norm("self_attn.k_norm", size, rows=pairs, projected=False, weight="wide"), linear("self_attn.k_proj", hidden, pairs * size, bias), *values,
-        linear("self_attn.o_proj", heads * size, hidden, bias), _unweighted(size, pairs), rotary((heads + pairs) * size),
+        linear("self_attn.o_proj", heads * size, hidden, bias), unweighted(size, pairs), rotary((heads + pairs) * size),
         attend(c, kind, query=size, kv_heads=pairs), shared_input(hidden, 2 if same else 3),
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def _mixture(c: Config) -> Parts:
     )  # fmt: skip
     score = Part(forward=Traffic(0, 4 * count, count), backward=Traffic(0, 6 * count, count), kept=Kept(0, count))
     return (
-        _unweighted(hidden, first=True), scale, linear("router.proj", hidden, count), score,
+        unweighted(hidden, first=True), scale, linear("router.proj", hidden, count), score,
         experts("experts", hidden, c.size("moe_intermediate_size"), count, chosen),
         rms_norm("post_feedforward_layernorm_1", hidden, projected=False, weight="wide"),
         rms_norm("post_feedforward_layernorm_2", hidden, projected=False, weight="wide"), rms_norm("pre_feedforward_layernorm_2", hidden, weight="wide"),

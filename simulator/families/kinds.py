@@ -8,6 +8,8 @@ from typing import NamedTuple
 from megatrain.simulator.families.config import Config
 
 FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
+HYBRID = "hybrid"
+"""full attention, and beside it a mixer with a state"""
 DENSE, SPARSE = "dense", "sparse"
 
 
@@ -16,6 +18,8 @@ class Kind(NamedTuple):
 
     attention: str
     mlp: str
+    entered: bool = False
+    """the norm that follows the embedding is part of it"""
 
 
 def pattern(every: int, usual: str = SLIDING, key: str = "sliding_window_pattern") -> Callable[[Config], list[str]]:

@@ -11,7 +11,7 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder, with cross-attention": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr whisper""",
     "layers with a state-space, convolutional or recurrent mixer, whose costs are not known here": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid
+        bailing_hybrid bamba falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2""",
     "a multimodal model: save its language model by itself and train that": """
         emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize phi4_multimodal qwen4_exp""",
@@ -23,8 +23,8 @@ _REASONS: dict[str, str] = {
     "a parameter that stays in fp32 beside bf16 weights": "afmoe",
     "attention to tokens that another network picks": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
     "a router that draws a token's experts at random while it is trained, so that a recomputed layer would draw others": "phimoe",
+    "experts whose numbers of tokens the host reads in every layer, so that the schedule would wait for the GPU there": "dbrx jetmoe",
     "a router that rounds otherwise without gradients on a GPU, so that a recomputed layer could choose other experts": "kolibri1",
-    "a norm between the embedding and the first layer": "bloom nanochat",
     "weights that are quantised while they are trained": "bitnet",
     "layers that run several times or at several lengths": "blt hrm_text",
 }
@@ -35,7 +35,7 @@ REFUSED: dict[str, str] = {family: reason for reason, families in _REASONS.items
 NOT_YET = "not described here yet"
 """of any other: the same kind of layers, but nobody has written down what they are made of (CONTRIBUTING.md says how)"""
 _UNDESCRIBED = """
-    beam cohere_compass_text ctrl dbrx diffllama doge dots3_note dots3_note_text flint gpt-sw3 hy_v4 inkling2_text inkling_text jetmoe longcat_flash
+    beam cohere_compass_text ctrl diffllama doge dots3_note dots3_note_text flint gpt-sw3 hy_v4 inkling2_text inkling_text longcat_flash
     minimax_m3_vl_text modernbert-decoder moshi qwen4_exp_text zaya"""
 UNDESCRIBED = frozenset(_UNDESCRIBED.split())
 """the `model_type`s of transformers 5.23 for which that is so"""

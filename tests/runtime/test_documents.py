@@ -243,6 +243,19 @@ def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
     assert model.documents_by("bf16") == ("mask" if family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths")
 
 
+@pytest.mark.parametrize("family", DOCUMENTED)
+def test_every_family_is_asked_whether_a_gpu_takes_lengths(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Whatever its config.json calls its heads, and whether it names them at all."""
+    asked: list[tuple[int, ...]] = []
+    make = torch.empty
+    monkeypatch.setattr(lengths.torch, "empty", lambda *shape, **options: make(*shape, **{**options, "device": "meta"}))
+    monkeypatch.setattr(lengths.sdp, "SDPAParams", lambda query, key, *_: asked.append((query.shape[1], key.shape[1], query.shape[3])))
+    monkeypatch.setattr(lengths.sdp, "can_use_flash_attention", lambda _: True)
+    model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="bf16", documents=True)
+    assert lengths.takes_lengths(model, work, torch.device("cuda")) == (model.documents_by("bf16") == "lengths") == bool(asked)
+    assert all(heads == 4 and heads % pairs == 0 and size in (8, 16, 24) for heads, pairs, size in asked)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3", "qwen3_5_text", "llama4_text"])
 def test_compiled_there_is_one_graph_for_any_number_of_documents(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """A kind of layer; nothing is compiled anew for another layer, another micro-batch, or more documents."""

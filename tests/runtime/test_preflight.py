@@ -7,13 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from whole_models import model_of
 
+from megatrain.runtime.layers.edges import Edges
 from megatrain.runtime.layers.model_config import completed
 from megatrain.runtime.layers.preflight import preflight
+from megatrain.runtime.layers.skeleton import skeleton
 from megatrain.runtime.layers.templates import config_of
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES, Part
+from megatrain.simulator.families.config import Config
 from megatrain.simulator.specs import ModelSpec
 
 
@@ -58,3 +62,32 @@ def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(make_mode
     damaged = msgspec.structs.replace(model, config={**model.config, "quantization_config": True})
     with pytest.raises(UserError, match=r"model small: config: found AttributeError: .*to_dict"):
         completed(damaged)
+
+
+def test_an_embedding_that_is_normalised_is_refused_where_the_description_lacks_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NanoChat's norm has no weight, so that no tensor tells."""
+    monkeypatch.setitem(FAMILIES, "nanochat", msgspec.structs.replace(FAMILIES["nanochat"], entrance=""))
+    message = r"model_type: found nanochat, whose first layer's input is not linear in the embedding's rows; allowed: an embedding that is scaled .*; fix: use"
+    with pytest.raises(UserError, match=message) as caught:
+        config_of(model_of("nanochat", initializer_factor=4.0))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_does_not_call_its_layers_is_refused_in_one_line() -> None:
+    whole = skeleton(config_of(model_of("llama")), torch.float32, torch.device("cpu"))
+    whole.model.forward = lambda **_: None
+    with pytest.raises(UserError, match=r"model_type: found llama, whose forward does not call its last decoder layer; allowed: .*; fix: use") as caught:
+        Edges(whole, 64, torch.float32, torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_every_layer_are_made_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is too short for the last layer, in a family whose description does not look at it."""
+    with pytest.raises(UserError, match=r"layer_rope_theta: found 3 entries; allowed: num_hidden_layers = 4 of them; fix: correct config\.json"):
+        model_of("granite_swa", layer_rope_theta=[0.0, 10000.0, 0.0])
+    monkeypatch.setattr(Config, "each_layer", lambda self, key, *_: self.config.get(key) if key == "layer_types" else None)
+    with pytest.raises(
+        UserError, match=r"model granite_swa: config: found IndexError: list index out of range; allowed: a model that .*; fix: correct"
+    ) as caught:
+        config_of(model_of("granite_swa", layer_rope_theta=[0.0, 10000.0, 0.0]))
+    assert "\n" not in str(caught.value)

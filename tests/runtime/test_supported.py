@@ -91,3 +91,12 @@ def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
     refuse_unsupported(ModelSpec.from_config({**given, **none}, "config.json"), Workload(batch=1, sequence=32))
     with pytest.raises(UserError, match=r"model gpt2: sequence: found 33; allowed: at most the 32 positions that it knows; fix: plan shorter rows"):
         refuse_unsupported(ModelSpec.from_config({**given, **none}, "config.json"), Workload(batch=1, sequence=33))
+
+
+def test_a_dropout_of_null_is_refused_by_its_key() -> None:
+    """Some config classes take null, of which no attention function makes a probability."""
+    given = {"model_type": "falcon_h1", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    model = ModelSpec.from_config({**given, "intermediate_size": 64, "mamba_n_heads": 4, "attention_dropout": None}, "config.json")
+    for workload in (None, Workload(batch=1, sequence=8, no_dropout=True)):
+        with pytest.raises(UserError, match=r"model falcon_h1: attention_dropout: found null; allowed: a number; fix: set attention_dropout to 0\.0"):
+            refuse_unsupported(model, workload)

@@ -62,6 +62,8 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 16},
     "seed_oss": {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "vaultgemma": {"head_dim": 16},
+    "bloom": {"num_key_value_heads": None, "intermediate_size": None},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 40, "mamba_chunk_size": 64},
     "gpt_neox": {"num_key_value_heads": None},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},

@@ -84,6 +84,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "laguna": {"sliding_window": 8, "layer_types": SLIDING, "moe_router_logit_softcapping": 3.0, "moe_routed_scaling_factor": 2.0},
     "minimax": {"block_size": 16, "mlp_alpha_factor": 1.5, "linear_attn_beta_factor": 0.5},
     "falcon": {"bias": True},
+    "falcon_h1": {
+        "mamba_chunk_size": 8,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.5,
+        "ssm_in_multiplier": 1.3,
+        "ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7],
+    },
     "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
     "helium": {"head_dim": 16},
@@ -214,14 +223,14 @@ def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, 
 PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
-LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""families with linear attention: transformers' own packing lets its state pass from document to document"""
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
+"""families with linear attention, or a state-space mixer: transformers' own packing lets its state pass from document to document"""
 DOCUMENTED = [family for family in FAMILIES if family not in FROM_THE_ROW]
 
 
 def packed_bound(family: str) -> float:
-    """Of a gradient in fp32 with documents. The delta rule of linear attention cuts a row into other chunks than a document alone, so its sums round
-    otherwise.
+    """Of a gradient in fp32 with documents. Linear attention and state-space mixers cut a row into other chunks than a document alone, so their sums
+    round otherwise.
     """
     return 4e-5 if family in LINEAR else CANCELLED.get(family, 1e-5)
 
