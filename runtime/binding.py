@@ -14,8 +14,8 @@ from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.templates import Saved, Templates, layer_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.runtime.memory.mirror import Mirror
+from megatrain.simulator.arithmetic import RATIO_ROW
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._clipping import RATIO_ROW
 from megatrain.simulator.schedule import Op, Schedule, parse_id, whole
 from megatrain.simulator.specs import EMBEDDING
 

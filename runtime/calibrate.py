@@ -32,6 +32,7 @@ from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.rates import Rates, measure_rates
 from megatrain.runtime.repeats import rounded, spread
 from megatrain.runtime.trial import Trial, run_trial
+from megatrain.simulator.arithmetic import gradient_bytes
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import (
     ATTENTION_EFFICIENCY,
@@ -48,7 +49,6 @@ from megatrain.simulator.hardware import (
 )
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.schedule import Op, serialized
 from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.workload import Workload

@@ -20,7 +20,7 @@ import torch
 from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.kernels.choice import Kernels, kernels
 from megatrain.runtime.kernels.host import BLOCK, HostKernels
-from megatrain.simulator.policies._clipping import RATIO_ROW
+from megatrain.simulator.arithmetic import RATIO_ROW
 
 _ROW = 4096  # elements folded together first in a sum of squares; part of the arithmetic
 _TINY = 2.0**-126  # the least normal fp32: what divides is never 0

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.arithmetic import blocks_of
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import Bounds, bounds
 from megatrain.simulator.memory import PROCESS, Account, account, workspace_beside
 from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.plan import Knobs, Plan, Prediction
-from megatrain.simulator.policies._layerwise import blocks_of
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload

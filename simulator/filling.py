@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import msgspec
 
 from megatrain.simulator import policies
+from megatrain.simulator.arithmetic import contributions, cost_keys, gradient_bytes
 from megatrain.simulator.assessment import plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.policies._layerwise import contributions, cost_keys, gradient_bytes
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import DTYPE_BYTES
 

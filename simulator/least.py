@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatrain.simulator import policies
+from megatrain.simulator.arithmetic import blocks_of, contributions, cost_keys, gradient_bytes
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.protocol import Shared
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._layerwise import blocks_of, contributions, cost_keys, gradient_bytes
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
 

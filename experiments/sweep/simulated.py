@@ -17,6 +17,7 @@ import msgspec
 
 from megatrain.experiments.sweep.store import Decided, Row
 from megatrain.simulator import engine, evaluator, policies
+from megatrain.simulator.arithmetic import cost_keys
 from megatrain.simulator.assessment import plan_account
 from megatrain.simulator.capacity import resized
 from megatrain.simulator.costs import CostModel, cost_model
@@ -26,7 +27,6 @@ from megatrain.simulator.hardware import COMPUTE_KINDS, HardwareSpec
 from megatrain.simulator.memory import Account
 from megatrain.simulator.metrics import tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op, Schedule, is_kept
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.workload import Workload

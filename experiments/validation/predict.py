@@ -16,7 +16,7 @@ from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Plan
 from megatrain.simulator.planner import plan_account
 from megatrain.simulator.policies import megatrain_code
-from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import Op, OpId, Schedule
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload

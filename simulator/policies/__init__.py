@@ -13,7 +13,7 @@ import msgspec
 
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._evaluation import forward_only
+from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule

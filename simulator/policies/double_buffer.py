@@ -7,7 +7,7 @@ until its backward (two forwards a layer, not three), and a layer that is still 
 
 from __future__ import annotations
 
-from megatrain.simulator.policies._streamed import StreamedPolicy
+from megatrain.simulator.policies.streamed import StreamedPolicy
 
 
 class DoubleBuffer(StreamedPolicy):

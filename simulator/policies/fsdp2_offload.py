@@ -16,8 +16,8 @@ Host bytes a parameter: weights 4 and gradients 4, pinned, a block per tensor; m
 from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._peers import Gathered, PeerPolicy, rounding
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.offload_peers import Gathered, PeerPolicy, rounding
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import EMBEDDING
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatrain.simulator.arithmetic import cost_keys
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import cost_keys
-from megatrain.simulator.policies._peers import rounding, workspace
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.offload_peers import rounding, workspace
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING

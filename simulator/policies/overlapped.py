@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.simulator.arithmetic import STATE, StateClass, contributions, gradient_bytes, gradient_dtype, state_bytes, state_dtype
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._clipping import Clipping
-from megatrain.simulator.policies._layerwise import STATE, StateClass, compute, contributions, declare, gradient_bytes, gradient_dtype, state_bytes, state_dtype
-from megatrain.simulator.policies._slot_cache import SlotCache
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.clipping import Clipping
+from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.training_step import compute, declare
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import OpId, Schedule
 from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.arithmetic import contributions
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._clipping import Clipping
-from megatrain.simulator.policies._layerwise import compute, contributions, declare, state, update_operands
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.clipping import Clipping
+from megatrain.simulator.policies.building.training_step import compute, declare, state, update_operands
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import OpId, Schedule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.policies._streamed import StreamedPolicy
+from megatrain.simulator.policies.streamed import StreamedPolicy
 
 
 class Sequential(StreamedPolicy):

@@ -15,8 +15,8 @@ master 4 and moments 8, pageable; and the pinned bf16 blocks, one a tensor, in w
 from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._peers import Gathered, PeerPolicy, bucket, rounding, whole_blocks
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.offload_peers import Gathered, PeerPolicy, bucket, rounding, whole_blocks
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import DTYPE_BYTES
 

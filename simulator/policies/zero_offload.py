@@ -14,8 +14,8 @@ Host bytes a parameter: fp32 master 4, pinned, one block; fp32 gradients 4, pinn
 from __future__ import annotations
 
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._peers import Offload, PeerPolicy, bucket, rounding
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.offload_peers import Offload, PeerPolicy, bucket, rounding
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import DTYPE_BYTES
 

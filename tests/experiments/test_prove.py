@@ -20,13 +20,13 @@ from megatrain.experiments.prove.summary import format_summary, kendall_tau, sum
 from megatrain.experiments.prove.timelines import StoredTimeline, read_timelines
 from megatrain.experiments.row_file import append_row
 from megatrain.experiments.script import ended
+from megatrain.simulator.arithmetic import cost_keys
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine import simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Plan, Prediction
 from megatrain.simulator.policies import lower
-from megatrain.simulator.policies._layerwise import cost_keys
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.workload import Workload
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import HardwareSpec, ModelSpec, Workload, judge, policies
+from megatrain.simulator.arithmetic import contributions, gradient_bytes
 from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.policies._layerwise import contributions, gradient_bytes
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.units import parse_bytes
 from megatrain.simulator.verdict import Verdict, brief, candidates

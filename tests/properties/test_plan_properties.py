@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
+from megatrain.simulator.arithmetic import gradient_bytes
 from megatrain.simulator.assessment import varied
 from megatrain.simulator.costs import Datasheet
 from megatrain.simulator.engine import makespan_ns as shared_makespan_ns
@@ -26,7 +27,6 @@ from megatrain.simulator.hardware import HardwareSpec, HostMemory
 from megatrain.simulator.least import Least
 from megatrain.simulator.memory import account, usage
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.policies._layerwise import gradient_bytes
 from megatrain.simulator.schedule import Schedule, whole
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.timeline import Timeline

@@ -26,10 +26,10 @@ from megatrain.runtime.memory.steadiness import Steadiness
 from megatrain.runtime.optimizer import AdamW
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
+from megatrain.simulator.arithmetic import gradient_bytes
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.policies import lower
-from megatrain.simulator.policies._layerwise import gradient_bytes
 
 CPU = torch.device("cpu")
 SMAPS = Path("/proc/self/smaps")

@@ -15,7 +15,7 @@ from megatrain.simulator.engine import makespan_ns, simulate
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._evaluation import forward_only
+from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.specs import DTYPE_BYTES
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from megatrain.simulator import policies
+from megatrain.simulator.arithmetic import cost_keys
 from megatrain.simulator.assessment import assess, varied
 from megatrain.simulator.costs import Calibrated, Datasheet, cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.planner import search
-from megatrain.simulator.policies._layerwise import ATTENTION, cost_keys
+from megatrain.simulator.policies.building.training_step import ATTENTION
 from megatrain.simulator.schedule import KEPT, Op
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload

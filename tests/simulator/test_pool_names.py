@@ -16,7 +16,7 @@ from megatrain.simulator.evaluator import bounds
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory import PROCESS, class_of, usage
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.policies._evaluation import forward_only
+from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.several import estimate
 
 H200 = HardwareSpec.load("h200")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies.building.builder import Builder
 
 
 class SlotCache:

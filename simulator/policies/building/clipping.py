@@ -8,13 +8,10 @@ only its own layer's, whichever policy, so that a step that fails leaves the sam
 
 from __future__ import annotations
 
+from megatrain.simulator.arithmetic import RATIO_ROW, SCALAR_BYTES
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
+from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
-
-SCALAR_BYTES = 8  # one fp32 value; 8 keeps pools of them aligned
-RATIO_ROW = 64
-"""Elements whose g^2 / v are summed first: of one tensor and in one chunk always, since both are whole multiples of it (`specs.ALIGNMENT`)"""
 
 
 class Clipping:

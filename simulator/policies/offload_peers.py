@@ -21,9 +21,9 @@ from typing import ClassVar
 import msgspec
 
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import compute
-from megatrain.simulator.policies._slot_cache import SlotCache
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.training_step import compute
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING

@@ -7,18 +7,13 @@ keeping their activations, unless they are stored, all but an attention that was
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from megatrain.simulator.arithmetic import SCALAR_BYTES, STATE, blocks_of, cost_keys, state_bytes, state_dtype
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._clipping import SCALAR_BYTES
-from megatrain.simulator.schedule import KEPT, BufferDtype, OpId
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.schedule import OpId
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
-from megatrain.simulator.workload import Dtype
-
-StateClass = Literal["weights", "low", "moments", "gradients"]
-STATE: tuple[StateClass, ...] = ("weights", "low", "moments", "gradients")
-"""classes of data that every layer has in whole"""
 
 
 class Storage(Protocol):
@@ -40,21 +35,6 @@ class Storage(Protocol):
         """Every gradient of the step is there: clip and update."""
 
 
-def contributions(plan: Plan, layer: str) -> int:
-    """Gradients that `layer` gets in one step: one per micro-batch, two where embedding and head share it."""
-    return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
-
-
-def gradient_dtype(plan: Plan, layer: str) -> Dtype:
-    """The dtype of a layer's step gradient: fp32 where several are summed, the compute dtype otherwise."""
-    return "fp32" if contributions(plan, layer) > 1 else plan.workload.dtype
-
-
-def gradient_bytes(plan: Plan, layer: str) -> int:
-    """Bytes of a layer's step gradient per parameter."""
-    return DTYPE_BYTES[gradient_dtype(plan, layer)]
-
-
 def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str]:
     """Persistent buffers of every layer's weights, low plane, moments and gradients in `place`, by (class, layer)."""
     made: dict[tuple[str, str], str] = {}
@@ -66,44 +46,9 @@ def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str
     return made
 
 
-def state_bytes(plan: Plan, name: StateClass, layer: str) -> int:
-    """Bytes per parameter of the layer's `weights`, `low` half, `moments` or `gradients`; 0 where there is none."""
-    width = DTYPE_BYTES[plan.workload.dtype]
-    return {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}[name]
-
-
-def state_dtype(plan: Plan, name: StateClass, layer: str) -> BufferDtype:
-    """The dtype of the layer's `weights`, `low` half, `moments` or `gradients`."""
-    work = plan.workload.dtype
-    dtypes: dict[StateClass, BufferDtype] = {"weights": work, "low": "int16", "moments": "fp32", "gradients": gradient_dtype(plan, layer)}
-    return dtypes[name]
-
-
 def update_operands(state: dict[tuple[str, str], str], layer: str, clip: str) -> tuple[list[str], list[str]]:
     """What an optimizer op of `layer` reads and writes."""
     return [state["gradients", layer], clip], [state[name, layer] for name in ("weights", "low", "moments") if (name, layer) in state]
-
-
-def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:
-    """What the duration of a compute op depends on, the same for all layers of one signature. `layer` is empty for embedding and head; `kept`
-    says that the attention need not be computed.
-    """
-    model, work = plan.model, plan.workload
-    flops = model.work(kind, layer, work, kept=kept).flops
-    signature = (model.stack[layer].signature if layer else model.shape) + (KEPT if kept else "")
-    return {"flops": flops, "elements": 0 if flops else work.tokens * model.hidden, "shape": f"{signature}/{work.shape}"}
-
-
-def blocks_of(plan: Plan) -> list[list[int]]:
-    """Decoder layers in runs of at most K that are recomputed together; a stored layer is a run of its own."""
-    stored, blocks = plan.placed("stored"), list[list[int]]()
-    for index in range(plan.model.layers):
-        alone = str(index) in stored or not blocks or str(blocks[-1][-1]) in stored
-        if alone or len(blocks[-1]) == plan.knobs.checkpoint_interval:
-            blocks.append([index])
-        else:
-            blocks[-1].append(index)
-    return blocks
 
 
 class _Compute:

@@ -6,11 +6,11 @@ from the host through the step's own weight slots, and one still in a slot is no
 
 from __future__ import annotations
 
+from megatrain.simulator.arithmetic import cost_keys
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies._builder import Builder
-from megatrain.simulator.policies._layerwise import cost_keys
-from megatrain.simulator.policies._slot_cache import SlotCache
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.schedule import DataClass, OpId, Schedule, whole
 from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
 
