@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,3 +48,17 @@ def register_one_kernel() -> None:
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("one_kernel", attend)
+
+
+def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
+    """Bytes that autograd keeps of `forward`, besides the storages in `given`."""
+    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay alive, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in given:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

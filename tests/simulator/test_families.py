@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from decoder_layers import TORCH_DTYPE, different_layers, layer_of, register_one_kernel, turns_of
+from decoder_layers import TORCH_DTYPE, different_layers, kept_bytes, layer_of, register_one_kernel, turns_of
 from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -146,20 +145,6 @@ def test_tensors_are_those_of_transformers_in_its_order(family: str, changes: di
 @pytest.fixture(scope="module", autouse=True)
 def one_kernel_attention() -> None:
     register_one_kernel()
-
-
-def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
-    """Bytes that autograd keeps of `forward`, besides the storages in `given`."""
-    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay alive, so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 SHAPES: list[dict[str, Any]] = [
