@@ -41,7 +41,6 @@ class RunFolder(Callback):
     def __init__(self, path: Path, origin: Path, *, resumed: bool = False) -> None:
         """`origin`: the folder that the plan's relative paths are relative to. `path` is a new or empty folder, or has a run that is `resumed`."""
         self.path, self._origin, self._resumed = path, origin, resumed
-        self._stepped = False
 
     def on_start(self, trainer: Trainer) -> None:
         try:
@@ -62,7 +61,6 @@ class RunFolder(Callback):
             "step": step.number, "loss": step.loss, "gradient_norm": step.gradient_norm, "rate": step.rate,
             "seconds": round(step.seconds, 6), "tokens_per_second": round(step.tokens_per_second, 1),
         }  # fmt: skip
-        self._stepped = True
         append(self.path / "metrics.jsonl", row if step.checksum is None else {**row, "checksum": f"{step.checksum:016x}"})
 
     def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
@@ -71,7 +69,7 @@ class RunFolder(Callback):
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
         if error is not None:
-            if not (self._resumed or self._stepped or isinstance(error, KeyboardInterrupt)):
+            if not (self._resumed or isinstance(error, KeyboardInterrupt)):
                 self._leave_nothing()
             return
         if trainer.timelines:

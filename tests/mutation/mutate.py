@@ -69,10 +69,10 @@ class Executing:
                         tests.update({test} & passed.keys() if phase == "run" else passed if phase else ())
         self.width = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
 
-    def tests(self, path: str, lines: set[int]) -> list[str]:
-        """Those that execute one of `lines`, the narrowest first."""
+    def tests(self, path: str, lines: set[int], *, everywhere: bool = False) -> list[str]:
+        """Those that execute one of `lines`, the narrowest first. `everywhere`: the lines are a whole module's, and the fastest tests come first."""
         tests = set().union(*(self.lines[path][line] for line in lines))
-        return sorted(tests, key=lambda test: (self.width[test], test))
+        return sorted(tests, key=lambda test: (self.seconds[test] if everywhere else self.width[test], test))
 
     def within(self, tests: list[str], limit_s: float) -> list[str]:
         """The first of `tests` that take `limit_s` in all, and at least three."""
@@ -122,7 +122,7 @@ def sample(paths: list[str], count: int, seed: int, executing: Executing) -> lis
             _, body, end = max((found for found in functions if found[0] <= line <= found[2]), default=(0, 0, 0))
             statement = {other for other in executing.lines.get(path, {}) if parser.first_line(other) == parser.first_line(line)}
             whole = {other for other in executing.lines.get(path, {}) if body <= other <= end or not end}
-            if tests := executing.tests(path, statement if end and line >= body else whole):
+            if tests := executing.tests(path, statement if end and line >= body else whole, everywhere=not end):
                 lines.append((path, line, choices, tests))
     first, step = chance.random(), len(lines) / count
     chosen = [lines[int((first + index) * step)] for index in range(count)]

@@ -296,6 +296,18 @@ def test_of_two_spoiled_checkpoints_none_is_offered(saved: tuple[Plan, Path], se
         Checkpoints(folder).restore(running.executor, SETTINGS)
 
 
+def test_an_earlier_checkpoint_that_resuming_would_refuse_is_not_offered(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+    """A link leads to the right bytes, but a file outside the folder is never read."""
+    plan, folder = saved
+    flip(state_file(folder / "step-00000002"), -1)
+    elsewhere(folder / "step-00000001")
+    with session(plan) as running:
+        with pytest.raises(UserError, match="fix: there is no sound one before it: start anew"):
+            Checkpoints(folder).restore(running.executor, SETTINGS)
+        with pytest.raises(UserError, match=r"step-00000001/state-00001\.safetensors: found a link"):
+            verify(folder / "step-00000001")
+
+
 def test_another_state_of_the_generators_is_refused(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
     plan, folder = saved
     reseal(folder / "step-00000002", lambda content: content["random"]["numpy"].__setitem__(2, -5))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatrain.runtime.hyperparameters import AdamW, Group
@@ -103,6 +105,80 @@ def test_what_python_builds_is_checked_too() -> None:
 def test_every_field_says_what_it_means() -> None:
     assert all(field.meaning for field in fields().values())
     assert {name.partition(".")[0] for name in fields()} == {"training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"}
+
+
+DEFAULTS: dict[str, Any] = {
+    "training.steps": msgspec.NODEFAULT, "training.seed": 0, "training.init": "model", "training.deterministic": False,
+    "optimizer.weight_decay": 0.0, "optimizer.max_norm": 1.0, "optimizer.betas": (0.9, 0.95), "optimizer.epsilon": 1e-8, "optimizer.groups": (),
+    "schedule.kind": "constant", "schedule.rate": 1e-3, "schedule.warm_up_steps": 10, "schedule.decay_steps": 0, "schedule.floor": 0.0,
+    "data.data": "", "data.split": "train", "data.columns": "auto", "data.loss": "assistant", "data.chat_template": "", "data.packing": "",
+    "data.strict": False, "data.evaluation_fraction": 0.0, "data.evaluation_documents": 0, "data.evaluation_data": "", "data.evaluation_split": "",
+    "data.trust_remote_code": False, "data.cache": "",
+    "evaluation.every_steps": 0, "evaluation.over_steps": 0,
+    "saving.every_steps": 0, "saving.keep_last": 2, "saving.keep_best": 0, "saving.on_failure": "stop", "saving.export": True, "saving.export_dtype": "",
+    "logging.tensorboard": False, "logging.tracker": "", "logging.project": "megatrain", "logging.name": "",
+}  # fmt: skip
+"""what a run does that says nothing: no code of others is run, and the model is written at the end"""
+BOUNDS: dict[str, tuple[float, float]] = {
+    "training.steps": (1, 2**40), "training.seed": (0, 2**32 - 1), "optimizer.weight_decay": (0, 1e38), "optimizer.epsilon": (5e-324, 1),
+    "schedule.rate": (0, 1e38), "schedule.warm_up_steps": (0, 2**40), "schedule.decay_steps": (0, 2**40), "schedule.floor": (0, 1),
+    "data.evaluation_documents": (0, 2**40), "evaluation.every_steps": (0, 2**40), "evaluation.over_steps": (0, 2**40),
+    "saving.every_steps": (0, 2**40), "saving.keep_last": (1, 2**40), "saving.keep_best": (0, 2**40),
+}  # fmt: skip
+"""the least and the most that a number may be"""
+
+
+def test_a_change_of_a_default_changes_other_people_s_runs() -> None:
+    assert {name: field.default for name, field in fields().items()} == DEFAULTS
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_number_may_be_what_its_bounds_say_and_no_more(key: str) -> None:
+    def load(value: float) -> Config:
+        return Config.load(None, {"training.steps": 10, key: value})
+
+    section, _, field = key.partition(".")
+    for bound, beyond in zip(BOUNDS[key], (-1, 1), strict=True):
+        assert getattr(getattr(load(bound), section), field) == bound
+        over = bound + beyond if isinstance(bound, int) else bound + beyond * max(bound, 1.0)
+        with pytest.raises(UserError, match=re.escape(f"{key}: found {over!r}; allowed: ")):
+            load(over)
+
+
+@pytest.mark.parametrize("section", ["training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"])
+def test_a_key_that_no_section_has_is_refused_with_those_that_it_has(section: str) -> None:
+    known = ", ".join(sorted(name.partition(".")[2] for name in fields() if name.startswith(f"{section}.")))
+    with pytest.raises(UserError, match=f"config: {section}: found unknown key `unknown`; allowed: {known}; fix: "):
+        Config.load(None, {"training.steps": 10, f"{section}.unknown": 1})
+
+
+def test_the_words_of_a_field_are_those_to_choose_from() -> None:
+    words = {name: field.words for name, field in fields().items() if field.words}
+    assert words == {
+        "training.init": ("model", "random"), "schedule.kind": ("constant", "linear", "cosine", "wsd"),
+        "data.columns": ("auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"), "data.loss": ("assistant", "last", "all"),
+        "data.packing": ("documents", "plain", "none"), "saving.on_failure": ("stop", "go on"), "saving.export_dtype": ("bf16", "fp32"),
+        "logging.tracker": ("wandb", "trackio"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", [{"evaluation_fraction": 0.1}, {"evaluation_documents": 1}, {"evaluation_data": "a"}, {"evaluation_split": "test"}])
+def test_evaluation_data_is_named_in_one_way(ways: dict[str, Any]) -> None:
+    DataOptions(data="a", **ways)
+    for other in ({"evaluation_fraction": 0.2}, {"evaluation_documents": 2}, {"evaluation_data": "b"}, {"evaluation_split": "dev"}):
+        if (ways.keys() | other.keys()) <= {"evaluation_data", "evaluation_split"} or ways.keys() == other.keys():
+            DataOptions(data="a", **{**other, **ways})  # a split of other data
+        else:
+            with pytest.raises(UserError, match="data: evaluation: found more than one of a fraction, documents and a file or split"):
+                DataOptions(data="a", **ways, **other)
+
+
+def test_the_cache_lies_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert DataOptions(cache="here").cache_folder == Path("here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert DataOptions().cache_folder == tmp_path / "megatrain" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert DataOptions().cache_folder == Path.home() / ".cache" / "megatrain" / "tokens"
 
 
 def test_a_field_s_own_name_is_enough_where_it_is_the_only_one() -> None:

@@ -159,4 +159,6 @@ def test_what_is_not_the_model_s_is_named(make_model: Callable[..., ModelSpec], 
 
 def test_a_summary_counts_and_stops() -> None:
     assert summary([f"mtp.layers.0.{name}" for name in "abc"] + ["head"]) == "mtp.layers.0.* (3), head"
+    assert summary(["tower.0.a", "tower.0.b", "tower.1.a"]) == "tower.0.* (2), tower.1.*"
+    assert summary(f"tower.{index}.a" for index in range(4)) == "tower.0.*, tower.1.*, tower.2.*, tower.3.*"
     assert summary(f"tower.{index}.a" for index in range(9)) == "tower.0.*, tower.1.*, tower.2.*, tower.3.* and 5 more"

@@ -57,6 +57,7 @@ def test_an_export_has_the_logits_of_what_was_loaded(
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert exported.config.architectures == [type(exported).__name__]
     assert exported.dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
     assert (exported.get_input_embeddings().weight is exported.get_output_embeddings().weight) is tied
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=exported.dtype).eval()

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import reference_lengths
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from whole_models import LEFT, PACKED, compare, drawn, labelled, model_of, scale_of, token_losses, whole_model
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.layers.scaled_positions import document_lengths
+from megatrain.runtime.layers.scaled_positions import ScaledPositions, document_lengths
 from megatrain.runtime.layers.templates import config_of
 
 LIMIT = 8
@@ -70,6 +71,19 @@ def test_whole_rows_are_scaled_as_transformers_does(run: Callable[..., Any], fam
     with run(model_of(family, **changes)) as running:
         model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
         compare(running, batches, token_losses(model(batches[0].ids).logits, batches[0].labels) * scale_of(batches), model, 1e-5)
+
+
+@pytest.mark.parametrize("changes", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_each_length_has_its_own_frequencies_whatever_came_before(changes: dict[str, Any]) -> None:
+    """Also a document of just the original length, next to a longer one and after one."""
+    config, x = config_of(model_of("llama", **changes)), torch.zeros(1, 1, 1)
+    scaled = ScaledPositions.around(LlamaRotaryEmbedding(config))
+    assert isinstance(scaled, ScaledPositions)
+    for row in ((LIMIT, 2 * LIMIT, LIMIT + 1), (LIMIT,), (LIMIT - 1, LIMIT), (LIMIT + 1, LIMIT, 1)):
+        counted = [torch.arange(length)[None] for length in row]
+        alone = [LlamaRotaryEmbedding(config)(x, each) for each in counted]
+        for found, *expected in zip(scaled(x, torch.cat(counted, 1)), *alone, strict=True):
+            assert torch.equal(found, torch.cat(expected, 1))
 
 
 def test_a_token_knows_how_long_its_document_is() -> None:

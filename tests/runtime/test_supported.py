@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from tiny_families import OWN, SMALL
 from transformers import AutoModelForCausalLM
 
 from megatrain.experiments.commands import calibrate as command
@@ -100,3 +101,32 @@ def test_a_dropout_of_null_is_refused_by_its_key() -> None:
     for workload in (None, Workload(batch=1, sequence=8, no_dropout=True)):
         with pytest.raises(UserError, match=r"model falcon_h1: attention_dropout: found null; allowed: a number; fix: set attention_dropout to 0\.0"):
             refuse_unsupported(model, workload)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "most", "allowed"),
+    [
+        ("gptj", {"n_positions": 32}, 32, "at most n_positions = 32"),
+        ("gptj", {"n_positions": None}, 2048, "at most n_positions = 2048"),
+        ("mpt", {"max_seq_len": 40}, 40, "at most max_seq_len = 40"),
+        ("opt", {"max_position_embeddings": 30}, 30, "at most the 30 positions that it knows"),
+    ],
+)
+def test_a_row_is_no_longer_than_the_family_s_positions(family: str, changes: dict[str, Any], most: int, allowed: str) -> None:
+    given = {"model_type": family, **SMALL, **OWN[family], **changes}
+    model = ModelSpec.from_config({key: value for key, value in given.items() if value is not None}, "config.json")
+    refuse_unsupported(model, Workload(batch=1, sequence=most))
+    with pytest.raises(UserError, match=rf"sequence: found {most + 1}; allowed: {allowed}; fix: plan shorter rows"):
+        refuse_unsupported(model, Workload(batch=1, sequence=most + 1))
+
+
+def test_documents_that_a_family_cannot_keep_apart_are_refused() -> None:
+    model = ModelSpec.from_config({"model_type": "mpt", **{key: value for key, value in {**SMALL, **OWN["mpt"]}.items() if value is not None}}, "config.json")
+    refuse_unsupported(model, Workload(batch=1, sequence=16))
+    with pytest.raises(UserError, match=r"found mpt, whose mask knows no documents; allowed: rows of one document; fix: make the plan with --plain-packing"):
+        refuse_unsupported(model, Workload(batch=1, sequence=16, documents=True))
+
+
+@pytest.mark.parametrize("value", [None, False, "vision"])
+def test_attention_to_later_tokens_of_images_alone_is_not_refused(make_model: Callable[..., ModelSpec], value: Any) -> None:
+    refuse_unsupported(make_model(family="gemma3_text", head_dim=16, sliding_window=8, use_bidirectional_attention=value))

@@ -76,6 +76,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda path: file_of(path, GOOD, bytes(31)), r"found a file that cannot be read \(\d+ bytes, its header tells of \d+\)"),
     "too long": (lambda path: file_of(path, GOOD, bytes(33)), r"its header tells of"),
     "a header beyond the file": (lambda path: file_of(path, GOOD, length=2**63), r"cut off within its header"),
+    "a bit of the length's last byte": (lambda path: file_of(path, GOOD, length=len(json.dumps(GOOD)) + 2**56), r"cut off within its header"),
     "no header": (lambda path: file_of(path, b"", bytes(32)), r"cut off within its header"),
     "no JSON": (lambda path: file_of(path, b"{" * 50), r"its header is no JSON object"),
     "no UTF-8": (lambda path: file_of(path, b'{"\xff": 1}'), r"its header is no JSON object"),

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from decoder_layers import TORCH_DTYPE, different_layers, kept_bytes, layer_of, register_one_kernel, turns_of
 from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.workload import Dtype, Workload
 
-TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIASED = {"attention_bias": True}
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 96}
@@ -106,27 +105,6 @@ def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
-def layer_of(model: Any, name: str) -> Any:
-    """A decoder layer of transformers' model, whatever it calls their list."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers]
-    return lists[0][int(name)]
-
-
-def turns_of(model: Any, x: torch.Tensor, positions: torch.Tensor, attention: str) -> dict[str, Any]:
-    """What the model hands to its layers of positions."""
-    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    if rotary is None and model.config.model_type == "bloom":
-        return {"alibi": model.transformer.build_alibi_tensor(torch.ones(x.shape[:2]), model.config.n_head, x.dtype)}
-    if rotary is None:
-        return {"position_bias": model.transformer.build_mpt_alibi_tensor(model.config.n_heads, x.shape[1])} if model.config.model_type == "mpt" else {}
-    if model.config.model_type == "falcon":
-        return {"position_embeddings": rotary(x, positions), "alibi": None}
-    try:
-        return {"position_embeddings": rotary(x, positions, attention)}
-    except TypeError:
-        return {"position_embeddings": rotary(x, positions)}
-
-
 def compare(spec: ModelSpec, model: Any) -> None:
     """Every tensor: in decoder layers in transformers' order, outside them by name."""
     ways = [prefix for prefix, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module) == spec.layers]
@@ -169,35 +147,7 @@ def test_tensors_are_those_of_transformers_in_its_order(family: str, changes: di
 
 @pytest.fixture(scope="module", autouse=True)
 def one_kernel_attention() -> None:
-    """Attention in one kernel for every family: softcaps and sinks would be another kernel's business, not another's memory."""
-
-    def attend(
-        _module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _mask: object, scaling: float | None = None, **_: object
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        grouped = k.shape[1] != q.shape[1]
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        return output.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("one_kernel", attend)
-
-
-def different_layers(spec: ModelSpec) -> list[LayerSpec]:
-    """One decoder layer of each kind."""
-    return [layer for index, layer in enumerate(spec.decoders) if layer.signature not in {other.signature for other in spec.decoders[:index]}]
-
-
-def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
-    """Bytes that autograd keeps of `forward`, besides the storages in `given`."""
-    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay alive, so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    register_one_kernel()
 
 
 SHAPES: list[dict[str, Any]] = [

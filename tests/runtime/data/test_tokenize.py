@@ -185,6 +185,28 @@ def test_several_templates_without_a_default_are_refused(tokenizer_folder: Folde
         Encoder(tokenizer, Layout("messages", ("messages",)), "assistant", "the model")
 
 
+@pytest.mark.parametrize(
+    ("template", "row", "loss", "words"),
+    [
+        (None, {"text": "a"}, "all", "text, loss on every token"),
+        (None, {"prompt": "a", "completion": "b"}, "assistant", "prompt/completion, loss on the completion"),
+        ("marked", {"prompt": "a", "completion": "b"}, "all", "prompt/completion, loss on every token"),
+        (None, {"instruction": "a", "output": "b"}, "last", "alpaca, headings instead of a chat template, which the tokenizer has not, loss on the output"),
+        (None, {"instruction": "a", "output": "b"}, "all", "alpaca, headings instead of a chat template, which the tokenizer has not, loss on every token"),
+        ("marked", {"messages": TURNS}, "last", "messages, chat template of the tokenizer, loss on the last assistant turn, found by its generation markers"),
+        (
+            "unmarked",
+            {"messages": TURNS},
+            "assistant",
+            "messages, chat template of the tokenizer, loss on all assistant turns, found by its loop over messages",
+        ),
+        ("unmarked", {"messages": TURNS}, "all", "messages, chat template of the tokenizer, loss on every token"),
+    ],
+)
+def test_what_rows_are_taken_for_says_where_the_loss_is(tokenizer_folder: Folder, template: str | None, row: dict[str, Any], loss: Loss, words: str) -> None:
+    assert encoder(tokenizer_folder(template), row, loss).describe() == words
+
+
 def test_bad_rows_stay_in_their_place(tokenizer_folder: Folder) -> None:
     folder = tokenizer_folder("marked")
     rows = [Row(HERE, 1, {"messages": TURNS}), BadRow(HERE, 2, "invalid JSON"), Row(HERE, 3, {"messages": []}), Row(HERE, 4, {"messages": TURNS})]

@@ -29,6 +29,11 @@ def test_checkpoints_need_a_run_folder(place: Path, prepare: Any) -> None:
         prepare(place, None, **{"saving.every_steps": 2})
 
 
+def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(place: Path, prepare: Any) -> None:
+    with pytest.raises(UserError, match=r"optimizer: groups: match: found 'nothing\*'"):
+        prepare(place, groups=[{"match": "nothing*"}])
+
+
 def remove_model(place: Path) -> None:
     (place / "small" / "config.json").unlink()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config
@@ -151,6 +153,32 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(place: Pa
     assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "from-folder" / "model").get_parameter(name), start)
     drawn = random_weights(0)("1", "mlp.up_proj.weight", (96, 32))
     assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "random" / "model").get_parameter(name), drawn)
+
+
+@pytest.mark.parametrize(("done", "left"), [(0, []), (1, ["config.toml", "environment.json", "metrics.jsonl", "plan.toml"])])
+def test_a_run_that_could_not_do_a_step_leaves_nothing(place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]) -> None:
+    """One that did a step keeps what it knows of it."""
+    step = Executor.step
+
+    def fail(executor: Executor, batches: Any, *, number: int, **others: Any) -> Any:
+        if number > done:
+            raise FloatingPointError("loss is nan")
+        return step(executor, batches, number=number, **others)
+
+    monkeypatch.setattr(Executor, "step", fail)
+    with pytest.raises(FloatingPointError):
+        prepare(place).fit()
+    assert sorted(path.name for path in (place / "run").rglob("*") if path.name != ".lock") == left
+
+
+def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what JSON does not know is null."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").read_text()))
+    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": math.inf})
+    append(tmp_path / "metrics.jsonl", {"step": 2, "loss": 0.5})
+    first, second = '{"step": 1, "loss": null}\n', '{"step": 2, "loss": 0.5}\n'
+    assert synced == [first, first + second]
 
 
 def test_a_full_disk_is_one_line() -> None:

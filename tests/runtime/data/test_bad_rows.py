@@ -1,0 +1,34 @@
+"""Bad rows: a list of kinds that stays short, and counts that add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain.runtime.data.bad_rows import BadRows, in_words
+from megatrain.runtime.data.formats import BadRow
+
+HERE = Path("rows.jsonl")
+
+
+def spelt(number: int) -> str:
+    """The number in letters: reasons that differ in digits alone are of one kind."""
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+def test_a_thousand_kinds_are_told_apart_and_all_rows_are_counted() -> None:
+    bad = BadRows()
+    for number in range(1002):
+        bad.add(BadRow(HERE, number + 1, f"reason {spelt(number)} at 7"))
+    bad.add(BadRow(HERE, 2000, f"reason {spelt(999)} at 8"))
+    bad.add(BadRow(HERE, 2001, "reason a at 9"))
+    assert bad.count == 1004
+    assert bad.shown[:2] == (("rows.jsonl:1: reason a at 7", 2), ("rows.jsonl:2: reason b at 7", 1))
+    assert len(bad.shown) == 5
+    kinds = dict(bad._kinds.values())
+    assert len(kinds) == 1000
+    assert kinds[f"rows.jsonl:1000: reason {spelt(999)} at 7"] == 2
+    assert in_words(bad.count, bad.shown).endswith("; 998 for other reasons")
+
+
+def test_one_row_is_no_rows() -> None:
+    assert in_words(1, (("rows.jsonl:1: no `text`", 1),)) == "1 bad row left out, the first of each kind: rows.jsonl:1: no `text`"
