@@ -9,13 +9,14 @@ is the prompt's. It does not matter whether earlier messages look different once
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
+from megatrain.runtime.data.long_text import LongText, Piece
 from megatrain.runtime.data.marked_template import Rendering, Span, marked_template, numbered, unmarked
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
@@ -31,6 +32,23 @@ class _Undetermined(Exception):
     """It cannot be said which text of a conversation the model generates; the text says why."""
 
 
+class _Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    learned: list[Span]
+    silent: Sequence[Span] = ()
+    """without loss, although in `learned`"""
+
+    def flagged(self, piece: Piece) -> np.ndarray:
+        """Every token that has a character in `learned` is a target: one across a turn's beginning too, as transformers counts it."""
+        for spans, flag in ((self.learned, TARGET), (self.silent, 0)):
+            for span in spans:
+                tokens = piece.between(*span)
+                piece.ids[tokens] = piece.ids[tokens] & np.uint32(TARGET - 1) | np.uint32(flag)
+        return piece.ids
+
+
 class Chat:
     """The chat template of `tokenizer`, which has one."""
 
@@ -39,6 +57,7 @@ class Chat:
         tokens are.
         """
         self._tokenizer, self._loss = tokenizer, loss
+        self._long = LongText(tokenizer)
         self._marked: dict[str, str] = {}
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
@@ -57,10 +76,14 @@ class Chat:
     def encode(self, conversations: list[Conversation]) -> list[np.ndarray | str]:
         """Of each conversation: ids [n] uint32 flagged with TARGET, or why it cannot be used."""
         found = [self._rendered(conversation) for conversation in conversations]
-        texts = [one[0] for one in found if not isinstance(one, str)]
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
-        encodings = iter(zip(encoded.get("input_ids", []), encoded.get("offset_mapping", []), strict=True))
-        return [one if isinstance(one, str) else _flagged(*next(encodings), *one[1:]) for one in found]
+        rendered = [one for one in found if isinstance(one, _Rendered)]
+        flagged: list[list[np.ndarray]] = []
+        for piece in self._long.encode((one.text, True) for one in rendered):
+            if piece.first:
+                flagged.append([])
+            flagged[-1].append(rendered[len(flagged) - 1].flagged(piece))
+        encoded = map(np.concatenate, flagged)
+        return [one if isinstance(one, str) else _with_targets(next(encoded)) for one in found]
 
     def remarks(self) -> list[str]:
         """What a user should know of the conversations encoded so far, in words."""
@@ -73,8 +96,8 @@ class Chat:
 
     # ---- one conversation ----
 
-    def _rendered(self, conversation: Conversation) -> tuple[str, list[Span], list[Span]] | str:
-        """Its text, where the loss is, and where there is none in spite of this. A string says why it cannot be used."""
+    def _rendered(self, conversation: Conversation) -> _Rendered | str:
+        """A string says why the conversation cannot be used."""
         messages = conversation.messages
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= conversation.prompt]
         learned = [number for number in (turns[-1:] if self._loss == "last" else turns) if number not in conversation.silent]
@@ -82,7 +105,7 @@ class Chat:
             text = self._render(conversation, messages)
             if self._loss == "all" and not conversation.silent:
                 self._look(conversation, text, turns)
-                return text, [Span(0, len(text))], []
+                return _Rendered(text, [Span(0, len(text))])
             rendering = self._render_marked(conversation, messages)
             if rendering.text != text:
                 raise _Undetermined(_UNSHOWN)
@@ -90,10 +113,11 @@ class Chat:
             if self._loss == "all":
                 if not rendering.messages:
                     raise _Undetermined(_UNSHOWN)
-                return text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])]
+                return _Rendered(text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])])
             if self.marked:
-                return text, _of_messages(rendering, learned, every=self._loss == "assistant" and not conversation.silent and not conversation.prompt), []
-            return text, [span for number in learned for span in self._turn(conversation, rendering, number)], []
+                every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
+                return _Rendered(text, _of_messages(rendering, learned, every=every))
+            return _Rendered(text, [span for number in learned for span in self._turn(conversation, rendering, number)])
         except _Undetermined as error:
             return str(error)
 
@@ -232,13 +256,5 @@ def _function(tool: object) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def _flagged(ids: list[int], offsets: list[tuple[int, int]], learned: Iterable[Span], silent: Iterable[Span]) -> np.ndarray | str:
-    """Every token that has a character in `learned` is a target: one across a turn's beginning too, as transformers counts it."""
-    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    mask = np.zeros(len(ids), dtype=bool)
-    for value, spans in ((True, learned), (False, silent)):
-        for begin, end in spans:
-            mask[(places[:, 0] < end) & (places[:, 1] > begin)] = value
-    if not mask[1:].any():  # the first token is nobody's next
-        return "the chat template shows no assistant turn"
-    return np.array(ids, dtype=np.uint32) | np.where(mask, np.uint32(TARGET), np.uint32(0))
+def _with_targets(ids: np.ndarray) -> np.ndarray | str:
+    return ids if (ids[1:] >= TARGET).any() else "the chat template shows no assistant turn"  # the first token is nobody's next
