@@ -9,15 +9,17 @@ is the prompt's. It does not matter whether earlier messages look different once
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
-from megatrain.runtime.data.marked_template import Rendering, Span, marked_template, numbered, unmarked
+from megatrain.runtime.data.marked_template import MARK, MarkedTemplate, Rendering, Span, marked_template, numbered, unmarked
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
@@ -58,7 +60,9 @@ class Chat:
         """
         self._tokenizer, self._loss = tokenizer, loss
         self._long = LongText(tokenizer)
-        self._marked: dict[str, str] = {}
+        self._marked: dict[tuple[str, bool], MarkedTemplate] = {}
+        self._prompts: dict[tuple[str, bytes], str] = {}
+        """generation prompts that are the same after every message, by the template and its further arguments"""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
             """whether the template says what the model generates"""
@@ -101,22 +105,21 @@ class Chat:
         messages = conversation.messages
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= conversation.prompt]
         learned = [number for number in (turns[-1:] if self._loss == "last" else turns) if number not in conversation.silent]
+        every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
         try:
-            text = self._render(conversation, messages)
             if self._loss == "all" and not conversation.silent:
+                text = self._render(conversation, messages)
                 self._look(conversation, text, turns)
                 return _Rendered(text, [Span(0, len(text))])
-            rendering = self._render_marked(conversation, messages)
-            if rendering.text != text:
-                raise _Undetermined(_UNSHOWN)
+            rendering = self._render_marked(conversation, messages, items=not (self.marked and every))
+            text = rendering.text
             self._look(conversation, text, turns)
             if self._loss == "all":
                 if not rendering.messages:
                     raise _Undetermined(_UNSHOWN)
                 return _Rendered(text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])])
             if self.marked:
-                every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
-                return _Rendered(text, _of_messages(rendering, learned, every=every))
+                return _Rendered(text, rendering.generated if every else _of_messages(rendering, learned))
             return _Rendered(text, [span for number in learned for span in self._turn(conversation, rendering, number)])
         except _Undetermined as error:
             return str(error)
@@ -164,13 +167,23 @@ class Chat:
 
     def _prompt(self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]) -> str | None:
         """The generation prompt after `messages`, the first ones of `whole`. None where none of them is in the text."""
-        prompted = self._render_marked(conversation, messages, prompt=True)
-        ours, theirs = ([span for number in range(len(messages)) for span in _written(rendering, number)] for rendering in (whole, prompted))
-        if not ours or not theirs:
+        ours = [span for number in range(len(messages)) for span in _written(whole, number)]
+        if not ours:
+            return None
+        marked = self._template(conversation)
+        key = (marked.source, msgspec.json.encode(conversation.arguments)) if marked.last_loop and marked.last_loop == whole.last_loop else None
+        if key in self._prompts:
+            return self._prompts[key]
+        prompted = self._marked_text(conversation, messages, prompt=True)
+        theirs = [span for number in range(len(messages)) for span in _written(prompted, number)]
+        if not theirs:
             return None
         (begin, end), last = (max(spans, key=lambda span: span.end) for spans in (ours, theirs))
         if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
-            return prompted.text[last.end :]
+            prompt = prompted.text[last.end :]
+            if key and prompted.last_loop == marked.last_loop and last.end == max(span.end for spans in prompted.messages.values() for span in spans):
+                self._prompts[key] = prompt
+            return prompt
         without = self._render(conversation, messages)  # the prompt may be written as part of the last message
         return prompted.text[_shared(prompted.text, without) :]
 
@@ -211,15 +224,24 @@ class Chat:
             raise _Undetermined(f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}") from None
         return text
 
-    def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, prompt: bool = False) -> Rendering:
+    def _template(self, conversation: Conversation, *, items: bool = True) -> MarkedTemplate:
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
-        if source not in self._marked:
-            self._marked[source] = marked_template(source)
-        written = self._render(conversation, numbered(messages), self._marked[source], prompt=prompt)
-        try:
-            return unmarked(written)
-        except (ValueError, IndexError):
-            raise _Undetermined("a message has characters that are no text (U+FDD1)") from None
+        if (source, items) not in self._marked:
+            self._marked[source, items] = marked_template(source, items=items)
+        return self._marked[source, items]
+
+    def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool) -> Rendering:
+        """Raises _Undetermined where marks would change the text."""
+        if MARK.encode() in msgspec.json.encode([messages, conversation.tools, conversation.arguments]):
+            raise _Undetermined("a message has characters that are no text (U+FDD1)")
+        rendering = self._marked_text(conversation, messages, items=items)
+        if not self._template(conversation, items=items).exact and rendering.text != self._render(conversation, messages):
+            raise _Undetermined(_UNSHOWN)
+        return rendering
+
+    def _marked_text(self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool = True, prompt: bool = False) -> Rendering:
+        source = self._template(conversation, items=items).source
+        return unmarked(self._render(conversation, numbered(messages) if items else messages, source, prompt=prompt))
 
 
 def _shared(one: str, other: str) -> int:
@@ -232,14 +254,14 @@ def _written(rendering: Rendering, number: int) -> list[Span]:
     return [span for span in rendering.messages.get(number, ()) if not rendering.text[span.begin : span.end].isspace()]
 
 
-def _of_messages(rendering: Rendering, numbers: list[int], *, every: bool) -> list[Span]:
+def _of_messages(rendering: Rendering, numbers: list[int]) -> list[Span]:
     """What `{% generation %}` blocks wrote of these messages. What one wrote after a message, outside of the loop, is that message's."""
-    if every:
-        return rendering.generated
     begins = sorted((span.begin, number) for number in rendering.messages for span in _written(rendering, number))
     if not begins:
         raise _Undetermined(_UNSHOWN)
-    return [span for span in rendering.generated if next((number for begin, number in reversed(begins) if begin <= span.begin), -1) in numbers]
+    places = [begin for begin, _ in begins]
+    found = [(bisect_right(places, span.begin), span) for span in rendering.generated]
+    return [span for after, span in found if after and begins[after - 1][1] in numbers]
 
 
 def _check_calls(message: dict[str, Any], text: str, number: int) -> None:
