@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatrain.runtime.data import long_text
 from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
+from megatrain.runtime.data.long_text import LongText
 from megatrain.runtime.data.tokenize import load_tokenizer
 from megatrain.runtime.training.data_options import Loss
 
@@ -203,3 +205,20 @@ def test_what_a_template_leaves_out_is_remarked(tokenizer_folder: Folder, templa
     assert chat.remarks() == []
     chat.encode([conversation])
     assert remark in chat.remarks()
+
+
+@pytest.mark.parametrize("template", ["plain", "marked"])
+def test_a_long_conversation_has_the_targets_of_its_text_at_once(tokenizer_folder: Folder, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder())
+    assert tokenizer is not None
+    tokenizer.chat_template = TEMPLATES[template]
+    conversation = Conversation(messages=[message for turn in range(30) for message in (user("hello the " * turn), answer("world, the one\n" * turn))])
+    (whole,) = Chat(tokenizer, "assistant", "the model").encode([conversation])
+    for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60)):
+        monkeypatch.setattr(long_text, name, value)
+    count = len(list(LongText(tokenizer).encode([("hello the " * 100, True)])))
+    assert count > 3  # windows are small
+    (found,) = Chat(tokenizer, "assistant", "the model").encode([conversation])
+    assert not isinstance(whole, str)
+    assert not isinstance(found, str)
+    assert found.tolist() == whole.tolist()
