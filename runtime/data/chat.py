@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from megatrain.runtime.data import tool_calls
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
@@ -102,37 +104,53 @@ class Chat:
 
     def _rendered(self, conversation: Conversation) -> _Rendered | str:
         """A string says why the conversation cannot be used."""
+        found = self._tried(conversation, tool_calls.with_objects)
+        if any(map(tool_calls.calls, conversation.messages)):
+            if isinstance(found, str) or tool_calls.shows_objects(tool_calls.with_objects(conversation.messages), found.text):
+                as_text = self._tried(conversation, tool_calls.with_texts)
+                found = found if isinstance(as_text, str) and isinstance(found, str) else as_text
+            if isinstance(found, str) and "tool_calls" not in self._tokenizer.get_chat_template(tools=conversation.tools):
+                found = "the chat template writes no tool calls: it does not mention `tool_calls`"
+        if not isinstance(found, str):
+            self._look(conversation, found.text)
+        return found
+
+    def _tried(self, conversation: Conversation, form: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> _Rendered | str:
+        """With the arguments of tool calls in this form."""
+        try:
+            return self._found(replace(conversation, messages=form(conversation.messages)))
+        except (_Undetermined, ValueError) as error:
+            return str(error)
+
+    def _found(self, conversation: Conversation) -> _Rendered:
         messages = conversation.messages
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= conversation.prompt]
         learned = [number for number in (turns[-1:] if self._loss == "last" else turns) if number not in conversation.silent]
         every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
-        try:
-            if self._loss == "all" and not conversation.silent:
-                text = self._render(conversation, messages)
-                self._look(conversation, text, turns)
-                return _Rendered(text, [Span(0, len(text))])
-            rendering = self._render_marked(conversation, messages, items=not (self.marked and every))
-            text = rendering.text
-            self._look(conversation, text, turns)
-            if self._loss == "all":
-                if not rendering.messages:
-                    raise _Undetermined(_UNSHOWN)
-                return _Rendered(text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])])
-            if self.marked:
-                return _Rendered(text, rendering.generated if every else _of_messages(rendering, learned))
-            return _Rendered(text, [span for number in learned for span in self._turn(conversation, rendering, number)])
-        except _Undetermined as error:
-            return str(error)
+        calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
+        if self._loss == "all" and not conversation.silent and not calling:
+            text = self._render(conversation, messages)
+            return _Rendered(text, [Span(0, len(text))])
+        rendering = self._render_marked(conversation, messages, items=not (self.marked and every) or bool(calling))
+        if not rendering.messages and (calling or self._loss == "all"):
+            raise _Undetermined(_UNSHOWN)
+        for number in calling:
+            if tool_calls.left_out(messages[number], "".join(rendering.text[begin:end] for begin, end in _written(rendering, number))):
+                raise _Undetermined(f"the chat template leaves out the tool calls of message {number + 1}")  # the model would learn to answer without
+        if self._loss == "all":
+            silent = [span for number in conversation.silent for span in rendering.messages.get(number, [])]
+            return _Rendered(rendering.text, [Span(0, len(rendering.text))], silent)
+        if self.marked:
+            return _Rendered(rendering.text, rendering.generated if every else _of_messages(rendering, learned))
+        return _Rendered(rendering.text, [span for number in learned for span in self._turn(conversation, rendering, number)])
 
     def _turn(self, conversation: Conversation, rendering: Rendering, number: int) -> list[Span]:
         """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
-        text, message = rendering.text, conversation.messages[number]
         spans = _written(rendering, number)
         if not rendering.messages:
             raise _Undetermined(_UNSHOWN)
         if not spans:
             return []
-        _check_calls(message, "".join(text[begin:end] for begin, end in spans), number)
         begin = self._begin(conversation, rendering, number, spans[0])
         spans[0] = Span(begin, spans[0].end)
         spans[-1] = Span(spans[-1].begin, self._end(conversation, rendering, number, spans[-1]))
@@ -202,11 +220,11 @@ class Chat:
         stop = self._stops.match(text, span.end) if any(conversation.messages[other]["role"] != "assistant" for other in follows) else None
         return stop.end() if stop else span.end  # what begins the next message stops the model: GLM-4.5's <|user|>
 
-    def _look(self, conversation: Conversation, text: str, turns: list[int]) -> None:
+    def _look(self, conversation: Conversation, text: str) -> None:
         """Counts for `remarks`."""
-        names = [str(_function(tool).get("name")) for tool in conversation.tools or ()]
+        names = [str(tool_calls.function(tool).get("name")) for tool in conversation.tools or ()]
         self._without_tools += bool(names) and not any(name in text for name in names)
-        message = conversation.messages[turns[-1]]
+        message = next(message for message in reversed(conversation.messages) if message["role"] == "assistant")
         thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
         thoughts += re.findall(r"<think>(.+?)</think>", str(message.get("content")), re.DOTALL)
         self._without_thought += any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
@@ -262,20 +280,6 @@ def _of_messages(rendering: Rendering, numbers: list[int]) -> list[Span]:
     places = [begin for begin, _ in begins]
     found = [(bisect_right(places, span.begin), span) for span in rendering.generated]
     return [span for after, span in found if after and begins[after - 1][1] in numbers]
-
-
-def _check_calls(message: dict[str, Any], text: str, number: int) -> None:
-    """Raises _Undetermined where the template leaves out a tool call: the model would learn to answer without it."""
-    calls = message.get("tool_calls")
-    names = [_function(call).get("name") for call in calls] if isinstance(calls, list) else []
-    if any(isinstance(name, str) and name not in text for name in names):
-        raise _Undetermined(f"the chat template leaves out the tool calls of message {number + 1}")
-
-
-def _function(tool: object) -> dict[str, Any]:
-    """Of a tool or a call, both in OpenAI's format or without the level `function`."""
-    inner = tool.get("function", tool) if isinstance(tool, dict) else None
-    return inner if isinstance(inner, dict) else {}
 
 
 def _with_targets(ids: np.ndarray) -> np.ndarray | str:

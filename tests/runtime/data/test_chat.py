@@ -51,6 +51,9 @@ TEMPLATES = {
     + "{% for k in range(loop.index0 + 1, messages | length) %}{% if messages[k].role == 'tool' and m.tool_calls %}{% set t = messages[k] %}={{ t.content }}{% endif %}"
     + "{% endfor %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT,
     "tools": "{% for t in tools %}{{ t.function.name }} {% endfor %}" + HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}" + BODY + PROMPT,
+    "some calls": HEAD + "{% if not m.content %}{{ m.tool_calls }}{% endif %}" + BODY + PROMPT,
+    "arguments as text": HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments }}){% endfor %}" + BODY + PROMPT,
+    "arguments as JSON": HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments | tojson }}){% endfor %}" + BODY + PROMPT,
     "argument": HEAD + "{% if m.role == 'assistant' and mood is defined %}{{ mood }}: {% endif %}" + BODY + PROMPT,
     # the message is put together before it is written
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
@@ -72,7 +75,11 @@ def answer(text: str, **others: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **others}
 
 
-CALL = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+def called(arguments: object) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+
+
+CALL = called({})
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 FOUR = [user("hello"), answer("world", reasoning_content="hm"), user("you"), answer("one", reasoning_content="other")]
 
@@ -150,6 +157,24 @@ def test_tools_and_arguments_reach_the_template(targets: Callable[..., Any]) -> 
     assert targets("argument", Conversation(messages=FOUR, arguments={"mood": "the"})) == ["the: world<|im_end|>", "the: one<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", ["arguments as text", "arguments as JSON"])
+@pytest.mark.parametrize("arguments", ['{"city": "the"}', {"city": "the"}])
+def test_arguments_reach_the_template_in_the_form_that_it_takes(tokenizer_folder: Folder, template: str, arguments: object) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder())
+    assert tokenizer is not None
+    tokenizer.chat_template = TEMPLATES[template]
+    (ids,) = Chat(tokenizer, "assistant", "").encode([Conversation(messages=[user("hello"), answer("", tool_calls=called(arguments))])])
+    assert not isinstance(ids, str)
+    assert tokenizer.decode([int(token) & (TARGET - 1) for token in ids if token >= TARGET]) == '(weather={"city": "the"})<|im_end|>'
+
+
+@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
+def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(targets: Callable[..., Any], loss: Loss) -> None:
+    messages = [user("hello"), answer("world", tool_calls=CALL), user("you"), answer("one")]
+    for template in ("some calls", "marked"):
+        assert "tool calls" in targets(template, Conversation(messages=messages), loss)
+
+
 def test_the_whole_conversation_has_loss_where_all_is_asked_for(targets: Callable[..., Any]) -> None:
     for template in ("plain", "collected", "marked"):
         (whole,) = targets(template, Conversation(messages=FOUR[:2]), "all")
@@ -177,7 +202,10 @@ def test_the_last_turn_by_markers_is_the_last_assistant_message(targets: Callabl
     ("template", "messages", "reason"),
     [
         ("collected", FOUR, "the chat template does not show which text is which message's; {% generation %} in it would mark what the model generates"),
-        ("plain", [user("hello"), answer("world", tool_calls=CALL)], "the chat template leaves out the tool calls of message 2"),
+        ("plain", [user("hello"), answer("world", tool_calls=CALL)], "the chat template writes no tool calls: it does not mention `tool_calls`"),
+        ("marked", [user("hello"), answer("world", tool_calls=CALL)], "the chat template writes no tool calls: it does not mention `tool_calls`"),
+        ("some calls", [user("hello"), answer("world", tool_calls=CALL)], "the chat template leaves out the tool calls of message 2"),
+        ("tools", [user("hello"), answer("", tool_calls=called("x"))], "message 2: the arguments of a tool call are not a JSON object"),
     ],
 )
 def test_a_row_whose_turns_are_not_known_says_why(targets: Callable[..., Any], template: str, messages: list[dict[str, Any]], reason: str) -> None:
