@@ -222,14 +222,9 @@ print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "begin", "end", "limit"),
-    [
-        ("text", '{"text": "', '"}', 4),
-        ("messages", '{"messages": [{"role": "user", "content": "', '"}, {"role": "assistant", "content": "the end"}]}', 16),
-    ],
+    [("text", '{"text": "', '"}', 4), ("messages", '{"messages": [{"role": "user", "content": "', '"}, {"role": "assistant", "content": "the end"}]}', 16)],
 )
-def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path, name: str, begin: str, end: str, limit: int
-) -> None:
+def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(tokenizer_folder: Callable[..., Path], tmp_path: Path, name: str, begin: str, end: str, limit: int) -> None:
     """Beyond the memory of a row of 8 MB, which fills every batch. A conversation is in memory as its row, its messages, and its text with and without marks."""
     for file_name, count in (("short", 2**19), ("long", 2**22)):
         with (tmp_path / f"{file_name}.jsonl").open("w") as file:
