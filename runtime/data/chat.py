@@ -73,7 +73,7 @@ class Chat:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]  # some are special in tokenizer.json alone
         self._special = tuple(sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True))
         self._stops = re.compile("|".join(re.escape(token) for token in self._special if token != tokenizer.bos_token) or r"(?!)")
-        self._without_tools = self._without_thought = 0
+        self._without_tools = self._without_thought = self._with_stop = 0
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {where}", found="one written in Python, without places in the text", allowed="one with a tokenizer.json", fix="convert it"
@@ -94,6 +94,8 @@ class Chat:
     def remarks(self) -> list[str]:
         """What a user should know of the conversations encoded so far, in words."""
         found = []
+        if self._with_stop:
+            found.append(f"the template ends no turn, so {self._with_stop:,} conversations end with the token that would begin the next message")
         if self._without_thought:
             found.append(f"the template leaves the thought out of the last turn of {self._without_thought:,} conversations")
         if self._without_tools:
@@ -142,7 +144,12 @@ class Chat:
             return _Rendered(rendering.text, [Span(0, len(rendering.text))], silent)
         if self.marked:
             return _Rendered(rendering.text, rendering.generated if every else _of_messages(rendering, learned))
-        return _Rendered(rendering.text, [span for number in learned for span in self._turn(conversation, rendering, number)])
+        spans = [span for number in learned for span in self._turn(conversation, rendering, number)]
+        stop = self._stop_after(conversation, rendering) if spans and len(messages) - 1 in learned else ""
+        if stop and spans[-1].end == len(rendering.text):
+            self._with_stop += 1
+            return _Rendered(rendering.text + stop, [*spans[:-1], Span(spans[-1].begin, spans[-1].end + len(stop))])
+        return _Rendered(rendering.text, spans)
 
     def _turn(self, conversation: Conversation, rendering: Rendering, number: int) -> list[Span]:
         """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
@@ -219,6 +226,20 @@ class Chat:
         follows = [other for other, spans in rendering.messages.items() if any(one.begin == span.end for one in spans)]
         stop = self._stops.match(text, span.end) if any(conversation.messages[other]["role"] != "assistant" for other in follows) else None
         return stop.end() if stop else span.end  # what begins the next message stops the model: GLM-4.5's <|user|>
+
+    def _stop_after(self, conversation: Conversation, rendering: Rendering) -> str:
+        """What stops the model after the last message, where the template's turns have no end of their own: the token that begins the next message."""
+        if rendering.text.rstrip().endswith(self._special or ("\0",)):
+            return ""
+        calls = tool_calls.calls(conversation.messages[-1])
+        next_one = {"role": "tool" if calls else "user", "content": "x"}
+        try:
+            longer = self._marked_text(conversation, [*conversation.messages, next_one])
+        except _Undetermined:
+            return ""
+        spans = longer.messages.get(len(conversation.messages) - 1)  # it may read otherwise than at the end
+        stop = self._stops.match(longer.text, spans[-1].end) if spans else None
+        return stop.group() if stop else ""
 
     def _look(self, conversation: Conversation, text: str) -> None:
         """Counts for `remarks`."""

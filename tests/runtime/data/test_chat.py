@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ FOUR = [user("hello"), answer("world", reasoning_content="hm"), user("you"), ans
 def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
     """The text of each run of targets, or why there are none."""
 
-    def find(template: str, conversation: Conversation, loss: Loss = "assistant") -> Any:
+    def find(template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = "") -> Any:
         tokenizer = load_tokenizer(tokenizer_folder())
         assert tokenizer is not None
         tokenizer.chat_template = TEMPLATES[template]
@@ -96,7 +97,7 @@ def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
         if isinstance(ids, str):
             return ids
         plain = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools, return_dict=False, **conversation.arguments)
-        assert [int(token) & (TARGET - 1) for token in ids] == plain
+        assert [int(token) & (TARGET - 1) for token in ids] == [*plain, *tokenizer(stop)["input_ids"]]
         runs = [list(run) for target, run in itertools.groupby(ids.tolist(), lambda token: token >= TARGET) if target]
         return [tokenizer.decode([token & (TARGET - 1) for token in run]) for run in runs]
 
@@ -132,8 +133,13 @@ def test_an_answer_that_begins_like_the_rest_of_the_prompt_has_loss_from_its_beg
 
 
 def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(targets: Callable[..., Any]) -> None:
-    assert targets("no end", Conversation(messages=FOUR)) == ["world<s>", "one"]
-    assert targets("no end", Conversation(messages=[*FOUR[:2], FOUR[3]])) == ["world", "one"]  # the model's own next turn does not stop it
+    four, three, last = Conversation(messages=FOUR), Conversation(messages=[*FOUR[:2], FOUR[3]]), Conversation(messages=FOUR[2:])
+    assert targets("no end", four, stop="<s>") == ["world<s>", "one<s>"]
+    assert targets("no end", four, "last", stop="<s>") == ["one<s>"]
+    assert targets("no end", three, stop="<s>") == ["world", "one<s>"]  # the model's own next turn does not stop it
+    assert targets("no end", last, stop="<s>") == ["one<s>"]
+    assert targets("no end", replace(four, silent=frozenset({3}))) == ["world<s>"]
+    assert targets("no end", Conversation(messages=[*FOUR, user("you")])) == ["world<s>", "one<s>"]
 
 
 def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[..., Any]) -> None:
@@ -220,6 +226,7 @@ def test_a_message_that_looks_like_a_mark_is_a_bad_row(targets: Callable[..., An
 @pytest.mark.parametrize(
     ("template", "conversation", "remark"),
     [
+        ("no end", Conversation(messages=FOUR), "the template ends no turn, so 1 conversations end with the token that would begin the next message"),
         ("plain", Conversation(messages=FOUR), "the template leaves the thought out of the last turn of 1 conversations"),
         ("plain", Conversation(messages=[user("a"), answer("b")], tools=TOOLS), "the template does not write the tools of 1 conversations"),
     ],
