@@ -76,7 +76,8 @@ def marked_template(template: str, *, items: bool = True) -> MarkedTemplate:
     statement: list[str] | None = None
     open_blocks: list[_Block] = []
     exact, last_loop = not items, ""
-    assigned, after_loop = set(_VARYING), set()
+    assigned: set[str] = set(_VARYING)
+    after_loop: set[str] = set()
     for _, kind, value in lexer.lex(template):
         if kind == "block_begin":
             statement = []

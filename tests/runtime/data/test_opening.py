@@ -57,7 +57,7 @@ def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(opened: Cal
     path = jsonl([*[{"messages": CHAT}] * 20, {"messages": [CHAT[0], called]}])
     _, _, notes = opened(path, template="unmarked")
     assert notes[3].endswith(f"{path}:21: the chat template writes no tool calls: it does not mention `tool_calls`")
-    with pytest.raises(UserError, match=r"bad row .*:21: found the chat template leaves out the tool calls"):
+    with pytest.raises(UserError, match=r"bad row .*:21: found the chat template writes no tool calls"):
         opened(path, template="unmarked", strict=True)
     with pytest.raises(
         UserError, match=r"found no row that can be used, the first .*:1: the chat template writes no tool calls: it does not mention `tool_calls`"
