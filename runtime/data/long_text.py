@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -60,9 +60,15 @@ class Piece(NamedTuple):
         """Which of `ids` have a character of the text from place `begin` to place `end`. Only for fast tokenizers."""
         encoding = self.encoding
         assert encoding is not None, "the tokenizer does not say where in the text its tokens are"
+
+        def place(token: int) -> tuple[int, int]:
+            found = encoding.token_to_chars(token)
+            assert found is not None, "a token that is of no text"
+            return found
+
         tokens = range(self.skipped, self.skipped + len(self.ids))
-        first = bisect_right(tokens, begin - self.shift, key=lambda token: encoding.token_to_chars(token)[1])
-        return slice(first, max(first, bisect_left(tokens, end - self.shift, key=lambda token: encoding.token_to_chars(token)[0])))
+        first = bisect_right(tokens, begin - self.shift, key=lambda token: place(token)[1])
+        return slice(first, max(first, bisect_left(tokens, end - self.shift, key=lambda token: place(token)[0])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +202,7 @@ class LongText:
 
     def _encoded(self, windows: list[_Window]) -> list[_Encoded]:
         encoded = self._tokenized([window.whole for window in windows])
-        encodings = encoded.encodings or [None] * len(windows)
+        encodings: Sequence[Encoding | None] = encoded.encodings or [None] * len(windows)
         return [_Encoded(*of_one) for of_one in zip(windows, encoded["input_ids"], encodings, strict=True)]
 
     def _settled(self, held: list[_Encoded | Other]) -> Iterator[Piece | Other]:
