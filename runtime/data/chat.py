@@ -9,14 +9,19 @@ is the prompt's. It does not matter whether earlier messages look different once
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from megatrain.runtime.data import tool_calls
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data.marked_template import Rendering, Span, marked_template, numbered, unmarked
+from megatrain.runtime.data.long_text import LongText, Piece
+from megatrain.runtime.data.marked_template import MARK, MarkedTemplate, Rendering, Span, marked_template, numbered, unmarked
 from megatrain.runtime.training.data_options import Loss
 from megatrain.simulator.errors import UserError
 
@@ -31,6 +36,23 @@ class _Undetermined(Exception):
     """It cannot be said which text of a conversation the model generates; the text says why."""
 
 
+class _Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    learned: list[Span]
+    silent: Sequence[Span] = ()
+    """without loss, although in `learned`"""
+
+    def flagged(self, piece: Piece) -> np.ndarray:
+        """Every token that has a character in `learned` is a target: one across a turn's beginning too, as transformers counts it."""
+        for spans, flag in ((self.learned, TARGET), (self.silent, 0)):
+            for span in spans:
+                tokens = piece.between(*span)
+                piece.ids[tokens] = piece.ids[tokens] & np.uint32(TARGET - 1) | np.uint32(flag)
+        return piece.ids
+
+
 class Chat:
     """The chat template of `tokenizer`, which has one."""
 
@@ -39,7 +61,10 @@ class Chat:
         tokens are.
         """
         self._tokenizer, self._loss = tokenizer, loss
-        self._marked: dict[str, str] = {}
+        self._long = LongText(tokenizer)
+        self._marked: dict[tuple[str, bool], MarkedTemplate] = {}
+        self._prompts: dict[tuple[str, bytes], str] = {}
+        """generation prompts that are the same after every message, by the template and its further arguments"""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
             """whether the template says what the model generates"""
@@ -48,7 +73,7 @@ class Chat:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]  # some are special in tokenizer.json alone
         self._special = tuple(sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True))
         self._stops = re.compile("|".join(re.escape(token) for token in self._special if token != tokenizer.bos_token) or r"(?!)")
-        self._without_tools = self._without_thought = 0
+        self._without_tools = self._without_thought = self._with_stop = 0
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {where}", found="one written in Python, without places in the text", allowed="one with a tokenizer.json", fix="convert it"
@@ -57,14 +82,20 @@ class Chat:
     def encode(self, conversations: list[Conversation]) -> list[np.ndarray | str]:
         """Of each conversation: ids [n] uint32 flagged with TARGET, or why it cannot be used."""
         found = [self._rendered(conversation) for conversation in conversations]
-        texts = [one[0] for one in found if not isinstance(one, str)]
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
-        encodings = iter(zip(encoded.get("input_ids", []), encoded.get("offset_mapping", []), strict=True))
-        return [one if isinstance(one, str) else _flagged(*next(encodings), *one[1:]) for one in found]
+        rendered = [one for one in found if isinstance(one, _Rendered)]
+        flagged: list[list[np.ndarray]] = []
+        for piece in self._long.encode((one.text, True) for one in rendered):
+            if piece.first:
+                flagged.append([])
+            flagged[-1].append(rendered[len(flagged) - 1].flagged(piece))
+        encoded = map(np.concatenate, flagged)
+        return [one if isinstance(one, str) else _with_targets(next(encoded)) for one in found]
 
     def remarks(self) -> list[str]:
         """What a user should know of the conversations encoded so far, in words."""
         found = []
+        if self._with_stop:
+            found.append(f"the template ends no turn, so {self._with_stop:,} conversations end with the token that would begin the next message")
         if self._without_thought:
             found.append(f"the template leaves the thought out of the last turn of {self._without_thought:,} conversations")
         if self._without_tools:
@@ -73,39 +104,60 @@ class Chat:
 
     # ---- one conversation ----
 
-    def _rendered(self, conversation: Conversation) -> tuple[str, list[Span], list[Span]] | str:
-        """Its text, where the loss is, and where there is none in spite of this. A string says why it cannot be used."""
+    def _rendered(self, conversation: Conversation) -> _Rendered | str:
+        """A string says why the conversation cannot be used."""
+        found = self._tried(conversation, tool_calls.with_objects)
+        if any(map(tool_calls.calls, conversation.messages)):
+            if isinstance(found, str) or tool_calls.shows_objects(tool_calls.with_objects(conversation.messages), found.text):
+                as_text = self._tried(conversation, tool_calls.with_texts)
+                found = found if isinstance(as_text, str) and isinstance(found, str) else as_text
+            if isinstance(found, str) and "tool_calls" not in self._tokenizer.get_chat_template(tools=conversation.tools):
+                found = "the chat template writes no tool calls: it does not mention `tool_calls`"
+        if not isinstance(found, str):
+            self._look(conversation, found.text)
+        return found
+
+    def _tried(self, conversation: Conversation, form: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> _Rendered | str:
+        """With the arguments of tool calls in this form."""
+        try:
+            return self._found(replace(conversation, messages=form(conversation.messages)))
+        except (_Undetermined, ValueError) as error:
+            return str(error)
+
+    def _found(self, conversation: Conversation) -> _Rendered:
         messages = conversation.messages
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= conversation.prompt]
         learned = [number for number in (turns[-1:] if self._loss == "last" else turns) if number not in conversation.silent]
-        try:
+        every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
+        calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
+        if self._loss == "all" and not conversation.silent and not calling:
             text = self._render(conversation, messages)
-            if self._loss == "all" and not conversation.silent:
-                self._look(conversation, text, turns)
-                return text, [Span(0, len(text))], []
-            rendering = self._render_marked(conversation, messages)
-            if rendering.text != text:
-                raise _Undetermined(_UNSHOWN)
-            self._look(conversation, text, turns)
-            if self._loss == "all":
-                if not rendering.messages:
-                    raise _Undetermined(_UNSHOWN)
-                return text, [Span(0, len(text))], [span for number in conversation.silent for span in rendering.messages.get(number, [])]
-            if self.marked:
-                return text, _of_messages(rendering, learned, every=self._loss == "assistant" and not conversation.silent and not conversation.prompt), []
-            return text, [span for number in learned for span in self._turn(conversation, rendering, number)], []
-        except _Undetermined as error:
-            return str(error)
+            return _Rendered(text, [Span(0, len(text))])
+        rendering = self._render_marked(conversation, messages, items=not (self.marked and every) or bool(calling))
+        if not rendering.messages and (calling or self._loss == "all"):
+            raise _Undetermined(_UNSHOWN)
+        for number in calling:
+            if tool_calls.left_out(messages[number], "".join(rendering.text[begin:end] for begin, end in _written(rendering, number))):
+                raise _Undetermined(f"the chat template leaves out the tool calls of message {number + 1}")  # the model would learn to answer without
+        if self._loss == "all":
+            silent = [span for number in conversation.silent for span in rendering.messages.get(number, [])]
+            return _Rendered(rendering.text, [Span(0, len(rendering.text))], silent)
+        if self.marked:
+            return _Rendered(rendering.text, rendering.generated if every else _of_messages(rendering, learned))
+        spans = [span for number in learned for span in self._turn(conversation, rendering, number)]
+        stop = self._stop_after(conversation, rendering) if spans and len(messages) - 1 in learned else ""
+        if stop and spans[-1].end == len(rendering.text):
+            self._with_stop += 1
+            return _Rendered(rendering.text + stop, [*spans[:-1], Span(spans[-1].begin, spans[-1].end + len(stop))])
+        return _Rendered(rendering.text, spans)
 
     def _turn(self, conversation: Conversation, rendering: Rendering, number: int) -> list[Span]:
         """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
-        text, message = rendering.text, conversation.messages[number]
         spans = _written(rendering, number)
         if not rendering.messages:
             raise _Undetermined(_UNSHOWN)
         if not spans:
             return []
-        _check_calls(message, "".join(text[begin:end] for begin, end in spans), number)
         begin = self._begin(conversation, rendering, number, spans[0])
         spans[0] = Span(begin, spans[0].end)
         spans[-1] = Span(spans[-1].begin, self._end(conversation, rendering, number, spans[-1]))
@@ -140,13 +192,23 @@ class Chat:
 
     def _prompt(self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]) -> str | None:
         """The generation prompt after `messages`, the first ones of `whole`. None where none of them is in the text."""
-        prompted = self._render_marked(conversation, messages, prompt=True)
-        ours, theirs = ([span for number in range(len(messages)) for span in _written(rendering, number)] for rendering in (whole, prompted))
-        if not ours or not theirs:
+        ours = [span for number in range(len(messages)) for span in _written(whole, number)]
+        if not ours:
+            return None
+        marked = self._template(conversation)
+        key = (marked.source, msgspec.json.encode(conversation.arguments)) if marked.last_loop and marked.last_loop == whole.last_loop else None
+        if key in self._prompts:
+            return self._prompts[key]
+        prompted = self._marked_text(conversation, messages, prompt=True)
+        theirs = [span for number in range(len(messages)) for span in _written(prompted, number)]
+        if not theirs:
             return None
         (begin, end), last = (max(spans, key=lambda span: span.end) for spans in (ours, theirs))
         if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
-            return prompted.text[last.end :]
+            prompt = prompted.text[last.end :]
+            if key and prompted.last_loop == marked.last_loop and last.end == max(span.end for spans in prompted.messages.values() for span in spans):
+                self._prompts[key] = prompt
+            return prompt
         without = self._render(conversation, messages)  # the prompt may be written as part of the last message
         return prompted.text[_shared(prompted.text, without) :]
 
@@ -165,11 +227,25 @@ class Chat:
         stop = self._stops.match(text, span.end) if any(conversation.messages[other]["role"] != "assistant" for other in follows) else None
         return stop.end() if stop else span.end  # what begins the next message stops the model: GLM-4.5's <|user|>
 
-    def _look(self, conversation: Conversation, text: str, turns: list[int]) -> None:
+    def _stop_after(self, conversation: Conversation, rendering: Rendering) -> str:
+        """What stops the model after the last message, where the template's turns have no end of their own: the token that begins the next message."""
+        if rendering.text.rstrip().endswith(self._special or ("\0",)):
+            return ""
+        calls = tool_calls.calls(conversation.messages[-1])
+        next_one = {"role": "tool" if calls else "user", "content": "x"}
+        try:
+            longer = self._marked_text(conversation, [*conversation.messages, next_one])
+        except _Undetermined:
+            return ""
+        spans = longer.messages.get(len(conversation.messages) - 1)  # it may read otherwise than at the end
+        stop = self._stops.match(longer.text, spans[-1].end) if spans else None
+        return stop.group() if stop else ""
+
+    def _look(self, conversation: Conversation, text: str) -> None:
         """Counts for `remarks`."""
-        names = [str(_function(tool).get("name")) for tool in conversation.tools or ()]
+        names = [str(tool_calls.function(tool).get("name")) for tool in conversation.tools or ()]
         self._without_tools += bool(names) and not any(name in text for name in names)
-        message = conversation.messages[turns[-1]]
+        message = next(message for message in reversed(conversation.messages) if message["role"] == "assistant")
         thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
         thoughts += re.findall(r"<think>(.+?)</think>", str(message.get("content")), re.DOTALL)
         self._without_thought += any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
@@ -187,15 +263,24 @@ class Chat:
             raise _Undetermined(f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}") from None
         return text
 
-    def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, prompt: bool = False) -> Rendering:
+    def _template(self, conversation: Conversation, *, items: bool = True) -> MarkedTemplate:
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
-        if source not in self._marked:
-            self._marked[source] = marked_template(source)
-        written = self._render(conversation, numbered(messages), self._marked[source], prompt=prompt)
-        try:
-            return unmarked(written)
-        except (ValueError, IndexError):
-            raise _Undetermined("a message has characters that are no text (U+FDD1)") from None
+        if (source, items) not in self._marked:
+            self._marked[source, items] = marked_template(source, items=items)
+        return self._marked[source, items]
+
+    def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool) -> Rendering:
+        """Raises _Undetermined where marks would change the text."""
+        if MARK.encode() in msgspec.json.encode([messages, conversation.tools, conversation.arguments]):
+            raise _Undetermined("a message has characters that are no text (U+FDD1)")
+        rendering = self._marked_text(conversation, messages, items=items)
+        if not self._template(conversation, items=items).exact and rendering.text != self._render(conversation, messages):
+            raise _Undetermined(_UNSHOWN)
+        return rendering
+
+    def _marked_text(self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool = True, prompt: bool = False) -> Rendering:
+        source = self._template(conversation, items=items).source
+        return unmarked(self._render(conversation, numbered(messages) if items else messages, source, prompt=prompt))
 
 
 def _shared(one: str, other: str) -> int:
@@ -208,37 +293,15 @@ def _written(rendering: Rendering, number: int) -> list[Span]:
     return [span for span in rendering.messages.get(number, ()) if not rendering.text[span.begin : span.end].isspace()]
 
 
-def _of_messages(rendering: Rendering, numbers: list[int], *, every: bool) -> list[Span]:
+def _of_messages(rendering: Rendering, numbers: list[int]) -> list[Span]:
     """What `{% generation %}` blocks wrote of these messages. What one wrote after a message, outside of the loop, is that message's."""
-    if every:
-        return rendering.generated
     begins = sorted((span.begin, number) for number in rendering.messages for span in _written(rendering, number))
     if not begins:
         raise _Undetermined(_UNSHOWN)
-    return [span for span in rendering.generated if next((number for begin, number in reversed(begins) if begin <= span.begin), -1) in numbers]
+    places = [begin for begin, _ in begins]
+    found = [(bisect_right(places, span.begin), span) for span in rendering.generated]
+    return [span for after, span in found if after and begins[after - 1][1] in numbers]
 
 
-def _check_calls(message: dict[str, Any], text: str, number: int) -> None:
-    """Raises _Undetermined where the template leaves out a tool call: the model would learn to answer without it."""
-    calls = message.get("tool_calls")
-    names = [_function(call).get("name") for call in calls] if isinstance(calls, list) else []
-    if any(isinstance(name, str) and name not in text for name in names):
-        raise _Undetermined(f"the chat template leaves out the tool calls of message {number + 1}")
-
-
-def _function(tool: object) -> dict[str, Any]:
-    """Of a tool or a call, both in OpenAI's format or without the level `function`."""
-    inner = tool.get("function", tool) if isinstance(tool, dict) else None
-    return inner if isinstance(inner, dict) else {}
-
-
-def _flagged(ids: list[int], offsets: list[tuple[int, int]], learned: Iterable[Span], silent: Iterable[Span]) -> np.ndarray | str:
-    """Every token that has a character in `learned` is a target: one across a turn's beginning too, as transformers counts it."""
-    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    mask = np.zeros(len(ids), dtype=bool)
-    for value, spans in ((True, learned), (False, silent)):
-        for begin, end in spans:
-            mask[(places[:, 0] < end) & (places[:, 1] > begin)] = value
-    if not mask[1:].any():  # the first token is nobody's next
-        return "the chat template shows no assistant turn"
-    return np.array(ids, dtype=np.uint32) | np.where(mask, np.uint32(TARGET), np.uint32(0))
+def _with_targets(ids: np.ndarray) -> np.ndarray | str:
+    return ids if (ids[1:] >= TARGET).any() else "the chat template shows no assistant turn"  # the first token is nobody's next

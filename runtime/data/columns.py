@@ -26,7 +26,7 @@ from megatrain.simulator.errors import UserError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
 _CALL = "function_call"
-"""sharegpt's role of a tool call; its value is the call as JSON"""
+"""sharegpt's role of a tool call; its value is the call as JSON. Also the key of a message's only call in OpenAI's older format"""
 _TRAINED = ("weight", "train", "training")
 """keys of a message that say whether it has loss: OpenAI's is 0 or 1, Axolotl's true or false"""
 _MATTER = (
@@ -215,6 +215,12 @@ def _message(turn: object, number: int, column: str) -> dict[str, Any]:
     if not isinstance(role, str) or (role := _SHAREGPT_ROLES.get(role, role) if keys[0] == "from" else role) not in ROLES:
         known = (*ROLES, *_SHAREGPT_ROLES, _CALL) if keys[0] == "from" else ROLES
         raise Unusable(f"{where} has {f'the unknown {keys[0]} {role!r}' if isinstance(role, str) else f'no `{keys[0]}`'}; known: {', '.join(known)}")
+    if role == "assistant" and _CALL in others and "tool_calls" not in others:  # OpenAI's older format
+        others["tool_calls"] = _calls(others.pop(_CALL), where)
+    if isinstance(others.get("tool_calls"), str):
+        others["tool_calls"] = _decoded(others["tool_calls"], list)
+    if not isinstance(others.get("tool_calls", []), list) or not all(isinstance(call, dict) for call in others.get("tool_calls", [])):
+        raise Unusable(f"{where}: `tool_calls` is not a list of objects")
     if content is None and role == "assistant" and others.get("tool_calls"):
         return {"role": role, **others}
     return {"role": role, "content": _content(content, f"{where}: `{keys[1]}`"), **others}

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
+from megatrain.runtime.data.in_batches import in_batches
+
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 CONTEXT = 1021
@@ -32,8 +36,6 @@ _ZONE = 2**12
 _TRIES = 8
 _COMPARED = 8
 """ids on either side of a cut that both windows must have"""
-_BATCH_TEXTS = 1024
-_BATCH_CHARACTERS = 2**21
 _PLACES = tuple(map(re.compile, (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?<=\S)(?=\s)", r"(?<=\S)(?=\S)")))
 """where tokenisers split most often first: before a line, a blank, any white space, and anywhere"""
 
@@ -47,6 +49,26 @@ class Piece(NamedTuple):
     """[n] uint32"""
     first: bool
     last: bool
+    encoding: Encoding | None
+    """of the window that has the part; None for a tokenizer written in Python"""
+    skipped: int
+    """tokens of the encoding before the part's first one"""
+    shift: int
+    """a place in the window plus this is the place in the text"""
+
+    def between(self, begin: int, end: int) -> slice:
+        """Which of `ids` have a character of the text from place `begin` to place `end`. Only for fast tokenizers."""
+        encoding = self.encoding
+        assert encoding is not None, "the tokenizer does not say where in the text its tokens are"
+
+        def place(token: int) -> tuple[int, int]:
+            found = encoding.token_to_chars(token)
+            assert found is not None, "a token that is of no text"
+            return found
+
+        tokens = range(self.skipped, self.skipped + len(self.ids))
+        first = bisect_right(tokens, begin - self.shift, key=lambda token: place(token)[1])
+        return slice(first, max(first, bisect_left(tokens, end - self.shift, key=lambda token: place(token)[0])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +89,8 @@ class _Window:
     text: str
     begin: _Cut | None
     end: _Cut | None
+    place: int
+    """characters of the text before it"""
 
     @property
     def whole(self) -> str:
@@ -77,11 +101,23 @@ class _Encoded(NamedTuple):
     window: _Window
     ids: list[int]
     """of the window with what goes on beyond its cuts"""
+    encoding: Encoding | None
 
     @property
     def own(self) -> list[int]:
-        begin, end = self.window.begin, self.window.end
-        return self.ids[len(begin.left_ids) if begin else 0 : len(self.ids) - (len(end.right_ids) if end else 0)]
+        end = self.window.end
+        return self.ids[self.skipped : len(self.ids) - (len(end.right_ids) if end else 0)]
+
+    @property
+    def skipped(self) -> int:
+        """ids before the window's own"""
+        return len(self.window.begin.left_ids) if self.window.begin else 0
+
+    @property
+    def piece(self) -> Piece:
+        begin, end, place = self.window.begin, self.window.end, self.window.place
+        shift = place - (len(begin.left) if begin else 0)
+        return Piece(np.array(self.own, dtype=np.uint32), begin is None, end is None, self.encoding, self.skipped, shift)
 
 
 class LongText:
@@ -92,31 +128,31 @@ class LongText:
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         self._within_words = type(model).__name__ == "BPE"
 
-    def whole(self, texts: Iterable[str]) -> list[list[int]]:
-        """The ids of each text."""
-        found: list[list[int]] = []
+    def whole(self, texts: Iterable[str]) -> list[np.ndarray]:
+        """The ids of each text, [n] uint32."""
+        found: list[list[np.ndarray]] = []
         for piece in self.encode((text, True) for text in texts):
             if piece.first:
                 found.append([])
-            found[-1] += piece.ids.tolist()
-        return found
+            found[-1].append(piece.ids)
+        return [np.concatenate(ids) for ids in found]
 
     def encode(self, parts: Iterable[tuple[str, bool] | Other]) -> Iterator[Piece | Other]:
         """`parts`: each a part of a text and whether the text ends with it. Whatever else stands among them comes back in its place."""
         held: list[_Encoded | Other] = []
         """of a text that goes on, and what has to wait for it"""
-        for batch in _batches(self._windows(parts)):
-            texts = [item.whole for item in batch if isinstance(item, _Window)]
-            ids = iter(self._tokenized(texts)["input_ids"] if texts else [])
+        for batch in in_batches(self._windows(parts), lambda item: len(item.text) if isinstance(item, _Window) else 0):
+            windows = [item for item in batch if isinstance(item, _Window)]
+            encoded = iter(self._encoded(windows) if windows else [])
             for item in batch:
-                held.append(_Encoded(item, next(ids)) if isinstance(item, _Window) else item)
+                held.append(next(encoded) if isinstance(item, _Window) else item)
                 yield from self._settled(held)
         assert not held, "a text is still open"
 
     # ---- windows ----
 
     def _windows(self, parts: Iterable[tuple[str, bool] | Other]) -> Iterator[_Window | Other]:
-        text, begin, least = "", None, _WINDOW
+        text, begin, least, done = "", None, _WINDOW, 0
         for part in parts:
             if not isinstance(part, tuple):
                 yield part
@@ -128,11 +164,11 @@ class LongText:
                     if cut is None:
                         least *= 2
                     else:
-                        yield _Window(text=text[:place], begin=begin, end=cut)
-                        text, begin, least = text[place:], cut, _WINDOW
+                        yield _Window(text=text[:place], begin=begin, end=cut, place=done)
+                        text, begin, least, done = text[place:], cut, _WINDOW, done + place
             if part[1]:
-                yield _Window(text=text, begin=begin, end=None)
-                text, begin, least = "", None, _WINDOW
+                yield _Window(text=text, begin=begin, end=None, place=done)
+                text, begin, least, done = "", None, _WINDOW, 0
 
     def _cut(self, text: str, low: int, high: int) -> tuple[int, _Cut | None]:
         for places in _PLACES:
@@ -162,7 +198,12 @@ class LongText:
     # ---- ids ----
 
     def _tokenized(self, texts: list[str]) -> BatchEncoding:
-        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+
+    def _encoded(self, windows: list[_Window]) -> list[_Encoded]:
+        encoded = self._tokenized([window.whole for window in windows])
+        encodings: Sequence[Encoding | None] = encoded.encodings or [None] * len(windows)
+        return [_Encoded(*of_one) for of_one in zip(windows, encoded["input_ids"], encodings, strict=True)]
 
     def _settled(self, held: list[_Encoded | Other]) -> Iterator[Piece | Other]:
         """What is first in `held`, as far as the cut after it is known to be right. Windows that do not meet at theirs become one."""
@@ -173,15 +214,12 @@ class LongText:
                 if then is None:
                     return
                 if not _meet(first, then):
-                    one = _Window(text=first.window.text + then.window.text, begin=first.window.begin, end=then.window.end)
+                    one = _Window(text=first.window.text + then.window.text, begin=first.window.begin, end=then.window.end, place=first.window.place)
                     del held[at]
-                    held[0] = _Encoded(one, self._tokenized([one.whole])["input_ids"][0])
+                    (held[0],) = self._encoded([one])
                     continue
             del held[0]
-            if isinstance(first, _Encoded):
-                yield Piece(np.array(first.own, dtype=np.uint32), first=first.window.begin is None, last=first.window.end is None)
-            else:
-                yield first
+            yield first.piece if isinstance(first, _Encoded) else first
 
 
 def _meet(before: _Encoded, after: _Encoded) -> bool:
@@ -199,17 +237,3 @@ def _meet(before: _Encoded, after: _Encoded) -> bool:
 def _alike(left: list[int], right: list[int]) -> bool:
     count = min(_COMPARED, len(left), len(right))
     return count > 0 and left[:count] == right[:count]
-
-
-def _batches(items: Iterable[_Window | Other]) -> Iterator[list[_Window | Other]]:
-    """Items by the thousand, fewer where texts are long."""
-    batch: list[_Window | Other] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += len(item.text) if isinstance(item, _Window) else 0
-        if len(batch) == _BATCH_TEXTS or size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

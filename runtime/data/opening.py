@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Note = Callable[[str], None]
-_FORMAT = 4
+_FORMAT = 5
 """of what tokenised data is; part of the cache's key"""
 _EVALUATION_SPLITS = ("validation", "test", "train")
 """the first of these that the evaluation data has, unless one is named"""

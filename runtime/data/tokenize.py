@@ -21,6 +21,7 @@ from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Conversation, Layout, Pair, Unusable, alpaca_text, extract, recognise
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.formats import BadRow, Row
+from megatrain.runtime.data.in_batches import in_batches
 from megatrain.runtime.data.long_text import LongText
 from megatrain.runtime.data.marked_template import marked_template
 from megatrain.runtime.training.data_options import Loss
@@ -30,8 +31,6 @@ from megatrain.simulator.files import read_json, read_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH_ROWS = 1024
-_BATCH_CHARACTERS = 2**21
 _FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken", "spiece.model", "tekken.json")
 _OF_CONFIG = ("model_type", "tokenizer_class", "auto_map")
 """of config.json, by which transformers chooses the tokenizer's class"""
@@ -144,7 +143,7 @@ class Encoder:
         if self.layout.name == "text":
             yield from self._texts(rows)
         else:
-            for batch in _batches(rows):
+            for batch in in_batches(rows, lambda row: _characters(row.value) if isinstance(row, Row) else 0):
                 yield from self._examples(batch)
 
     def _texts(self, rows: Iterable[Row | BadRow]) -> Iterator[Piece | BadRow | None]:
@@ -176,17 +175,15 @@ class Encoder:
                 yield ids if isinstance(ids, BadRow) else (ids, True)
 
     def _pairs(self, pairs: list[Pair]) -> Iterator[np.ndarray | str]:
-        prompts, wholes = self._ids([pair.prompt for pair in pairs]), self._ids([pair.prompt + pair.completion for pair in pairs])
+        prompts, wholes = (self._long.whole(texts) for texts in ([pair.prompt for pair in pairs], [pair.prompt + pair.completion for pair in pairs]))
         for prompt, whole in zip(prompts, wholes, strict=True):
-            shared = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
-            before = [] if whole[:1] == self._before else self._before
-            after = [] if whole[-1:] == self._after else self._after
-            ids = np.array([*before, *whole, *after], dtype=np.uint32)
+            least = min(len(prompt), len(whole))
+            shared = next(iter(np.flatnonzero(prompt[:least] != whole[:least]).tolist()), least)
+            before = [] if whole[:1].tolist() == self._before else self._before
+            after = [] if whole[-1:].tolist() == self._after else self._after
+            ids = np.concatenate([before, whole, after]).astype(np.uint32)
             ids[0 if self._loss == "all" else len(before) + shared :] |= np.uint32(TARGET)
             yield ids if (ids[1:] >= TARGET).any() else "the completion has no token"
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return self._long.whole(texts)
 
 
 def _text(row: Row, layout: Layout) -> tuple[str, bool] | BadRow:
@@ -205,20 +202,6 @@ def _example(row: Row, layout: Layout) -> str | Pair | Conversation | BadRow:
     except Unusable as error:
         other = None if row.value.keys() >= set(layout.needed) else recognise(row.value.keys())
         return BadRow(row.file, row.line, f"{error}; the row has the columns of {other.name}" if other else str(error), other.name if other else "")
-
-
-def _batches(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
-    """Rows by the thousand, fewer where they are long."""
-    batch: list[Row | BadRow] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += _characters(row.value) if isinstance(row, Row) else 0
-        if len(batch) == _BATCH_ROWS or size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _characters(value: object) -> int:

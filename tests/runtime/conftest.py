@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from small_runs import run_of
 from whole_models import SEQUENCE, weights
 
 from megatrain.runtime.batch import Batch
+from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.files.model_files import Weights, random_weights
 from megatrain.runtime.lanes import Task
@@ -138,3 +140,15 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
         return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
 
     return make
+
+
+@pytest.fixture
+def saved(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> tuple[Plan, Path]:
+    """A plan, and the folder of its checkpoints of steps 1 and 2."""
+    plan = executable("overlapped")
+    with session(plan) as running:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=9)
+        for step in (1, 2):
+            running.step(step)
+            checkpoints.save(running.executor, run_of(step))
+    return plan, tmp_path / "checkpoints"

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_rows import WORK
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from megatrain.runtime.data import DataOptions, open_data
+from megatrain.simulator.workload import Workload
 
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
@@ -64,3 +68,17 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..., Any]:
+    """(training corpus, evaluation corpus, notes)"""
+
+    def make(
+        data: Path, *, template: str | None = "marked", work: Workload = WORK, vocabulary: int = 400, folder: Path | None = None, seed: int = 0, **changes: Any
+    ) -> Any:
+        notes: list[str] = []
+        options = DataOptions(**{"data": str(data), "cache": str(tmp_path / "cache"), "packing": "documents", **changes})
+        return (*open_data(options, work, folder or tokenizer_folder(template), vocabulary, notes.append, seed=seed), notes)
+
+    return make

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatrain.runtime.data import long_text
 from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
+from megatrain.runtime.data.long_text import LongText
 from megatrain.runtime.data.tokenize import load_tokenizer
 from megatrain.runtime.training.data_options import Loss
 
@@ -49,6 +52,9 @@ TEMPLATES = {
     + "{% for k in range(loop.index0 + 1, messages | length) %}{% if messages[k].role == 'tool' and m.tool_calls %}{% set t = messages[k] %}={{ t.content }}{% endif %}"
     + "{% endfor %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT,
     "tools": "{% for t in tools %}{{ t.function.name }} {% endfor %}" + HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}" + BODY + PROMPT,
+    "some calls": HEAD + "{% if not m.content %}{{ m.tool_calls }}{% endif %}" + BODY + PROMPT,
+    "arguments as text": HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments }}){% endfor %}" + BODY + PROMPT,
+    "arguments as JSON": HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments | tojson }}){% endfor %}" + BODY + PROMPT,
     "argument": HEAD + "{% if m.role == 'assistant' and mood is defined %}{{ mood }}: {% endif %}" + BODY + PROMPT,
     # the message is put together before it is written
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
@@ -70,7 +76,11 @@ def answer(text: str, **others: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **others}
 
 
-CALL = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+def called(arguments: object) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+
+
+CALL = called({})
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 FOUR = [user("hello"), answer("world", reasoning_content="hm"), user("you"), answer("one", reasoning_content="other")]
 
@@ -79,7 +89,7 @@ FOUR = [user("hello"), answer("world", reasoning_content="hm"), user("you"), ans
 def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
     """The text of each run of targets, or why there are none."""
 
-    def find(template: str, conversation: Conversation, loss: Loss = "assistant") -> Any:
+    def find(template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = "") -> Any:
         tokenizer = load_tokenizer(tokenizer_folder())
         assert tokenizer is not None
         tokenizer.chat_template = TEMPLATES[template]
@@ -87,7 +97,7 @@ def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
         if isinstance(ids, str):
             return ids
         plain = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools, return_dict=False, **conversation.arguments)
-        assert [int(token) & (TARGET - 1) for token in ids] == plain
+        assert [int(token) & (TARGET - 1) for token in ids] == [*plain, *tokenizer(stop)["input_ids"]]
         runs = [list(run) for target, run in itertools.groupby(ids.tolist(), lambda token: token >= TARGET) if target]
         return [tokenizer.decode([token & (TARGET - 1) for token in run]) for run in runs]
 
@@ -123,8 +133,13 @@ def test_an_answer_that_begins_like_the_rest_of_the_prompt_has_loss_from_its_beg
 
 
 def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(targets: Callable[..., Any]) -> None:
-    assert targets("no end", Conversation(messages=FOUR)) == ["world<s>", "one"]
-    assert targets("no end", Conversation(messages=[*FOUR[:2], FOUR[3]])) == ["world", "one"]  # the model's own next turn does not stop it
+    four, three, last = Conversation(messages=FOUR), Conversation(messages=[*FOUR[:2], FOUR[3]]), Conversation(messages=FOUR[2:])
+    assert targets("no end", four, stop="<s>") == ["world<s>", "one<s>"]
+    assert targets("no end", four, "last", stop="<s>") == ["one<s>"]
+    assert targets("no end", three, stop="<s>") == ["world", "one<s>"]  # the model's own next turn does not stop it
+    assert targets("no end", last, stop="<s>") == ["one<s>"]
+    assert targets("no end", replace(four, silent=frozenset({3}))) == ["world<s>"]
+    assert targets("no end", Conversation(messages=[*FOUR, user("you")])) == ["world<s>", "one<s>"]
 
 
 def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[..., Any]) -> None:
@@ -146,6 +161,24 @@ def test_tools_and_arguments_reach_the_template(targets: Callable[..., Any]) -> 
     messages = [user("hello"), answer("", tool_calls=CALL)]
     assert targets("tools", Conversation(messages=messages, tools=TOOLS)) == ["(weather)<|im_end|>"]
     assert targets("argument", Conversation(messages=FOUR, arguments={"mood": "the"})) == ["the: world<|im_end|>", "the: one<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["arguments as text", "arguments as JSON"])
+@pytest.mark.parametrize("arguments", ['{"city": "the"}', {"city": "the"}])
+def test_arguments_reach_the_template_in_the_form_that_it_takes(tokenizer_folder: Folder, template: str, arguments: object) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder())
+    assert tokenizer is not None
+    tokenizer.chat_template = TEMPLATES[template]
+    (ids,) = Chat(tokenizer, "assistant", "").encode([Conversation(messages=[user("hello"), answer("", tool_calls=called(arguments))])])
+    assert not isinstance(ids, str)
+    assert tokenizer.decode([int(token) & (TARGET - 1) for token in ids if token >= TARGET]) == '(weather={"city": "the"})<|im_end|>'
+
+
+@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
+def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(targets: Callable[..., Any], loss: Loss) -> None:
+    messages = [user("hello"), answer("world", tool_calls=CALL), user("you"), answer("one")]
+    for template in ("some calls", "marked"):
+        assert "tool calls" in targets(template, Conversation(messages=messages), loss)
 
 
 def test_the_whole_conversation_has_loss_where_all_is_asked_for(targets: Callable[..., Any]) -> None:
@@ -175,7 +208,10 @@ def test_the_last_turn_by_markers_is_the_last_assistant_message(targets: Callabl
     ("template", "messages", "reason"),
     [
         ("collected", FOUR, "the chat template does not show which text is which message's; {% generation %} in it would mark what the model generates"),
-        ("plain", [user("hello"), answer("world", tool_calls=CALL)], "the chat template leaves out the tool calls of message 2"),
+        ("plain", [user("hello"), answer("world", tool_calls=CALL)], "the chat template writes no tool calls: it does not mention `tool_calls`"),
+        ("marked", [user("hello"), answer("world", tool_calls=CALL)], "the chat template writes no tool calls: it does not mention `tool_calls`"),
+        ("some calls", [user("hello"), answer("world", tool_calls=CALL)], "the chat template leaves out the tool calls of message 2"),
+        ("tools", [user("hello"), answer("", tool_calls=called("x"))], "message 2: the arguments of a tool call are not a JSON object"),
     ],
 )
 def test_a_row_whose_turns_are_not_known_says_why(targets: Callable[..., Any], template: str, messages: list[dict[str, Any]], reason: str) -> None:
@@ -190,6 +226,7 @@ def test_a_message_that_looks_like_a_mark_is_a_bad_row(targets: Callable[..., An
 @pytest.mark.parametrize(
     ("template", "conversation", "remark"),
     [
+        ("no end", Conversation(messages=FOUR), "the template ends no turn, so 1 conversations end with the token that would begin the next message"),
         ("plain", Conversation(messages=FOUR), "the template leaves the thought out of the last turn of 1 conversations"),
         ("plain", Conversation(messages=[user("a"), answer("b")], tools=TOOLS), "the template does not write the tools of 1 conversations"),
     ],
@@ -203,3 +240,20 @@ def test_what_a_template_leaves_out_is_remarked(tokenizer_folder: Folder, templa
     assert chat.remarks() == []
     chat.encode([conversation])
     assert remark in chat.remarks()
+
+
+@pytest.mark.parametrize("template", ["plain", "marked"])
+def test_a_long_conversation_has_the_targets_of_its_text_at_once(tokenizer_folder: Folder, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder())
+    assert tokenizer is not None
+    tokenizer.chat_template = TEMPLATES[template]
+    conversation = Conversation(messages=[message for turn in range(30) for message in (user("hello the " * turn), answer("world, the one\n" * turn))])
+    (whole,) = Chat(tokenizer, "assistant", "the model").encode([conversation])
+    for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60)):
+        monkeypatch.setattr(long_text, name, value)
+    count = len(list(LongText(tokenizer).encode([("hello the " * 100, True)])))
+    assert count > 3  # windows are small
+    (found,) = Chat(tokenizer, "assistant", "the model").encode([conversation])
+    assert not isinstance(whole, str)
+    assert not isinstance(found, str)
+    assert found.tolist() == whole.tolist()

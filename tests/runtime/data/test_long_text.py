@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.runtime.data import long_text
+from megatrain.runtime.data import in_batches, long_text
 from megatrain.runtime.data.long_text import LongText, Piece
 
 WORDS = ["hello", "world", "the", "others", "übergröße", "数据模型", "don't", "1234567", "🙂👍🏽", "e\u0301\u0323e", "x", "==", "--", ","]
@@ -93,8 +93,9 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60), ("_BATCH_CHARACTERS", 400)):
+    for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60)):
         monkeypatch.setattr(long_text, name, value)
+    monkeypatch.setattr(in_batches, "BATCH_SIZE", 400)
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int] | None = None) -> list[Piece]:
@@ -128,6 +129,18 @@ TEXTS = st.lists(st.tuples(st.sampled_from([*WORDS, *WORDS, *SPECIAL]), st.sampl
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
 def test_windows_have_the_ids_of_the_text_at_once(tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
+
+
+@pytest.mark.usefixtures("small")
+@settings(max_examples=10, deadline=None)
+@given(text=TEXTS, places=st.lists(st.integers(0, 500), min_size=1, max_size=5))
+def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(tokenizer: PreTrainedTokenizerFast, text: str, places: list[int]) -> None:
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    found = pieces(tokenizer, text)
+    for begin in places:
+        for end in (begin + 1, begin + 70):
+            ours = [np.isin(np.arange(len(piece.ids)), np.arange(len(piece.ids))[piece.between(begin, end)]) for piece in found]
+            assert np.concatenate(ours).tolist() == [first < end and last > begin for first, last in offsets]
 
 
 @pytest.mark.nightly
@@ -185,7 +198,7 @@ def test_windows_that_do_not_meet_become_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_things_stand_where_they_stood() -> None:
     found = list(LongText(KINDS["gpt2"]()).encode([("the", True), 1, ("", True), ("x", False), (" x", True), 2]))
     assert [item if isinstance(item, int) else (item.first, item.last) for item in found] == [(True, True), 1, (True, True), (True, True), 2]
-    assert LongText(KINDS["gpt2"]()).whole(["the", "", "x"])[1] == []
+    assert LongText(KINDS["gpt2"]()).whole(["the", "", "x"])[1].tolist() == []
 
 
 _MEASURE = """
@@ -196,7 +209,8 @@ from megatrain.runtime.data.formats import rows
 from megatrain.runtime.data.sources import find
 from megatrain.runtime.data.tokenize import Encoder, load_tokenizer
 
-encoder = Encoder(load_tokenizer(Path(sys.argv[1])), Layout("text", ("text",)), "assistant", "")
+name = sys.argv[4]
+encoder = Encoder(load_tokenizer(Path(sys.argv[1])), Layout(name, (name,)), "assistant", "")
 list(encoder.encode(rows(find(Path(sys.argv[2])))))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 count = sum(len(piece[0]) for piece in encoder.encode(rows(find(Path(sys.argv[3])))))
@@ -206,16 +220,20 @@ print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(tokenizer_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """Beyond the memory of a row of 8 MB, which fills every batch."""
-    for name, count in (("short", 2**19), ("long", 2**22)):
-        with (tmp_path / f"{name}.jsonl").open("w") as file:
-            file.write('{"text": "')
+@pytest.mark.parametrize(
+    ("name", "begin", "end", "limit"),
+    [("text", '{"text": "', '"}', 4), ("messages", '{"messages": [{"role": "user", "content": "', '"}, {"role": "assistant", "content": "the end"}]}', 16)],
+)
+def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(tokenizer_folder: Callable[..., Path], tmp_path: Path, name: str, begin: str, end: str, limit: int) -> None:
+    """Beyond the memory of a row of 8 MB, which fills every batch. A conversation is in memory as its row, its messages, and its text with and without marks."""
+    for file_name, count in (("short", 2**19), ("long", 2**22)):
+        with (tmp_path / f"{file_name}.jsonl").open("w") as file:
+            file.write(begin)
             for _ in range(count // 2**16):
                 file.write("hello the world " * 2**16)
-            file.write('"}\n')
-    paths = [str(tokenizer_folder()), str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")]
-    outcome = subprocess.run([sys.executable, "-c", _MEASURE, *paths], capture_output=True, text=True, check=True)
+            file.write(end + "\n")
+    paths = [str(tokenizer_folder("unmarked")), str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")]
+    outcome = subprocess.run([sys.executable, "-c", _MEASURE, *paths, name], capture_output=True, text=True, check=True)
     count, grown_kib = json.loads(outcome.stdout)
     assert count > 1e7
-    assert grown_kib * 1024 < 4 * (tmp_path / "long.jsonl").stat().st_size
+    assert grown_kib * 1024 < limit * (tmp_path / "long.jsonl").stat().st_size

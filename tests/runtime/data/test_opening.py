@@ -1,10 +1,8 @@
-"""open_data, from files to batches: what it says, what it refuses, what it keeps for evaluation, and that the cache changes nothing."""
+"""open_data, from files to batches: what it says, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,40 +11,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from small_rows import BOTTOM, CHAT, same
 
-from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.data import Corpus, DataOptions, open_data
-from megatrain.runtime.data.documents import Documents
-from megatrain.runtime.data.opening import split
+from megatrain.runtime.data import DataOptions
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.files import convert
 from megatrain.simulator.workload import Workload
 
 Folder = Callable[..., Path]
-WORK = Workload(batch=2, sequence=48)
-CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
-BOTTOM = [{"text": f"hello {number} world"} for number in range(50)]
-
-
-@pytest.fixture
-def opened(tmp_path: Path, tokenizer_folder: Folder) -> Callable[..., Any]:
-    """(training corpus, evaluation corpus, notes)"""
-
-    def make(
-        data: Path, *, template: str | None = "marked", work: Workload = WORK, vocabulary: int = 400, folder: Path | None = None, seed: int = 0, **changes: Any
-    ) -> Any:
-        notes: list[str] = []
-        options = DataOptions(**{"data": str(data), "cache": str(tmp_path / "cache"), "packing": "documents", **changes})
-        return (*open_data(options, work, folder or tokenizer_folder(template), vocabulary, notes.append, seed=seed), notes)
-
-    return make
-
-
-def same(left: list[Batch], right: list[Batch]) -> bool:
-    return all(a is b is None or torch.equal(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Folder) -> None:
@@ -69,104 +41,6 @@ def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Fo
     assert "% padding; 1 document truncated by " in text
 
 
-def test_the_second_time_tokens_come_from_the_cache_and_are_the_same(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
-    path = jsonl([*BOTTOM, "{"])
-    first, _, notes = opened(path)
-    (file,) = (tmp_path / "cache").iterdir()
-    whole = file.read_bytes()
-    second, _, again = opened(path)
-    assert ("tokenised now" in notes[2], "from the cache" in again[2]) == (True, True)
-    assert [note for note in notes if "tokenised" not in note] == [note for note in again if "cache" not in note]
-    file.write_bytes(whole[:100] + b"?" + whole[101:])
-    third, _, rebuilt = opened(path)
-    assert "tokenised now" in rebuilt[2]
-    assert file.read_bytes() == whole
-    for number in (5, 1, 9):
-        assert same(first.step(number), second.step(number))
-        assert same(first.step(number), third.step(number))
-    with pytest.raises(UserError, match=r"bad row .*rows\.jsonl:51: found invalid JSON"):
-        opened(path, strict=True)
-
-
-def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
-    rows = [{"messages": CHAT}] * 20
-    path = jsonl(rows)
-
-    def entries(**changes: Any) -> int:
-        opened(path, **changes)
-        return len(list((tmp_path / "cache").iterdir()))
-
-    assert entries() == 1
-    assert entries(seed=3, packing="none", work=Workload(batch=1, sequence=64)) == 1  # not what tokens depend on
-    assert entries(loss="last") == 2
-    assert entries(columns="messages") == 3
-    assert entries(template="unmarked") == 4
-    os.utime(path, ns=(1, 1))
-    assert entries() == 5
-    jsonl([*rows, {"messages": CHAT}])
-    assert entries() == 6
-
-
-def test_a_file_replaced_by_another_of_its_size_and_time_is_read_again(opened: Callable[..., Any], jsonl: Folder) -> None:
-    path = jsonl([{"text": "hello"}] * 50)
-    first, _, _ = opened(path)
-    status = path.stat()
-    jsonl([{"text": "world"}] * 50)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert path.stat().st_size == status.st_size
-    assert opened(path)[0].digest != first.digest
-
-
-_OWN = """
-from tokenizers import normalizers
-from transformers import PreTrainedTokenizerFast
-
-class Own(PreTrainedTokenizerFast):
-    def __init__(self, *given, **named):
-        super().__init__(*given, **named)
-        self.backend_tokenizer.normalizer = normalizers.Replace("hello", "one")
-"""
-
-
-def test_a_tokenizers_code_and_its_models_type_are_part_of_what_tokens_are(
-    opened: Callable[..., Any], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder = tmp_path / "model"
-    shutil.copytree(tokenizer_folder(), folder)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}, "eos_token": "<|end|>"})
-    )
-    path = jsonl(BOTTOM)
-    found = []
-    for code in (_OWN, _OWN.replace("one", "two")):
-        (folder / "own.py").write_text(code)
-        corpus, _, notes = opened(path, folder=folder, trust_remote_code=True)
-        found.append((corpus.digest, "tokenised now" in notes[2]))
-    assert found[0][0] != found[1][0]
-    assert opened(path, folder=folder, trust_remote_code=True)[0].digest == found[1][0]
-    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
-    assert "tokenised now" in opened(path, folder=folder, trust_remote_code=True)[2][2]
-    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 4}')
-    assert "from the cache" in opened(path, folder=folder, trust_remote_code=True)[2][2]
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain.runtime.data import opening
-
-    path = jsonl(BOTTOM)
-    tokenise = opening._tokenise
-
-    def slowly(*given: Any) -> None:
-        tokenise(*given)
-        path.write_text(path.read_text() + "\n")
-
-    monkeypatch.setattr(opening, "_tokenise", slowly)
-    with pytest.raises(UserError, match="found files that changed while they were read"):
-        opened(path)
-
-
 def test_bad_rows_are_counted_by_what_is_wrong_with_them(opened: Callable[..., Any], jsonl: Folder) -> None:
     wrong = [{"messages": [CHAT[0], {"role": name, "content": "a"}]} for name in ("bot", "robot")] + [{"messages": CHAT[:1]}] * 3
     rows = [{"messages": CHAT}] * 30 + wrong + [{"messages": [{"role": "user", "content": number}, CHAT[1]]} for number in range(4)]
@@ -182,10 +56,12 @@ def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(opened: Cal
     called = {**CHAT[1], "tool_calls": [{"function": {"name": "weather"}}]}
     path = jsonl([*[{"messages": CHAT}] * 20, {"messages": [CHAT[0], called]}])
     _, _, notes = opened(path, template="unmarked")
-    assert notes[3].endswith(f"{path}:21: the chat template leaves out the tool calls of message 2")
-    with pytest.raises(UserError, match=r"bad row .*:21: found the chat template leaves out the tool calls"):
+    assert notes[3].endswith(f"{path}:21: the chat template writes no tool calls: it does not mention `tool_calls`")
+    with pytest.raises(UserError, match=r"bad row .*:21: found the chat template writes no tool calls"):
         opened(path, template="unmarked", strict=True)
-    with pytest.raises(UserError, match=r"found no row that can be used, the first .*:1: the chat template leaves out the tool calls of message 2"):
+    with pytest.raises(
+        UserError, match=r"found no row that can be used, the first .*:1: the chat template writes no tool calls: it does not mention `tool_calls`"
+    ):
         opened(jsonl([{"messages": [CHAT[0], called]}]), template="unmarked")
 
 
@@ -291,89 +167,6 @@ def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) ->
     assert "1 bad row left out, the first of each kind: " in notes[3]
     batches = [corpus.step(number)[0] for number in range(1, corpus.rows + 1)]
     assert sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40  # each ends
-
-
-# ---- evaluation ----
-
-
-def documents_of(count: int, *, whole: bool = False) -> Documents:
-    return Documents(tokens=np.arange(count * 10), begins=np.arange(count) * 10, ends=np.arange(count) * 10 + 10, whole=whole)
-
-
-@settings(max_examples=100)
-@given(st.integers(2, 200), st.floats(0.001, 0.99))
-def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: float) -> None:
-    options = DataOptions(evaluation_fraction=fraction)
-    size = max(1, round(count * fraction))
-    if size >= count:
-        with pytest.raises(UserError, match=f"data: evaluation: found {size} of {count} documents; allowed: at most {count - 1}"):
-            split(documents_of(count), options)
-        return
-    training, evaluation = split(documents_of(count), options)
-    assert evaluation is not None
-    assert sorted([*training.begins, *evaluation.begins]) == [10 * index for index in range(count)]
-    assert len(evaluation) == size
-    again = split(documents_of(count), options)[1]
-    assert again is not None
-    assert again.begins.tolist() == evaluation.begins.tolist()
-
-
-def test_the_last_documents_can_be_kept() -> None:
-    training, evaluation = split(documents_of(10), DataOptions(evaluation_documents=3))
-    assert evaluation is not None
-    assert evaluation.begins.tolist() == [70, 80, 90]
-    assert len(training) == 7
-    with pytest.raises(UserError, match="found 10 of 10 documents; allowed: at most 9"):
-        split(documents_of(10), DataOptions(evaluation_documents=10))
-
-
-def test_of_a_single_text_the_end_is_kept() -> None:
-    training, evaluation = split(documents_of(1), DataOptions(evaluation_fraction=0.3))
-    assert evaluation is not None
-    assert (training.begins[0], training.ends[0], evaluation.begins[0], evaluation.ends[0]) == (0, 7, 7, 10)
-    with pytest.raises(UserError, match="found 1 of 1 documents"):
-        split(documents_of(1, whole=True), DataOptions(evaluation_fraction=0.3))
-
-
-def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any], jsonl: Folder) -> None:
-    corpus, evaluation, notes = opened(jsonl(BOTTOM), evaluation_data=str(jsonl([{"text": "one"}, {"text": "two"}], "other.jsonl")))
-    (batch,) = evaluation.batches()
-    assert batch.documents[0].tolist()[:2] == [0, 0]
-    assert int((batch.labels != IGNORED).sum()) == evaluation.tokens - 2
-    (note,) = (note for note in notes if note.startswith("evaluation: "))
-    assert note.startswith(f"evaluation: 2 documents, {evaluation.tokens} tokens in 1 row of 48; packing documents, ")
-    assert isinstance(corpus, Corpus)
-
-
-def test_a_split_of_its_own_is_evaluated(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
-    (tmp_path / "rows").mkdir()
-    for name, text in (("train", "hello"), ("test", "one"), ("dev", "two words")):
-        jsonl([{"text": text}] * 50, f"rows/{name}.jsonl")
-    folder = tmp_path / "rows"
-
-    corpus, evaluation, notes = opened(folder)
-    assert evaluation is None
-    assert notes[0] == f"data {folder}: jsonl, 1 file, split train; not read: split validation (1 file), split test (1 file)"
-    corpus, evaluation, notes = opened(folder, evaluation_data=str(folder))
-    assert f"data {folder}: jsonl, 1 file, split validation; not read: split train (1 file), split test (1 file)" in notes
-    assert corpus.tokens != evaluation.tokens
-    assert not any("warning" in note for note in notes)
-    assert opened(folder, evaluation_split="validation")[1].digest == evaluation.digest
-    assert opened(folder, evaluation_split="test")[1].digest not in (corpus.digest, evaluation.digest)
-    assert opened(folder, split="test")[0].digest == opened(folder, evaluation_split="test")[1].digest
-    with pytest.raises(UserError, match="rows: split: found 'other'; allowed: train, validation, test"):
-        opened(folder, evaluation_split="other")
-
-
-def test_rows_that_are_trained_and_evaluated_on_are_said(opened: Callable[..., Any], jsonl: Folder) -> None:
-    path = jsonl(BOTTOM)
-    assert any(
-        note.startswith("warning: 1 file of the evaluation data is trained on: its loss says nothing") for note in opened(path, evaluation_data=str(path))[2]
-    )
-    copy = jsonl(BOTTOM, "copy.jsonl")
-    assert any(note.startswith("warning: the evaluation data has the same rows as") for note in opened(path, evaluation_data=str(copy))[2])
-    other = jsonl(BOTTOM[1:], "other.jsonl")
-    assert not any(note.startswith("warning") for note in opened(path, evaluation_data=str(other))[2])
 
 
 @pytest.mark.parametrize(
