@@ -1,7 +1,7 @@
 """Scheduling policies: each public module of this folder is one, and has `lower(plan) -> Schedule`.
 
 A policy writes an optimizer step as a sequential program over buffers; the builder derives the dependencies, lanes and slots give
-the overlap. To add one, add a file: it is found by its name (see CONTRIBUTING.md). One whose module says `PREDICTION_ONLY = True` is another
+the overlap. To add one, add a file: it is found by its name (see docs/adding.md). One whose module says `PREDICTION_ONLY = True` is another
 system's: it can be simulated and compared, not executed. One that says `DOMINATED_BY = NAME` is a yardstick: planned only when asked for. `PLACES = True` says that it obeys
 the placement of weights, gradients and optimizer state.
 """

@@ -27,7 +27,7 @@ from megatrain.simulator.workload import Workload
 
 H200 = HardwareSpec.load("h200")
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
-CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+ADDING = Path(__file__).parents[2] / "docs" / "adding.md"
 
 
 def axes(**values: Any) -> grid.Axes:
@@ -99,8 +99,8 @@ def test_rows_that_are_there_are_not_done_again(command: Any, workplace: Path, m
 
 
 def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of CONTRIBUTING.md, put beside the others; edited, it is another plan."""
-    code = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)[0]
+    """The example of docs/adding.md, put beside the others; edited, it is another plan."""
+    code = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)[0]
     (workplace / "more").mkdir()
     file = workplace / "more" / "pinned.py"
     file.write_text(code)
