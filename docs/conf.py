@@ -6,15 +6,17 @@ repository. The API reference is read from the source files; nothing of megatrai
 
 from __future__ import annotations
 
+import builtins
 import re
 from typing import TYPE_CHECKING
 
 from docutils.utils import new_document
 from myst_parser.parsers.sphinx_ import MystParser
+from sphinx.addnodes import pending_xref
 from sphinx.util.docutils import SphinxDirective
 
 if TYPE_CHECKING:
-    from docutils.nodes import Node
+    from docutils.nodes import Node, document
     from sphinx.application import Sphinx
 
 project = "megatrain"
@@ -22,7 +24,7 @@ author = "the megatrain authors"
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.autodoc"]  # of autodoc, only its event for docstrings
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "experiments/results/*/README.md", "paper_figures/README.md"]
-exclude_patterns = [".*", "build", "demo", "run", "runs", "figures", "tests", "typings", "**/__pycache__"]
+exclude_patterns = [".*", "docs/_templates", "build", "demo", "run", "runs", "figures", "tests", "typings", "**/__pycache__"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -34,8 +36,10 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 templates_path = ["_templates"]
+highlight_language = "none"  # blocks that name no language are commands and their output
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -45,7 +49,8 @@ autoapi_python_use_implicit_namespaces = True
 autoapi_ignore = ["*/megatrain/experiments*", "*/megatrain/paper_figures*", "*/__pycache__*"]
 autoapi_root = "docs/api"
 autoapi_add_toctree_entry = False
-autoapi_options = ["members", "show-inheritance"]
+autoapi_options = ["members", "undoc-members", "show-inheritance"]
+autoapi_template_dir = "docs/_templates/autoapi"
 autoapi_own_page_level = "module"
 
 
@@ -57,6 +62,8 @@ class Markdown(SphinxDirective):
     def run(self) -> list[Node]:
         document = new_document(self.get_source_info()[0], self.state.document.settings)
         MystParser().parse("\n".join(self.content), document)
+        for node in document.findall():
+            node.document = self.state.document  # else each docstring is stored with a document of its own, 1 GB in all
         return document.children
 
 
@@ -66,6 +73,14 @@ def _as_markdown(_app: Sphinx, _what: str, _name: str, _obj: object, _options: o
     lines[:] = [".. markdown::", "", *("   " + line for line in text.splitlines()), ""]
 
 
+def _unlink_builtins(_app: Sphinx, tree: document) -> None:
+    """Types like `bytes` in a signature are no links: Sphinx would take a field of that name for them."""
+    for node in list(tree.findall(pending_xref)):
+        if node.get("refdomain") == "py" and hasattr(builtins, node["reftarget"]):
+            node.replace_self(node.children)
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("markdown", Markdown)
     app.connect("autodoc-process-docstring", _as_markdown)
+    app.connect("doctree-read", _unlink_builtins)
