@@ -64,5 +64,22 @@ def test_every_page_is_on_the_site() -> None:
             assert path in listed, path
 
 
+def test_the_readme_s_results_stand_in_their_sources() -> None:
+    (section,) = re.findall(r"^## Results\n(.*?)^## ", read("README.md"), re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\[([^\]]+)\]\((experiments/[^)]+)\)", section)
+    assert len(links) == 6
+    for text, source in links:
+        numbers = re.findall(r"\d[\d,.]*(?:e-\d+)?(?: %)?", text)
+        assert numbers
+        assert all(number in read(source) for number in numbers), (text, source)
+
+
+def test_the_errors_on_published_figures_are_those_of_the_stored_result() -> None:
+    rows = re.findall(r"^\| [^|]* (\| \d+ \| [\d.]+ % \| [\d.]+ % \|)$", read("docs/accuracy.md"), re.MULTILINE)
+    assert len(rows) == 11
+    source = read("experiments/results/published/README.md")
+    assert all(row in source for row in rows)
+
+
 def test_the_readme_is_short() -> None:
     assert len(read("README.md").splitlines()) <= 150

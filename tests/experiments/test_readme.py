@@ -78,6 +78,7 @@ def test_the_commands_on_training_do_what_is_said(workplace: Path, command: Any,
     assert sorted(path.name for path in (workplace / "RUN" / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fast_calibration")
 def test_the_readme_s_way_from_a_model_to_a_trained_model(workplace: Path, command: Any) -> None:
     """With a tiny model, short sequences, and a fiftieth of the steps, on the CPU."""
