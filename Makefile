@@ -1,4 +1,4 @@
-# make demo | figures | test | mutation | lint | format | speed | venv
+# make demo | figures | test | mutation | lint | format | docs | speed | venv
 #
 # The first of them makes .venv with the first Python >= 3.11 found; PYTHON=/path/to/python names another. The same command later
 # installs again only when pyproject.toml or constraints.txt has changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are obeyed.
@@ -17,7 +17,7 @@ PYTHON ?= $(shell for program in 'import venv, ensurepip; $(NEW)' '$(NEW)'; do f
 	$$name -c "$$program" >/dev/null 2>&1 && { command -v $$name; exit; }; done; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo figures test mutation lint format speed venv
+.PHONY: help demo figures test mutation lint format docs speed venv
 
 help:
 	@echo "make demo    train a small model whose weights stream, and compare the prediction with the measurement"
@@ -26,6 +26,7 @@ help:
 	@echo "make mutation break single lines and count how many the tests notice: hours, docs/mutation.md"
 	@echo "make lint    ruff, mypy, import rules"
 	@echo "make format  rewrite the code in the house format"
+	@echo "make docs    build the documentation as a site, build/docs/index.html"
 	@echo "make speed   time the command and planning, and compare with the stored result"
 	@echo "make venv    make or refresh $(VENV); PYTHON=... chooses the interpreter, SYSTEM_TORCH=1 keeps its torch"
 
@@ -51,6 +52,11 @@ lint: venv
 format: venv
 	$(RUN) ruff check --fix-only --quiet .
 	$(RUN) ruff format .
+
+docs: venv
+	$(VENV)/bin/pip --disable-pip-version-check install --quiet --no-build-isolation -e '.[docs]' -c $(VENV)/constraints.txt
+	$(RUN) sphinx -q -W --keep-going -c docs -d build/docs/.doctrees . build/docs
+	@echo "the site: build/docs/index.html"
 
 speed: venv
 	$(RUN) megatrain.experiments.benchmarks.speed

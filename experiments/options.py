@@ -133,7 +133,9 @@ def _against_documents(args: argparse.Namespace, model: ModelSpec) -> str | None
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default="best", metavar="NAME", help="a scheduling policy, `best` (default), or for check `all`")
+    parser.add_argument(
+        "--policy", default="best", metavar="NAME", help="a scheduling policy, the path of a .py file that defines one, `best` (default), or for check `all`"
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

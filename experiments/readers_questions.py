@@ -2,8 +2,8 @@
 
     python -m megatrain.experiments.readers_questions
 
-The README's section of that name is this program's output. "The largest model" is the one of most parameters in the library that fits with one
-sequence of 1,024 tokens a micro-batch.
+`docs/answers.md` is this program's output below an introduction. "The largest model" is the one with the most parameters in the
+library that fits with one sequence of 1,024 tokens a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MATTERS = ("fits", "DOES NOT FIT", "step ", "most that fits", "no micro-batch",
 _ONE = "--batch 1 --seq 1024"
 QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
-        "How long does 120B take on one H200 with 1.5 TB of host memory, and on eight? (gpt-oss-120b, a mixture of experts; qwen2.5-72b is dense)",
+        "How long does 120B take on one H200 with 1.5 TB of host memory, and on eight?",
         (
             "gpt-oss-120b --hardware h200 --host-memory 1.5TiB --batch 64 --tokens 1B --gpus 8",
             "qwen2.5-72b --hardware h200 --host-memory 1.5TiB --batch 64 --tokens 1B --gpus 8",
@@ -73,7 +73,7 @@ def answer(words: list[str]) -> list[str]:
 
 def main() -> int:
     for question, commands in QUESTIONS:
-        print(f"**{question}**\n\n```")
+        print(f"## {question}\n\n```")
         for command in commands:
             words = command.split()
             if words[0] == "LARGEST":

@@ -51,15 +51,17 @@ def _decision(verdict: Verdict) -> str:
 def _knobs(verdict: Verdict) -> str:
     knobs = verdict.knobs
     if not verdict.streams:
-        placement = knobs["placement"] if verdict.policy != "resident" else None
+        placement = knobs.get("placement")
         kept = [f"{name} of {layers} kept" for name in ("stored", "attention") if (layers := getattr(placement, name, ""))]
         advised = [] if verdict.unified or not verdict.feasible else ["do not stream, all of it stays on the device"]
         return ", ".join([*advised, *kept, f"checkpoint_interval {knobs['checkpoint_interval']}", "nothing is copied"])
     parts = [f"{name} {value}" for name, value in knobs.items() if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")]
-    placement = knobs["placement"]
-    placed = [(name, getattr(placement, name)) for name in placement.__struct_fields__]  # type: ignore[attr-defined]
+    placement = knobs.get("placement", Placement())
+    placed = [(name, getattr(placement, name)) for name in Placement.__struct_fields__]
     parts += [f"{name} of {layers}{_WHERE.get(name, ' on the device')}" for name, layers in placed if layers]
-    return ", ".join([*parts, f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}"])
+    if "chunk_bytes" in knobs:
+        parts.append(f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}")
+    return ", ".join(parts)
 
 
 def _speed(verdict: Verdict) -> list[str]:
@@ -99,8 +101,8 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
     """Where `knobs` differ from the verdict's."""
     if knobs is None:
         return ""
-    here: Placement = verdict.knobs["placement"]  # type: ignore[assignment]
-    changed = [name for name in knobs.__struct_fields__ if name != "placement" and getattr(knobs, name) != verdict.knobs[name]]
+    here: Placement = verdict.knobs.get("placement", Placement())  # type: ignore[assignment]
+    changed = [name for name in knobs.__struct_fields__ if name in verdict.knobs and name != "placement" and getattr(knobs, name) != verdict.knobs[name]]
     parts = [f"{name} {format_bytes(knobs.chunk_bytes) if name == 'chunk_bytes' else getattr(knobs, name)}" for name in changed]
     placed = [name for name in here.__struct_fields__ if getattr(knobs.placement, name) != getattr(here, name)]
     parts += [f"{name} of {getattr(knobs.placement, name) or 'none'}{_WHERE.get(name, ' on the device')}" for name in placed]

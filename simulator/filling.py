@@ -13,16 +13,18 @@ from collections.abc import Iterator
 import msgspec
 
 from megatrain.simulator import policies
-from megatrain.simulator.arithmetic import contributions, cost_keys, gradient_bytes
+from megatrain.simulator.arithmetic import StateClass, contributions, cost_keys, state_bytes
 from megatrain.simulator.assessment import plan_account, varied
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.memory import Account
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.specs import EMBEDDING
 
-CLASSES = ("weights", "gradients", "low", "moments")
+CLASSES: tuple[StateClass, ...] = ("weights", "gradients", "low", "moments")
 GIB = 2**30
+
+_TRIMMED: tuple[StateClass, ...] = ("moments", "low")
 _LEAST_ATTENTION = 0.1  # of a recompute's time: below, what keeping it saves is no three per cent of a step
 
 
@@ -65,6 +67,11 @@ def updated_like(plan: Plan, other: Plan) -> Plan:
     if not updated:
         return varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated=""))
     return host_updating(plan, every=1 if updated >= streamed else 2)
+
+
+def classes_of(plan: Plan) -> list[StateClass]:
+    """Those of CLASSES that the plan has: fp32 weights have no low half."""
+    return [name for name in CLASSES if state_bytes(plan, name, EMBEDDING)]
 
 
 class Filling:
@@ -141,7 +148,9 @@ class Filling:
                 updated, _ = self._added(updated, own, self.room(updated), chosen)
             yield updated
 
-    def _added(self, plan: Plan, order: list[tuple[str, str]], room: int, chosen: dict[str, set[str]] | None = None) -> tuple[Plan, dict[str, set[str]]]:
+    def _added(
+        self, plan: Plan, order: list[tuple[StateClass, str]], room: int, chosen: dict[StateClass, set[str]] | None = None
+    ) -> tuple[Plan, dict[StateClass, set[str]]]:
         """`plan` with what of `order` fits in `room` bytes besides what is `chosen`; and all that is chosen then, by class."""
         held = {name: set(chosen[name]) if chosen else set[str]() for name in CLASSES}
         for name, layer in order:
@@ -188,7 +197,7 @@ class Filling:
 
     def _trimmed(self, plan: Plan) -> Plan:
         """`plan` without the moments and low planes of its last layers that the device cannot hold; of the last one of each, the smaller that is enough."""
-        held = {name: [layer for layer in plan.model.stack if layer in plan.placed(name)] for name in ("moments", "low")}
+        held = {name: [layer for layer in plan.model.stack if layer in plan.placed(name)] for name in _TRIMMED}
         while (lacking := -self.room(plan)) > 0:  # what leaves may need slots to stream through
             sizes = ((self._sizes.get((name, layers[-1]), 0), name) for name, layers in held.items() if layers)
             last_ones = [entry for entry in sizes if entry[0]]
@@ -206,11 +215,11 @@ class Filling:
             yield from self.filled(plan, Placement(stored=last(plan.model.layers, count), parked=plan.knobs.placement.parked))
 
 
-def _state_bytes(plan: Plan, owes: bool) -> dict[tuple[str, str], int]:
+def _state_bytes(plan: Plan, owes: bool) -> dict[tuple[StateClass, str], int]:
     """(class, layer) -> bytes on the device, of what may be there or not."""
-    width, sizes = DTYPE_BYTES[plan.workload.dtype], dict[tuple[str, str], int]()
+    sizes = dict[tuple[StateClass, str], int]()
     for layer, spec in plan.model.stack.items():
-        per_parameter = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}
+        per_parameter = {name: state_bytes(plan, name, layer) for name in classes_of(plan)}
         if not owes and contributions(plan, layer) == 1:
             del per_parameter["gradients"]  # it stays on the device anyway
         sizes |= {(name, layer): -(-count * spec.elements // 256) * 256 for name, count in per_parameter.items()}

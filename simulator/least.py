@@ -38,10 +38,10 @@ class Least:
         return self._micro_batch_ns(plan) * self._plan.workload.accumulation
 
     def step_ns(self, plan: Plan) -> float:
-        """No step of `plan` takes less, where the policy places each layer's data; of others `compute_ns`. Of more than two micro-batches, each after the
+        """No step of `plan` takes less, where the policy goes layer by layer; of others `compute_ns`. Of more than two micro-batches, each after the
         second counts with its compute alone.
         """
-        if not policies.places(plan.policy):
+        if not policies.find(plan.policy).goes_layer_by_layer:
             return self.compute_ns(plan)
         flow = _Flow(self, plan, min(plan.workload.accumulation, 2))
         return flow.end_ns() + max(plan.workload.accumulation - 2, 0) * self._micro_batch_ns(plan)

@@ -23,7 +23,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine import makespan_ns
 from megatrain.simulator.evaluator import another_ns
 from megatrain.simulator.evaluator import makespan_ns as lower_bound_ns
-from megatrain.simulator.filling import CLASSES, Filling, host_updating, last, ranges, updated_like
+from megatrain.simulator.filling import CLASSES, Filling, classes_of, host_updating, last, ranges, updated_like
 from megatrain.simulator.least import Least
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule import Schedule
@@ -101,7 +101,7 @@ class PlacementSearch:
 
     def _everything(self, plan: Plan, base: Placement) -> Iterator[Plan]:
         """All of the state on the device, and as many layers stored as fit besides, where that fits."""
-        everything = msgspec.structs.replace(base, **dict.fromkeys(CLASSES, "all"))
+        everything = msgspec.structs.replace(base, **dict.fromkeys(classes_of(plan), "all"))
         spare = self.filling.most_stored(plan, everything)
         if spare >= 0:
             for placement in self.filling.with_attention(plan, msgspec.structs.replace(everything, stored=last(plan.model.layers, spare))):

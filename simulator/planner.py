@@ -9,6 +9,7 @@ suggested, where nothing fits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import msgspec
@@ -20,6 +21,7 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.policies.policy import PolicyWarning
 from megatrain.simulator.slot_search import SlotSearch
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload
@@ -45,11 +47,9 @@ def search(
     `source` and `hardware_name` go into the plans, the names of model and machine by default. Raises UserError for an unknown policy and for costs that were
     not measured.
     """
-    known = [*policy_library.names(), *policy_library.peers()]
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
     for name in names:
-        if name not in known:
-            raise UserError("policy", found=repr(name), allowed=", ".join(known), fix="name one of these")
+        policy_library.find(name)
     if hardware.unified:
         names = [name for name in names if name == "resident"]
     if not names:
@@ -67,8 +67,23 @@ def search(
     )
     costs = cost_model(hardware, model, workload)
     plans = [msgspec.structs.replace(first, policy=name) for name in names]
-    choices = [_best(plan, costs) for plan in plans]
-    return sorted(choices, key=rank)
+    return sorted(_searched(plans, costs), key=rank)
+
+
+def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
+    """The best plan of each policy. One that refuses, or fails, is left out with a PolicyWarning unless it is the only one."""
+    choices: list[Choice] = []
+    refused: UserError | None = None
+    for plan in plans:
+        try:
+            choices.append(_best(plan, costs))
+        except UserError as error:
+            if len(plans) > 1:
+                warnings.warn(f"left out: {error}", PolicyWarning, stacklevel=3)
+            refused = refused or error
+    if refused and not choices:
+        raise refused
+    return choices
 
 
 def _best(plan: Plan, costs: CostModel) -> Choice:

@@ -47,6 +47,7 @@ class SlotSearch:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan, self.costs = plan, costs
+        self.knobs = policy_library.find(plan.policy).knobs
         self.tiny = varied(plan, layers=2, accumulation=2, chunk_bytes=ONE_COPY)
         self.weight_slots = self._allowed("weight_slots", WEIGHT_SLOTS)
         self.least = {"weight_slots": self.weight_slots[0]}
@@ -57,7 +58,11 @@ class SlotSearch:
         self.sizes: dict[tuple[int, int], tuple[int, int]] = {}  # (interval, weight slots) -> bytes on (device, host), with the first path
 
     def _allowed(self, knob: str, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The values of `knob` that the policy takes; one of them, the default if it can be, where they make no difference."""
+        """The values of `knob` that the policy takes; one of them, the default if it can be, where they make no difference. Raises UserError where
+        it takes none.
+        """
+        if knob not in self.knobs:
+            return (getattr(self.plan.knobs, knob),)
         programs: dict[int, str] = {}
         for value in values:
             try:
@@ -102,14 +107,22 @@ class SlotSearch:
     def _first_round(self) -> list[tuple[int, int]]:
         """(interval, weight slots) that can fit, fastest first."""
         times: dict[tuple[int, int], int] = {}
+        refused: UserError | None = None
         deepest = dict(zip(("gradient_slots", "gradient_slabs"), list(self.paths)[-1], strict=True))
-        for interval, slots in itertools.product(intervals(self.plan.model.layers), self.weight_slots):
+        lengths = intervals(self.plan.model.layers) if "checkpoint_interval" in self.knobs else (self.plan.knobs.checkpoint_interval,)
+        for interval, slots in itertools.product(lengths, self.weight_slots):
             plan = varied(self.plan, accumulation=2, chunk_bytes=ONE_COPY, checkpoint_interval=interval, weight_slots=slots, **deepest)
-            verdict = plan_account(plan, policy_library.outline(plan), self.costs)
-            more = self.paths[deepest["gradient_slots"], deepest["gradient_slabs"]]
-            self.sizes[interval, slots] = (verdict.device_peak_bytes - more[0], verdict.host_peak_bytes - more[1])
-            if any(self._excess((interval, slots), path) == 0 for path in self.paths):
-                times[interval, slots] = makespan_ns(policy_library.lower(plan), self.costs)
+            try:
+                verdict = plan_account(plan, policy_library.outline(plan), self.costs)
+                more = self.paths[deepest["gradient_slots"], deepest["gradient_slabs"]]
+                self.sizes[interval, slots] = (verdict.device_peak_bytes - more[0], verdict.host_peak_bytes - more[1])
+                if any(self._excess((interval, slots), path) == 0 for path in self.paths):
+                    times[interval, slots] = makespan_ns(policy_library.lower(plan), self.costs)
+            except UserError as error:  # the policy does not take this pair
+                self.sizes.pop((interval, slots), None)
+                refused = error
+        if refused and not self.sizes:
+            raise refused
         return sorted(times, key=lambda pair: (times[pair], self.sizes[pair], pair))
 
     def _second_round(self, interval: int, slots: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from megatrain.simulator.families import WRITTEN_OUT
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.margins import Margin, one_more_gib
 from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.plan import Knobs
+from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.planner import rank, search
 from megatrain.simulator.several import Several, estimate
 from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS
@@ -182,6 +182,13 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
     return min(least, default=0) / 1e9
 
 
+def _knobs(plan: Plan) -> dict[str, object]:
+    """The knobs that the plan's policy reads, in the order of `Knobs`."""
+    policy = policy_library.find(plan.policy)
+    read = {*policy.knobs, *(["placement"] if policy.placements else [])}
+    return {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__ if field in read}
+
+
 def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
     """What a choice says of itself. `tokens`: to train on."""
     plan, account, limits = choice.plan, choice.account, choice.bounds
@@ -192,7 +199,7 @@ def brief(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) 
     verdict = Verdict(
         model=plan.model.name, parameters=plan.model.parameters, active_parameters=plan.model.active_parameters,
         hardware=hardware.name, unified=hardware.unified, workload=work, policy=plan.policy,
-        knobs={} if peer else {field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__}, prediction_only=peer,
+        knobs={} if peer else _knobs(plan), prediction_only=peer,
         feasible=choice.feasible, binding=limits.binding if choice.feasible else account.binding, step_seconds=seconds,
         step_seconds_low=low, step_seconds_high=high,
         tokens_per_second=tokens_per_second(work, seconds), tflops_6n=tflops_6n(plan.model, work, seconds),

@@ -58,13 +58,13 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     from megatrain.simulator.plan import Plan
     from megatrain.simulator.specs import ModelSpec
 
-    hardware, known = HardwareSpec.load(args.hardware), (*policies.names(), *policies.peers())
+    hardware = HardwareSpec.load(args.hardware)
     grids = [grid if "policy" in grid else {"policy": tuple(check.policies(args.policy)), **grid} for grid in grids_of(args)]
-    if unknown := [name for grid in grids for name in grid["policy"] if name not in known]:
-        raise UserError("policy", found=repr(unknown[0]), allowed=", ".join(known), fix="name one of these")
+    for name in [name for grid in grids for name in grid["policy"]]:
+        policies.find(name)
     model = ModelSpec.load(args.model)
     base = Plan(
-        policy=known[0], hardware=args.hardware, source=args.model, model=model, workload=options.workload(args, model),
+        policy=policies.names()[0], hardware=args.hardware, source=args.model, model=model, workload=options.workload(args, model),
         device_limit_bytes=args.device_memory or hardware.device_bytes, host_limit_bytes=args.host_memory or hardware.host_bytes,
     )  # fmt: skip
     return plans(base, grids)

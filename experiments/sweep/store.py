@@ -75,7 +75,8 @@ class Keys:
         self._common = xxhash.xxh3_128(msgspec.msgpack.encode((plan.model, hardware, list(context)), order="sorted")).digest()
 
     def of(self, plan: Plan) -> str:
-        told = (plan.policy, plan.workload, plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes)
+        source = Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
+        told = (plan.policy, source, plan.workload, plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes)
         return xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(told))
 
 

@@ -113,7 +113,7 @@ def _unknown_family(model_type: object, where: str) -> UserError:
     if model_type in REFUSED:
         return UserError(where, found=f"{model_type!r}, {REFUSED[model_type]}", allowed=allowed, fix="use a model of one of these families")
     if model_type in UNDESCRIBED:
-        found, fix = f"{model_type!r}, which is known to transformers and {NOT_YET}", "use a model of one of these families, or describe it (CONTRIBUTING.md)"
+        found, fix = f"{model_type!r}, which is known to transformers and {NOT_YET}", "use a model of one of these families, or describe it (docs/adding.md)"
         return UserError(where, found=found, allowed=allowed, fix=fix)
     fix = suggestion(model_type, FAMILIES, suggestion(model_type, [*REFUSED, *UNDESCRIBED], "check model_type in config.json"))
     return UserError(where, found=f"{model_type!r}, an unknown model_type", allowed=allowed, fix=fix)

@@ -33,7 +33,7 @@ _REASONS: dict[str, str] = {
 REFUSED: dict[str, str] = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 """`model_type` -> why"""
 NOT_YET = "not described here yet"
-"""of any other: the same kind of layers, but nobody has written down what they are made of (CONTRIBUTING.md says how)"""
+"""of any other: the same kind of layers, but nobody has written down what they are made of (docs/adding.md says how)"""
 _UNDESCRIBED = """
     beam cohere_compass_text ctrl diffllama doge dots3_note dots3_note_text flint gpt-sw3 hy_v4 inkling2_text inkling_text longcat_flash
     minimax_m3_vl_text modernbert-decoder moshi qwen4_exp_text zaya"""

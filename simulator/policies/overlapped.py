@@ -290,6 +290,8 @@ class Overlapped(Policy):
     knobs = ("weight_slots", "gradient_slots", "state_slots", "checkpoint_interval", "chunk_bytes", "weights_ahead")
     placements = ("weights", "low", "moments", "gradients", "stored", "parked", "attention", "host_updated")
 
+    goes_layer_by_layer = True
+
     def lower(self, plan: Plan) -> Schedule:
         builder = Builder(plan.policy)
         compute(builder, plan, _State(builder, plan))

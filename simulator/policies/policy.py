@@ -8,6 +8,10 @@ from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
 
 
+class PolicyWarning(UserWarning):
+    """A search goes on without a policy."""
+
+
 class Policy:
     """Writes one optimizer step as a program of ops over buffers.
 
@@ -24,6 +28,10 @@ class Policy:
     """the policy is another system's: it is simulated and compared, never executed or searched"""
     dominated_by: ClassVar[str] = ""
     """a policy that can do all that this one can; this one is then planned only by name"""
+
+    goes_layer_by_layer: ClassVar[bool] = False
+    """each micro-batch takes the layers in order, forward and back, with weights in slots of which the
+    least recently used is reused; the search then has a lower bound that follows the lanes"""
 
     def lower(self, plan: Plan) -> Schedule:
         """Returns the schedule of one step of `plan`.

@@ -1,40 +1,42 @@
-"""The README shows what the commands print: predictions move with the machines' files and the planner, and the page has to follow."""
+"""README.md and docs/ show what the commands print: predictions move with the machines' files and the planner, and the pages have to follow."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import COMMANDS, PAGES, blocks, name, read, words
 
 from megatrain.experiments import cli, readers_questions
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-"""(language, text)"""
+README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md", "docs/answers.md"
 
 
 def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = [line for line in README.splitlines() if line.startswith("$ megatrain check qwen2.5-7b --hardware h200 --device-memory")]
-    assert cli.main(command.split()[2:]) == 0
+    """The README has its whole output, and the page on the command line the same command."""
+    (command,) = [line for page, line in COMMANDS if page == README and line.startswith("$ megatrain check")]
+    assert cli.main(words(command)) == 0
     printed = capsys.readouterr().out
-    assert command + "\n" + printed in README
+    assert command + "\n" + printed in read(README)
+    assert (CLI, command.removeprefix("$ ")) in COMMANDS
 
 
 def test_the_answers_to_readers_questions_are_today_s(capsys: pytest.CaptureFixture[str]) -> None:
     readers_questions.main()
-    missing = [line for line in capsys.readouterr().out.splitlines() if line and line not in README]
-    assert not missing, "run `python -m megatrain.experiments.readers_questions` and put what it prints into README.md"
+    printed = capsys.readouterr().out.strip()
+    assert read(ANSWERS).strip().endswith("\n\n" + printed), (
+        "run `python -m megatrain.experiments.readers_questions` and put what it prints into docs/answers.md"
+    )
 
 
 def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands there, but for fewer steps; it is short."""
-    (code,) = [text for language, text in BLOCKS if language == "python" and "Trainer(" in text]
+    (code,) = [block.text for block in blocks(TRAINING) if block.language == "python"]
     assert len([line for line in code.splitlines() if line]) <= 10
     shorter = code.replace("steps=300", "steps=4").replace("every_steps=100", "every_steps=2")
-    exec(compile(shorter, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(shorter, TRAINING, "exec"), {"__name__": "readme"})
     run = workplace / "RUN"
     assert (run / "metrics.jsonl").read_text().count("\n") == 4
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
@@ -42,19 +44,51 @@ def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("line", [line for line in README.splitlines() if line.startswith("megatrain train ")])
-def test_every_option_that_it_shows_is_one(line: str) -> None:
-    cli.parse(re.split(r" {3,}", line)[0].split()[1:])
+def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = [block.text for block in blocks(CLI) if block.language == "python"]
+    exec(compile(code, CLI, "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.startswith("True ")
+
+
+def test_every_example_of_python_is_executed() -> None:
+    """By the tests above, and by tests/test_contributing.py."""
+    pages = [name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"]
+    assert pages == ["docs/adding.md", CLI, TRAINING]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_every_command_that_is_shown_can_be_parsed(page: str, line: str) -> None:
+    assert cli.parse(words(line)).verb == words(line)[0], page
+
+
+def test_every_verb_is_shown() -> None:
+    assert {words(line)[0] for page, line in COMMANDS if page == CLI} == set(cli.VERBS)
 
 
 def test_the_commands_on_training_do_what_is_said(workplace: Path, command: Any, make_tokenizer: Any) -> None:
     """In a fiftieth of the steps."""
-    (block,) = [text for _, text in BLOCKS if "--save-every" in text]
+    block = blocks(TRAINING)[0]
     (workplace / "chat.jsonl").write_text("".join(json.dumps({"text": f"row {number} of the data"}) + "\n" for number in range(200)))
     make_tokenizer(workplace / "tiny")
     (workplace / "other-plan.toml").write_bytes((workplace / "plan.toml").read_bytes())
-    for line in block.splitlines():
-        words = re.split(r" {3,}", line)[0].split()[1:]
-        outcome = command(*[str(int(word) // 50) if word.isdigit() else word for word in words], "--device", "cpu", "--data-cache", "cache")
+    for line in block.text.splitlines():
+        short = [str(int(word) // 50) if word.isdigit() else word for word in words(line)]
+        outcome = command(*short, "--device", "cpu", "--data-cache", "cache")
         assert (outcome.status, outcome.err) == (0, ""), line
     assert sorted(path.name for path in (workplace / "RUN" / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("fast_calibration")
+def test_the_readme_s_way_from_a_model_to_a_trained_model(workplace: Path, command: Any) -> None:
+    """With a tiny model, short sequences, and a fiftieth of the steps, on the CPU."""
+    (block,) = [block for block in blocks(README) if block.text.startswith("megatrain calibrate")]
+    (workplace / "plan.toml").unlink()
+    replaced = {"MODEL": "tiny", "DATA": "corpus", "2048": "16", "300": "6", "100": "2"}
+    fp32, cpu = ("--dtype", "fp32", "--loss-chunk", "16"), ("--device", "cpu")
+    more = {"calibrate": (*fp32, *cpu), "plan": fp32, "train": cpu, "compare": ()}
+    for line in block.text.splitlines():
+        outcome = command(*(replaced.get(word, word) for word in words(line)), *more[words(line)[0]])
+        assert outcome.status == 0, outcome.err
+    assert "end to end" in outcome.out
+    assert (workplace / "RUN" / "model" / "model.safetensors").exists()

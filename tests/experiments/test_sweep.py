@@ -27,7 +27,7 @@ from megatrain.simulator.workload import Workload
 
 H200 = HardwareSpec.load("h200")
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
-CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+ADDING = Path(__file__).parents[2] / "docs" / "adding.md"
 
 
 def axes(**values: Any) -> grid.Axes:
@@ -58,16 +58,16 @@ def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: 
 
 def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That one lowering serves other batches is tried, not believed."""
-    from megatrain.simulator.policies import k_buffer
+    from megatrain.simulator.policies.k_buffer import KBuffer
 
-    honest = k_buffer.lower
+    honest = KBuffer.lower
 
-    def fickle(plan: Plan) -> Any:
+    def fickle(self: KBuffer, plan: Plan) -> Any:
         wide = msgspec.structs.replace(plan.knobs, weight_slots=4) if plan.workload.batch > 2 else plan.knobs
-        return honest(msgspec.structs.replace(plan, knobs=wide))
+        return honest(self, msgspec.structs.replace(plan, knobs=wide))
 
-    monkeypatch.setattr(k_buffer, "lower", fickle)
-    monkeypatch.delattr(k_buffer, "outline")
+    monkeypatch.setattr(KBuffer, "lower", fickle)
+    monkeypatch.setattr(KBuffer, "buffers", policies.Policy.buffers)
     found = grid.plans(make_plan("k_buffer", layers=6), [axes(policy=["k_buffer"], batch=[1, 2, 3, 4], chunk_bytes=[4096, 8192])])
     for index, row in rows_of(found).items():
         assert row.device_peak_bytes == assess(found[index], cost_model(H200, found[index].model, found[index].workload)).account.device_peak_bytes
@@ -98,18 +98,36 @@ def test_rows_that_are_there_are_not_done_again(command: Any, workplace: Path, m
     assert "line 1: found no row: Expected `str`, got `int` - at `$.key`" in outcome.err
 
 
-def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of CONTRIBUTING.md, put beside the others; edited, it is another plan."""
-    code = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)[0]
+def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path) -> None:
+    """The example of docs/adding.md, put beside the others; edited, it is another plan."""
+    code = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)[0]
     (workplace / "more").mkdir()
     file = workplace / "more" / "pinned.py"
     file.write_text(code)
-    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(file.parent)])
-    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--jobs", 1, "--out", "swept", "--over", "policy", "pinned", "k_buffer", "--over", "batch", 1, 2, 4)
+    words = (
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--jobs",
+        1,
+        "--out",
+        "swept",
+        "--over",
+        "policy",
+        "more/pinned.py",
+        "k_buffer",
+        "--over",
+        "batch",
+        1,
+        2,
+        4,
+    )
     outcome = command(*words)
     assert outcome.status == 0, outcome.err
     assert outcome.out.startswith("6 plans: ")
-    assert re.search(r"^pinned ", outcome.out, re.MULTILINE)
+    assert re.search(r"^more/pinned.py ", outcome.out, re.MULTILINE)
 
 
 def test_the_sources_are_part_of_a_key(make_plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,44 @@
+"""The pages of the documentation as the tests read them: README.md, CONTRIBUTING.md and docs/*.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+def read(page: str) -> str:
+    """The text of a page, by its path in the repository."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page."""
+    return [Block(page, *found) for found in re.findall(r"^```([^\n]*)\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)]
+
+
+def name(page: Path) -> str:
+    """Its path in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def words(line: str) -> list[str]:
+    """The words of a command line `megatrain VERB ...` or `$ megatrain VERB ...`, without the comment after it and without `megatrain`."""
+    return re.split(r" {3,}| +# ", line.removeprefix("$ "))[0].split()[1:]
+
+
+COMMANDS = [
+    (block.page, line) for page in PAGES for block in blocks(name(page)) for line in block.text.splitlines() if line.startswith(("megatrain ", "$ megatrain "))
+]
+"""(page, line) of every command line in a fenced block that begins with `megatrain`"""
