@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatrain.simulator.plan import Placement
 from megatrain.simulator.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from megatrain.simulator.advice import Suggestion
-    from megatrain.simulator.plan import Knobs, Placement
+    from megatrain.simulator.plan import Knobs
     from megatrain.simulator.verdict import Verdict
 
 _LETTERS = {"weights": "w", "gradients": "g", "moments": "m", "activations": "a", "workspace": "x", "staging": "s"}

@@ -165,8 +165,8 @@ def gradients_of(running: Any) -> Tensors:
     """What the last step left, fp32."""
     found: Tensors = {}
     for layer in running.plan.model.stack.values():
-        buffer, offset = f"device.gradients:{layer.name}", 0
-        flat = running.executor._arenas.flat(buffer, running.executor._binder._gradient_dtype(buffer, layer.name), layer.elements)
+        buffer, offset = running.executor.schedule.state["gradients", layer.name], 0
+        flat = running.executor._arenas.flat(buffer, running.executor._binder._dtype(buffer, layer.name), layer.elements)
         for tensor in layer.tensors:
             found[layer.name, tensor.name] = flat[offset : offset + tensor.elements].float().view(tensor.shape).clone()
             offset += tensor.padded

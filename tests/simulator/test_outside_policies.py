@@ -1,0 +1,194 @@
+"""Policies from files and entry points: found, searched, refused and failing, each by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.planner import search
+from megatrain.simulator.policies import registry
+from megatrain.simulator.policies.k_buffer import KBuffer
+from megatrain.simulator.policies.policy import Policy, PolicyWarning
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.verdict import judge
+from megatrain.simulator.workload import Workload
+
+H200 = HardwareSpec.load("h200")
+WORK = Workload(batch=2, sequence=16)
+HEADER = """
+from megatrain.simulator.errors import UserError
+from megatrain.simulator.policies.k_buffer import KBuffer
+from megatrain.simulator.policies.policy import Policy
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def saved(code: str) -> str:
+        path = tmp_path / f"policy_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(HEADER + textwrap.dedent(code), encoding="utf-8")
+        return str(path)
+
+    return saved
+
+
+class Installed(KBuffer):
+    name = "installed"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that installs two policies, one of them under the name of a built-in one."""
+    value = f"{__name__}:Installed"
+    points = [importlib.metadata.EntryPoint(name, value, registry.GROUP) for name in ("installed", "k_buffer")]
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda _: Installed)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
+    for cached in (registry._entry_points, registry._from_entry_point):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_entry_points_afterwards() -> object:
+    yield
+    for cached in (registry._entry_points, registry._from_entry_point):
+        cached.cache_clear()
+
+
+def test_a_policy_in_a_file_is_searched_like_ours(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> None:
+    path = write("class Mine(KBuffer):\n    name = 'mine'\n")
+    model = make_plan().model
+    mine, ours = search(model, H200, WORK, policies=[path, "k_buffer"])
+    assert {mine.plan.policy, ours.plan.policy} == {path, "k_buffer"}
+    assert mine.step_seconds == ours.step_seconds
+    assert mine.plan.knobs == ours.plan.knobs
+    policies.executable(mine.plan if mine.plan.policy == path else ours.plan)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_policy_is_among_the_contenders(make_plan: Callable[..., Plan]) -> None:
+    assert "installed" in policies.contenders()
+    assert type(policies.find("installed")) is Installed
+    assert type(policies.find("k_buffer")) is KBuffer, "a built-in name is not taken over"
+    policies.lower(make_plan("installed")).check()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise RuntimeError('at import')", "RuntimeError while it was loaded: at import"),
+        ("nothing = 1", "found 0 subclasses of Policy; allowed: one"),
+        ("class A(Policy): pass\nclass B(Policy): pass", "found 2 subclasses of Policy"),
+    ],
+)
+def test_a_file_that_defines_no_policy_is_one_line(make_plan: Callable[..., Plan], write: Callable[[str], str], code: str, message: str) -> None:
+    path = write(code)
+    with pytest.raises(UserError) as caught:
+        policies.lower(make_plan(path))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"policy {path}: ")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"no file missing\.py"):
+        policies.find("missing.py")
+
+
+def test_a_policy_that_fails_takes_down_only_itself(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> None:
+    broken = write(
+        """
+        class Broken(KBuffer):
+            name = "broken"
+
+            def lower(self, plan):
+                return {}["weights"]
+        """
+    )
+    model = make_plan().model
+    with pytest.warns(PolicyWarning, match=r"left out: policy .*: found KeyError in lower: 'weights'"):
+        (choice,) = search(model, H200, WORK, policies=[broken, "k_buffer"])
+    assert choice.plan.policy == "k_buffer"
+    with pytest.raises(UserError, match=r"found KeyError in lower: 'weights'; allowed: a schedule"):
+        search(model, H200, WORK, policies=[broken])
+
+
+def test_the_search_goes_on_without_knobs_that_a_policy_refuses(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> None:
+    """Checkpoint intervals too: a policy may take one of them alone."""
+    path = write(
+        """
+        class Picky(KBuffer):
+            name = "picky"
+
+            def lower(self, plan):
+                self.refuse(plan)
+                return super().lower(plan)
+
+            def buffers(self, plan, *, merged=False):
+                self.refuse(plan)
+                return super().buffers(plan, merged=merged)
+
+            def refuse(self, plan):
+                if plan.knobs.checkpoint_interval != 1 or plan.knobs.weight_slots > 2:
+                    raise UserError("policy picky", found="knobs", allowed="others", fix="none")
+        """
+    )
+    model = make_plan(layers=8).model
+    verdict = judge(model, H200, WORK, policies=[path])
+    assert verdict.feasible
+    assert verdict.knobs["checkpoint_interval"] == 1
+    assert verdict.knobs["weight_slots"] in (1, 2)
+
+
+def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(make_plan: Callable[..., Plan]) -> None:
+    model = make_plan().model
+    for name in policies.names():
+        choice = search(model, H200, WORK, policies=[name])[0]
+        read = policies.find(name).knobs
+        defaults = Knobs()
+        for field in Knobs.__struct_fields__:
+            if field not in (*read, "placement"):
+                assert getattr(choice.plan.knobs, field) == getattr(defaults, field)
+        verdict = judge(model, H200, WORK, policies=[name], advise=False)
+        assert set(verdict.knobs) == {*read, "placement"}
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_knobs_and_placements_are_those_that_lowering_reads(make_plan: Callable[..., Plan], policy: str) -> None:
+    """A knob that is not named makes no difference; one that is named makes one, or is refused."""
+    usual = make_plan(policy, layers=6, accumulation=2)
+
+    def varied(**knobs: object) -> Schedule | None:
+        try:
+            return policies.lower(make_plan(policy, layers=6, accumulation=2, **knobs))
+        except UserError:
+            return None
+
+    others = {
+        "weight_slots": 3, "gradient_slots": 1, "gradient_slabs": 1, "state_slots": 3,
+        "checkpoint_interval": 2, "chunk_bytes": 8192,
+    }  # fmt: skip
+    for knob, value in others.items():
+        found = varied(**{knob: value})
+        changed = found is None or found.digest != policies.lower(usual).digest
+        assert changed == (knob in policies.find(policy).knobs), knob
+
+
+def test_the_interface_has_defaults(make_plan: Callable[..., Plan]) -> None:
+    class Least(Policy):
+        name = "least"
+
+        def lower(self, plan: Plan) -> Schedule:
+            return KBuffer().lower(plan)
+
+    plan = make_plan("k_buffer")
+    policy = Least()
+    assert policy.buffers(plan) == KBuffer().lower(plan)
+    assert not policy.defers_update(plan)
+    assert policy.flush_update(plan) is None
+    assert not policy.places_state
+    assert policies.find("overlapped").places_state
