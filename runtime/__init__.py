@@ -1,1 +1,24 @@
-"""Executes a plan in PyTorch: host memory holds the training state, the device streams layers through a few buffers."""
+"""Execute a plan in PyTorch: host memory holds the training state, the GPU streams layers through a few buffers.
+
+>>> from megatrain.runtime import Callback, Config, Executor, Trainer
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatrain.runtime.executor import Executor
+    from megatrain.runtime.training.callback import Callback
+    from megatrain.runtime.training.config import Config
+    from megatrain.runtime.training.trainer import Trainer
+
+__all__ = ["Callback", "Config", "Executor", "Trainer"]
+
+_HOMES = {"Callback": "training.callback", "Config": "training.config", "Executor": "executor", "Trainer": "training.trainer"}
+
+
+def __getattr__(name: str) -> object:
+    """Loads a name's module when it is first asked for: importing the package does not load PyTorch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,6 +45,30 @@ class Binder:
         self.plan, self.schedule, self.arenas, self.templates, self.settings, self.state = plan, schedule, arenas, templates, settings, state
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self._host_workers = host_workers
+        self._kinds: dict[str, Callable[[Op], Run]] = {
+            "load_weights": self._copy,
+            "save_gradients": self._copy,
+            "load_gradients": self._copy,
+            "save_activations": self._copy,
+            "load_activations": self._copy,
+            "load_state": self._move_state,
+            "save_state": self._move_state,
+            "load_second": self._load_second,
+            "embed": self._embed,
+            "forward": self._forward,
+            "recompute": self._recompute,
+            "backward": self._backward,
+            "head": self._head,
+            "loss": self._loss,
+            "embed_backward": self._embed_backward,
+            "accumulate_gradients": self._accumulate_gradients,
+            "norm": self._norm,
+            "ratios": self._ratios,
+            "clip": self._clip,
+            "update": self._update,
+            "cpu_update": self._update,
+        }
+        """kind of op -> what binds it"""
         read = {whole(buffer) for op in schedule.ops if op.lane == "cpu" for buffer in op.reads}
         on_device = {buffer for buffer in read if schedule.buffer[buffer].place == "device"}
         stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
@@ -52,7 +76,7 @@ class Binder:
 
     def bind(self, op: Op) -> Run:
         """What `op` does."""
-        work: Run = getattr(self, f"_{op.kind}")(op)
+        work = self._kinds[op.kind](op)
         read, written = (self._mirrored(op.reads), []) if op.lane == "cpu" else ([], self._mirrored(op.writes))
         if not read and not written:
             return work
@@ -101,8 +125,6 @@ class Binder:
         read, write = (self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset) for buffer in (source, target))
         return lambda: write.copy_(read, non_blocking=True)
 
-    _load_weights = _save_gradients = _load_gradients = _save_activations = _load_activations = _copy
-
     def _move_state(self, op: Op) -> Run:
         pairs = [
             pair for source, target in zip(op.reads, op.writes, strict=True) for pair in zip(self._pieces(source, op), self._pieces(target, op), strict=True)
@@ -113,8 +135,6 @@ class Binder:
                 write.copy_(read, non_blocking=True)
 
         return run
-
-    _load_state = _save_state = _move_state
 
     def _load_second(self, op: Op) -> Run:
         read, write = (self._moments(whole(buffer), op)[1] for buffer in (*op.reads, *op.writes))
@@ -370,8 +390,6 @@ class Binder:
                 copy_to.copy_(weights)
 
         return run
-
-    _cpu_update = _update
 
 
 def _micro(op: Op) -> int:

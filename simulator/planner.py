@@ -15,18 +15,21 @@ from collections.abc import Iterable
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.assessment import Choice, assess, plan_account
+from megatrain.simulator.assessment import Choice, RunnerUp, assess, plan_account, varied
+from megatrain.simulator.capacity import usable
 from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.errors import UserError
+from megatrain.simulator.evaluator import makespan_ns
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.placing import PlacementSearch
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.plan import Knobs, Plan
 from megatrain.simulator.policies.policy import PolicyWarning
-from megatrain.simulator.slot_search import SlotSearch
+from megatrain.simulator.slot_search import GRADIENT_SLABS, GRADIENT_SLOTS, ONE_COPY, WEIGHT_SLOTS, SlotSearch
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload
 
-__all__ = ["Choice", "assess", "plan_account", "rank", "search"]
+__all__ = ["Choice", "assess", "candidates", "plan_account", "rank", "search"]
 
 
 def search(
@@ -98,3 +101,73 @@ def rank(choice: Choice) -> tuple[bool, int, int, float, str]:
     account = choice.account
     lacking = max(account.device_peak_bytes - account.device_limit_bytes, 0)
     return not choice.feasible, lacking, account.excess_bytes, choice.step_seconds, choice.plan.policy
+
+
+def candidates(
+    model: ModelSpec, hardware: HardwareSpec, workload: Workload, *, source: str = "", hardware_name: str = "",
+    device_limit: int | None = None, host_limit: int | None = None, policies: list[str] | None = None,
+) -> list[Choice]:  # fmt: skip
+    """The best plan of each policy, best first. On a unified machine both limits hold for the one memory that there is. Where the search finds
+    none that fits, the most frugal plan of a policy is taken if that does. Where no policy is named, one that even with free copies takes longer than
+    the best plan of those that obey a placement is not searched: that saves half of the time.
+    """
+    names = policy_library.contenders() if policies is None else policies
+    if hardware.unified:
+        device_limit = host_limit = min(device_limit or hardware.device_bytes, host_limit or hardware.host_bytes)
+
+    def found_by(chosen: list[str]) -> list[Choice]:
+        return search(
+            model, hardware, workload, source=source, hardware_name=hardware_name, device_limit=device_limit, host_limit=host_limit, policies=chosen
+        )  # fmt: skip
+
+    bounded: list[RunnerUp] = []
+    if hardware.unified or names != policy_library.contenders():
+        found = found_by(names)
+    else:
+        later = [name for name in names if name != "resident" and not policy_library.places(name)]
+        first = sorted((name for name in names if name not in later), key=policy_library.places)  # the likely winner last: its schedule is still known then
+        found = found_by(first)
+        if found[0].feasible:
+            bounded = [RunnerUp(policy=name, step_seconds=_least_seconds(name, found[0], hardware), at_least=True) for name in later]
+            bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
+        if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
+            found = sorted([*found, *found_by(hopeful)], key=rank)
+    own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
+    if own and not own[0].feasible:
+        costs = cost_model(hardware, model, workload)
+        fitting = (footprint for footprint in usable(own[0].plan, hardware, costs, names) if footprint.account().fits)
+        if footprint := next(fitting, None):
+            choice = assess(footprint.placed(), costs)
+            found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
+    return [_beside(found, bounded), *found[1:]]
+
+
+def _beside(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
+    """The best choice, with the best of what it was chosen before."""
+    best, *others = found
+    tried = [RunnerUp(policy=other.plan.policy, knobs=other.plan.knobs, step_seconds=other.step_seconds) for other in others if _is_rival(other)]
+    if best.runner_up:
+        tried.append(best.runner_up)
+    tried += bounded
+    return msgspec.structs.replace(best, runner_up=min(tried, key=lambda entry: entry.step_seconds, default=None) if _is_rival(best) else None)
+
+
+def _is_rival(choice: Choice) -> bool:
+    return choice.feasible and not policy_library.is_prediction_only(choice.plan.policy)
+
+
+def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
+    """A bound that no knobs of the policy `name` beat, for the model and workload of `best`: the evaluator's time of at most two micro-batches with as many
+    slots as are ever tried and copies that take none, through slabs and without, behind the compute of the others.
+    """
+    costs = cost_model(hardware, best.plan.model, best.plan.workload)
+    free, least = Changed(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
+    for slabs in (0, max(GRADIENT_SLABS)):
+        knobs = Knobs(weight_slots=max(WEIGHT_SLOTS), gradient_slots=max(GRADIENT_SLOTS), gradient_slabs=slabs, chunk_bytes=ONE_COPY)
+        try:
+            schedule = policy_library.lower_anew(varied(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2))  # the best stays known
+        except UserError:  # a policy for which some knob is fixed; without slabs nothing can be summed
+            continue
+        one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
+        least.append(makespan_ns(schedule, free) + max(best.plan.workload.accumulation - 2, 0) * one)
+    return min(least, default=0) / 1e9

@@ -22,10 +22,9 @@ from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.least import Least
 from megatrain.simulator.placing import PlacementSearch
 from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.planner import rank
+from megatrain.simulator.planner import candidates, rank
 from megatrain.simulator.slot_search import ONE_COPY, intervals
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.verdict import candidates
 from megatrain.simulator.workload import Workload
 
 _FINALISTS = 2

@@ -28,10 +28,10 @@ from megatrain.experiments.sweep.simulated import Simulator, likeness
 from megatrain.simulator.files import read_json, write_json
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import search
+from megatrain.simulator.planner import candidates, search
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.splits import best_split
-from megatrain.simulator.verdict import candidates, in_full
+from megatrain.simulator.verdict import in_full
 from megatrain.simulator.workload import Workload
 
 STORED = Path(__file__).parents[1] / "results" / "speed" / "speed.json"

@@ -37,8 +37,8 @@ def policies(named: str) -> list[str]:
 
 def choices(args: argparse.Namespace, hardware: HardwareSpec, source: str, hardware_name: str) -> list[Choice]:
     """The best plan of each policy that `args.policy` names, best first; of the fastest split into micro-batches where only a step's tokens are given."""
+    from megatrain.simulator.planner import candidates
     from megatrain.simulator.specs import ModelSpec
-    from megatrain.simulator.verdict import candidates
 
     model = ModelSpec.load(args.model)
     work, limits = options.workload(args, model), {"device_limit": args.device_memory, "host_limit": args.host_memory}

@@ -23,9 +23,9 @@ from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.memory_formulas import workspace_estimate
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.planner import candidates
 from megatrain.simulator.schedule import Op, OpId
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.verdict import candidates
 from megatrain.simulator.workload import Workload
 
 CASES = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")

@@ -15,9 +15,10 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.planner import candidates
 from megatrain.simulator.policies import contenders, outline
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.verdict import brief, candidates
+from megatrain.simulator.verdict import brief
 from megatrain.simulator.workload import Workload
 
 GIB = 2**30

@@ -21,9 +21,9 @@ from megatrain.simulator.assessment import Choice
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Plan
+from megatrain.simulator.planner import candidates
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.units import format_bytes, format_seconds
-from megatrain.simulator.verdict import candidates
 from megatrain.simulator.workload import Workload
 
 ABLATIONS = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:]}

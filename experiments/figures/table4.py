@@ -20,8 +20,8 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.changed import Changed
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.planner import candidates
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.verdict import candidates
 from megatrain.simulator.workload import Workload
 
 ABLATED: dict[str, tuple[str, Knobs, int]] = {

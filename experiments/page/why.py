@@ -11,9 +11,9 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.evaluator import bounds
 from megatrain.simulator.margins import one_more_gib
 from megatrain.simulator.memory import class_of
-from megatrain.simulator.planner import plan_account
+from megatrain.simulator.planner import candidates, plan_account
 from megatrain.simulator.units import format_bytes, format_seconds
-from megatrain.simulator.verdict import brief, candidates
+from megatrain.simulator.verdict import brief
 
 
 def reasons(run: ComparedRun) -> list[str]:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from megatrain.simulator import HardwareSpec, ModelSpec, Workload, judge, policies
 from megatrain.simulator.arithmetic import contributions, gradient_bytes
 from megatrain.simulator.plan import Knobs, Plan
+from megatrain.simulator.planner import candidates
 from megatrain.simulator.specs import DTYPE_BYTES
 from megatrain.simulator.units import parse_bytes
-from megatrain.simulator.verdict import Verdict, brief, candidates
+from megatrain.simulator.verdict import Verdict, brief
 
 GIB = 2**30
 SMALL = ("qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-1b", "llama-3.2-1b")

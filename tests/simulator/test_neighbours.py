@@ -10,8 +10,8 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.filling import GIB, Filling
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.margins import one_more_gib
+from megatrain.simulator.planner import candidates
 from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.verdict import candidates
 from megatrain.simulator.workload import Workload
 
 CASES = (

@@ -17,15 +17,16 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.exposed import WAITING, exposed_ns
 from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.memory import CLASSES, class_of
 from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.planner import search
+from megatrain.simulator.planner import candidates, search
 from megatrain.simulator.policies import contenders, lower, names, outline, peers
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.several import MOST_GPUS
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.timeline import Span, Timeline
 from megatrain.simulator.units import parse_bytes, parse_count
-from megatrain.simulator.verdict import CLASSES, Verdict, candidates, class_of, judge
+from megatrain.simulator.verdict import Verdict, judge
 from megatrain.simulator.workload import Workload
 
 GIB = 2**30
@@ -273,9 +274,9 @@ def test_every_pool_has_a_class() -> None:
             plan = Plan(
                 policy=policy, hardware="h200", source="small", device_limit_bytes=2**50, host_limit_bytes=2**50, model=SMALL, workload=work, knobs=knobs
             )
-            pools |= {buffer.pool for buffer in lower(plan).buffers}
-    rest = {pool.partition(".")[2] for pool in pools if class_of(pool) == "workspace"}
-    assert rest <= {"tokens", "losses", "norm", "workspace", "rounding", "logits"}
+            pools |= {buffer.pool for buffer in lower(plan).buffers if class_of(buffer) == "workspace"}
+    rest = {pool.partition(".")[2] for pool in pools}
+    assert rest <= {"tokens", "losses", "norm", "clips", "workspace", "rounding", "logits"}
 
 
 @pytest.mark.parametrize(("text", "count"), [("1B", 10**9), ("300M", 3 * 10**8), ("2.5T", 25 * 10**11), ("12 k", 12_000), ("7", 7)])

@@ -19,10 +19,10 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import HardwareSpec
 from megatrain.simulator.margins import GIB, Margin, one_more_gib
-from megatrain.simulator.planner import search
+from megatrain.simulator.planner import _least_seconds, candidates, search
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.splits import best_split, splits
-from megatrain.simulator.verdict import _least_seconds, candidates, in_full
+from megatrain.simulator.verdict import in_full
 from megatrain.simulator.workload import Workload
 
 H200 = HardwareSpec.load("h200")
