@@ -183,6 +183,11 @@ class Filling:
         if another := self.with_another_slot(plan):
             yield another
 
+    def with_other_inputs(self, plan: Plan) -> Iterator[Plan]:
+        """Plans that fit and store as many layers, with the inputs of recomputed layers on the host where `plan` has them on the device, and the other way."""
+        placement = plan.knobs.placement
+        yield from self.filled(plan, Placement(stored=placement.stored, parked="" if placement.parked else "all"))
+
     def with_another_slot(self, plan: Plan) -> Plan | None:
         """`plan` with one more slot for weights, and as much less of its state on the device; None where nothing streams, or that does not fit."""
         if plan.placed("weights") == set(plan.model.stack):

@@ -160,13 +160,15 @@ class PlacementSearch:
         """Of `plan`, whose step takes `time` ns, and its neighbours the fastest, of that one's neighbours, and so on until none is faster; and its time."""
         tried = {plan}
         while True:
-            nearby = [other for other in dict.fromkeys(self.filling.neighbours(plan)) if other not in tried]
-            tried.update(nearby)
-            found = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
-            if found is None:
-                return time, plan
-            before, (time, plan) = time, found
-            if time * _LEAST_STEP > before:
+            before = time
+            for others in (self.filling.neighbours, self.filling.with_other_inputs):
+                nearby = [other for other in dict.fromkeys(others(plan)) if other not in tried]
+                tried.update(nearby)
+                found = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
+                time, plan = found or (time, plan)
+                if time * _LEAST_STEP <= before:
+                    break
+            else:
                 return time, plan
 
     def _with_another_slot(self, time: float, plan: Plan) -> tuple[float, Plan] | None:

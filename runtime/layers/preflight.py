@@ -13,6 +13,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.edges import Edges
 from megatrain.runtime.layers.model_config import completed, first_lines
 from megatrain.runtime.layers.skeleton import skeleton
+from megatrain.runtime.layers.supported import DROPOUT
 from megatrain.simulator.errors import UserError
 from megatrain.simulator.families import FAMILIES
 from megatrain.simulator.specs import ModelSpec
@@ -48,6 +49,9 @@ def preflight(model: ModelSpec) -> None:
 
 def _quiet(model: ModelSpec) -> PretrainedConfig:
     config = completed(model)
+    for key in DROPOUT:  # a run without dropout is looked at; `supported.py` says whether there is one
+        if getattr(config, key, None):
+            setattr(config, key, 0.0)
     config.use_cache = config.output_router_logits = False
     return config
 

@@ -321,5 +321,5 @@ def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradien
         assert gradients in ([], [gradient_bytes(plan, layer.name) * layer.elements])
     host = [buffer for buffer in schedule.buffers if buffer.place == "host"]
     staging = {buffer.pool for buffer in host} - {f"host.{name}" for name in CLASSES}
-    assert staging <= {"host.slabs", "host.slabs_vocabulary", "host.norm", "host.parked"}
+    assert staging <= {"host.slabs", "host.slabs_vocabulary", "host.norm", "host.clips", "host.parked"}
     assert sum(buffer.allocated for buffer in host) - sum(buffer.bytes for buffer in host) < 4096 * max(len(host), 1), "rounded to pages, no more"

@@ -75,4 +75,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
-    return AutoConfig.for_model(family, **{**SMALL, **OWN.get(family, {}), **changes})
+    given = {**SMALL, **OWN.get(family, {}), **changes}
+    if "layer_rope_theta" in given:  # an entry for each layer
+        given["layer_rope_theta"] = given["layer_rope_theta"][: given["num_hidden_layers"]]
+    return AutoConfig.for_model(family, **given)

@@ -64,11 +64,16 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
         x_BSH = torch.randn(work.batch, work.sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
         turns, forward, backward = turns_of(model, x_BSH, positions, layer.attention), Moved(), Moved()
         module, outputs = layer_of(model, layer.name), []
-        tensors = tree_leaves((x_BSH, turns, list(module.parameters()), list(module.buffers())))
+        entrance = FAMILIES[family].entrance if layer.name == "0" else ""
+        norm = getattr(model.get_decoder(), entrance) if entrance else torch.nn.Identity()
+        owned = [*module.parameters(), *module.buffers(), *norm.parameters()]
+        tensors = tree_leaves((x_BSH, turns, owned))
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
-        def run(module: Any = module, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns, outputs: list[Any] = outputs) -> None:
-            outputs.append(module(x, attention_mask=None, position_ids=positions, **turns))
+        def run(
+            module: Any = module, norm: Any = norm, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns, outputs: list[Any] = outputs
+        ) -> None:  # fmt: skip
+            outputs.append(module(norm(x), attention_mask=None, position_ids=positions, **turns))
 
         with forward:
             kept = kept_bytes(run, given)

@@ -16,7 +16,6 @@ from megatrain.simulator.errors import UserError
 from megatrain.simulator.hardware import CostTable, HardwareSpec
 from megatrain.simulator.plan import Knobs, Placement, Plan
 from megatrain.simulator.planner import search
-from megatrain.simulator.policies.building.training_step import ATTENTION
 from megatrain.simulator.schedule import KEPT, Op
 from megatrain.simulator.specs import ModelSpec
 from megatrain.simulator.workload import Workload
@@ -49,7 +48,7 @@ def test_forward_leaves_it_recompute_takes_it_backward_frees_it(make_plan: Calla
             for kind in "FRB":
                 op = schedule.by_id.get(f"{kind}{layer}.m{micro}")
                 names = op.buffers if op else ()
-                found[kind] = [name for name in names if name.startswith(f"{ATTENTION}:")]
+                found[kind] = [name for name in names if name.startswith("device.attention:")]
             if held:
                 (slot,) = found["F"]
                 assert found == {"F": [slot], "R": [slot], "B": [slot]}
@@ -57,7 +56,7 @@ def test_forward_leaves_it_recompute_takes_it_backward_frees_it(make_plan: Calla
                 assert slot in schedule.by_id[f"B{layer}.m{micro}"].releases
             else:
                 assert not any(found.values())
-    assert sum(buffer.pool == ATTENTION for buffer in schedule.buffers) == 2
+    assert sum(buffer.data == "attention" for buffer in schedule.buffers) == 2
 
 
 def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> None:
@@ -77,7 +76,7 @@ def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> Non
 
 def test_it_takes_the_output_and_four_bytes_a_head_and_token() -> None:
     choice = assess(planned(LONG, Placement(attention="0-9")), cost_model(H200, MODEL, LONG))
-    assert choice.account.pools[ATTENTION] == 10 * 131072 * 28 * (128 * 2 + 4)
+    assert choice.account.pools["device.attention"] == 10 * 131072 * 28 * (128 * 2 + 4)
 
 
 def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) -> None:

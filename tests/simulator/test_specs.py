@@ -126,7 +126,7 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
         ([GOOD], ["found a JSON list", "config.json"]),
         (None, ["found a JSON NoneType"]),
         ({}, ["model_type", "found None", "one of", "families"]),
-        ({**GOOD, "model_type": "bloom"}, ["model_type", "found 'bloom'", "one of", "families"]),
+        ({**GOOD, "model_type": "dbrx"}, ["model_type", "found 'dbrx'", "one of", "families"]),
         ({**GOOD, "model_type": ["llama"]}, ["model_type", "found ['llama']"]),
         ({key: value for key, value in GOOD.items() if key != "vocab_size"}, ["vocab_size", "found nothing", "a whole number"]),
         ({**GOOD, "hidden_size": "64"}, ["hidden_size", "found '64'", "a whole number"]),
