@@ -63,9 +63,15 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
         again = SlotSearch(roomier, costs).best()
         return (again.plan.knobs, again.step_seconds / choice.step_seconds) if again.step_seconds < choice.step_seconds else (None, 1.0)
     search = PlacementSearch(roomier, costs)
-    wider = search.filling.wider(roomier) if place == "device" else _freed(search.filling, roomier, plan.host_limit_bytes)
+    wider: list[Plan] = []
+    if place == "device":
+        for slots in ({}, _USUAL_SLOTS):
+            wider += search.filling.wider(varied(roomier, **slots))
+            wider += search.filling.with_other_inputs(varied(roomier, **slots))
+    else:
+        wider += _freed(search.filling, roomier, plan.host_limit_bytes)
     now = search.time(plan)
-    found = search.faster(now, plan, list(dict.fromkeys(wider)))
+    found = search.faster(now, plan, list(dict.fromkeys(other for other in wider if search.filling.account(other).fits)))
     return (found[1].knobs, found[0] / now) if found else (None, 1.0)
 
 

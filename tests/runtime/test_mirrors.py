@@ -35,7 +35,7 @@ def test_without_a_gpu_nothing_is_sent_and_no_op_wrapped(
         binder = running.executor._binder
         assert binder._mirrors == {}
         for op in running.executor.schedule.ops:
-            monkeypatch.setattr(binder, f"_{op.kind}", lambda op: op.id, raising=False)
+            monkeypatch.setitem(binder._kinds, op.kind, lambda op: op.id)
             assert binder.bind(op) == op.id
 
 
@@ -74,7 +74,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
                 readers += 1
                 for buffer in read:
                     assert binder._values(op, buffer, 1).data_ptr() == binder._mirrors[buffer].landed.data_ptr(), "what landed, not the device's"
-            monkeypatch.setattr(binder, f"_{op.kind}", lambda op: functools.partial(heard.append, op.id), raising=False)
+            monkeypatch.setitem(binder._kinds, op.kind, lambda op: functools.partial(heard.append, op.id))
             binder.bind(op)()
             waited = [f"wait {place[buffer]}" for buffer in op.reads if op.lane == "cpu" and buffer in sent]
             assert heard == [*waited, op.id, *(f"send {place[buffer]}" for buffer, writer in sent.items() if writer == op.id)]
