@@ -21,14 +21,31 @@ if TYPE_CHECKING:
 
 project = "megatrain"
 author = "the megatrain authors"
-extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.autodoc"]  # of autodoc, only its event for docstrings
+extensions = [
+    "myst_parser",
+    "autoapi.extension",
+    "sphinx.ext.autodoc",
+]  # of autodoc, only its event for docstrings
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "experiments/results/*/README.md", "paper_figures/README.md"]
-exclude_patterns = [".*", "docs/_templates", "build", "demo", "run", "runs", "figures", "tests", "typings", "**/__pycache__"]
+exclude_patterns = [
+    ".*",
+    "docs/_templates",
+    "build",
+    "demo",
+    "run",
+    "runs",
+    "figures",
+    "tests",
+    "typings",
+    "**/__pycache__",
+]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-suppress_warnings = ["autoapi.python_import_resolution"]  # constants assigned as a tuple: `A, B = 1, 2`
+suppress_warnings = [
+    "autoapi.python_import_resolution"
+]  # constants assigned as a tuple: `A, B = 1, 2`
 
 html_theme = "furo"
 html_title = "megatrain"
@@ -55,7 +72,7 @@ autoapi_own_page_level = "module"
 
 
 class Markdown(SphinxDirective):
-    """Its content as Markdown: `.. markdown::` lets docstrings be Markdown inside autoapi's pages."""
+    """A directive whose content is Markdown, so that docstrings may be Markdown."""
 
     has_content = True
 
@@ -63,18 +80,26 @@ class Markdown(SphinxDirective):
         document = new_document(self.get_source_info()[0], self.state.document.settings)
         MystParser().parse("\n".join(self.content), document)
         for node in document.findall():
-            node.document = self.state.document  # else each docstring is stored with a document of its own, 1 GB in all
+            node.document = (
+                self.state.document
+            )  # else each docstring is stored with a document of its own, 1 GB in all
         return document.children
 
 
-def _as_markdown(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+def _as_markdown(
+    _app: Sphinx, _what: str, _name: str, _obj: object, _options: object, lines: list[str]
+) -> None:
     """Wraps a docstring in the directive above, with its doctests in code blocks."""
-    text = re.sub(r"(?m)(?:^>>> .*\n)(?:.+\n?)*", lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", "\n".join(lines))
+    text = re.sub(
+        r"(?m)(?:^>>> .*\n)(?:.+\n?)*",
+        lambda match: f"```pycon\n{match[0].rstrip()}\n```\n",
+        "\n".join(lines),
+    )
     lines[:] = [".. markdown::", "", *("   " + line for line in text.splitlines()), ""]
 
 
 def _unlink_builtins(_app: Sphinx, tree: document) -> None:
-    """Types like `bytes` in a signature are no links: Sphinx would take a field of that name for them."""
+    """Leaves types such as `bytes` unlinked: Sphinx would link a field of that name instead."""
     for node in list(tree.findall(pending_xref)):
         if node.get("refdomain") == "py" and hasattr(builtins, node["reftarget"]):
             node.replace_self(node.children)

@@ -1,1 +1,1 @@
-"""The `megatrain` command, the demo, and committed results."""
+"""The `megatrain` command, the demo, and stored results."""

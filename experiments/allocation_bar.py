@@ -1,4 +1,7 @@
-"""A bar on standard error while a run's memory is allocated, its pages touched and registered: minutes for a terabyte."""
+"""Progress bar on standard error for the allocation of a run's memory.
+
+Touching and registering a terabyte of host memory takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def allocation_bar() -> Iterator[Callable[[int, int], None]]:
-    """Gives what the executor calls `on_allocate`: bytes so far, bytes of all. Nothing shows before its first call, nor where standard error is a file."""
+    """Yields the executor's callback `on_allocate(done, total)`, both in bytes.
+
+    The bar appears with the first call. It is not shown if standard error is not a terminal.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     task = bars.add_task("memory", total=None)
 

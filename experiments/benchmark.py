@@ -1,7 +1,11 @@
-"""Times ours, its ceiling and other systems on this machine, one after the other in one run: `python -m megatrain.experiments.benchmark MODEL`.
+"""Times optimizer steps of megatrain and of other systems on this machine, one after the other.
 
-Random weights, random tokens, whole optimizer steps by the clock, clipping and update included. `ours` executes the plan; `ceiling` the same plan's
-compute ops alone, which no order of transfers can beat; `zero3` is DeepSpeed with everything in host memory, `fsdp2` PyTorch's CPU offload.
+    python -m megatrain.experiments.benchmark MODEL
+
+Weights and tokens are random. A step is timed by the wall clock and includes clipping and the
+update. `ours` executes the plan. `ceiling` executes only the compute operations of the plan, which
+no schedule of copies can beat. `zero3` is DeepSpeed ZeRO-3 with all state in host memory, and
+`fsdp2` is PyTorch FSDP2 with CPU offload.
 """
 
 from __future__ import annotations
@@ -21,59 +25,135 @@ from megatrain.experiments import options, report
 from megatrain.experiments.commands import check
 from megatrain.experiments.script import ended
 from megatrain.runtime.warm_up import WARM_UP_STEPS
-from megatrain.simulator import metrics
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import write_json
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_json
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import metrics
+from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.policies import executable
-from megatrain.simulator.units import format_bytes, format_seconds
-from megatrain.simulator.verdict import brief
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict.verdict import summarize
 
 OWN = ("ours", "ceiling")
 SYSTEMS = (*OWN, "zero3", "fsdp2")
 
 
 def systems(text: str) -> list[str]:
-    """An argparse type: systems by name, in the order in which they run."""
+    """Returns the names of systems, in the order in which they run; an argparse type."""
     names = list(dict.fromkeys(filter(None, text.replace(" ", "").split(","))))
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown or not names:
-        raise UserError("--systems", found=repr(",".join(unknown)), allowed=", ".join(SYSTEMS), fix="write it like --systems ours,ceiling")
+        raise UserError(
+            "--systems",
+            found=repr(",".join(unknown)),
+            allowed=", ".join(SYSTEMS),
+            fix="write it like --systems ours,ceiling",
+        )
     return names
 
 
 def parser() -> options.OneLineParser:
-    made = options.OneLineParser(prog="python -m megatrain.experiments.benchmark", description=__doc__)
-    made.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b")
-    made.add_argument("--plan", type=Path, metavar="PLAN", help="time this plan, instead of the best for MODEL")
-    made.add_argument("--hardware", metavar="H", help="to plan for: a calibrated TOML file, or a name in the library (default h200, or the plan's)")
+    """Returns the parser for the options of the benchmark."""
+    made = options.OneLineParser(
+        prog="python -m megatrain.experiments.benchmark", description=__doc__
+    )
+    made.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b",
+    )
+    made.add_argument(
+        "--plan", type=Path, metavar="PLAN", help="time this plan instead of the best for MODEL"
+    )
+    made.add_argument(
+        "--hardware",
+        metavar="H",
+        help=(
+            "machine to plan for: a TOML file written by `megatrain calibrate`, or a name in the"
+            " library (default h200, or the plan's)"
+        ),
+    )
     options.add_limits(made)
     options.add_policy(made)
     options.add_workload(made)
-    made.set_defaults(documents=False)  # random tokens have none
-    made.add_argument("--systems", type=systems, default=list(OWN), metavar="NAMES", help=f"of {', '.join(SYSTEMS)} (default {','.join(OWN)})")
+    made.set_defaults(documents=False)  # random tokens contain no documents
+    made.add_argument(
+        "--systems",
+        type=systems,
+        default=list(OWN),
+        metavar="NAMES",
+        help=f"systems to time, of {', '.join(SYSTEMS)} (default {','.join(OWN)})",
+    )
     steps = options.whole("--steps", WARM_UP_STEPS + 1)
-    made.add_argument("--steps", type=steps, default=7, help=f"of each system; the first {WARM_UP_STEPS} do not count (default 7)")
-    made.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON, written anew after each system")
-    made.add_argument("--commit", metavar="HASH", help="what to note as the commit where the code is not in a git repository")
+    made.add_argument(
+        "--steps",
+        type=steps,
+        default=7,
+        help=f"steps of each system; the first {WARM_UP_STEPS} are not counted (default 7)",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the result as JSON; the file is updated after each system",
+    )
+    made.add_argument(
+        "--commit", metavar="HASH", help="commit to record if the code is not in a git repository"
+    )
     options.add_device(made)
     return made
 
 
 def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
-    """What to time, and the machine that it was planned for. Raises UserError where our runtime is asked for and cannot execute it."""
+    """Returns the plan to time and the machine that it was made for.
+
+    Raises UserError if the options contradict each other, if no plan fits, or if the runtime
+    cannot execute the plan although it is to be timed.
+    """
     if (args.model is None) == (args.plan is None):
         found = "neither" if args.model is None else "both"
-        raise UserError("MODEL, --plan", found=found, allowed="one of them", fix="name a model to plan for, or a plan")
+        raise UserError(
+            "MODEL, --plan",
+            found=found,
+            allowed="one of them",
+            fix="name a model to plan for, or a plan",
+        )
     if args.plan is not None:
         default = parser().parse_args(["--plan", str(args.plan)])
-        keys = ("batch", "seq", "accumulation", "dtype", "clipping", "loss_chunk", "compile", "attention", "policy", "device_memory", "host_memory")
-        said = [f"--{key.replace('_', '-')}" for key in keys if getattr(args, key) != getattr(default, key)]
-        if said:
-            raise UserError("--plan", found=f"{', '.join(said)} beside it", allowed="what the plan says", fix="leave these out, or name a MODEL instead")
+        keys = (
+            "batch",
+            "seq",
+            "accumulation",
+            "dtype",
+            "clipping",
+            "optimizer",
+            "loss_chunk",
+            "compile",
+            "attention",
+            "policy",
+            "device_memory",
+            "host_memory",
+        )
+        given = [
+            f"--{key.replace('_', '-')}"
+            for key in keys
+            if getattr(args, key) != getattr(default, key)
+        ]
+        if given:
+            raise UserError(
+                "--plan",
+                found=f"{', '.join(given)} as well",
+                allowed="the plan's own settings",
+                fix="leave these out, or name a MODEL instead",
+            )
         plan = Plan.load(args.plan)
-        hardware = HardwareSpec.load(args.hardware) if args.hardware else options.hardware_of(args.plan, plan.hardware)
+        hardware = (
+            HardwareSpec.load(args.hardware)
+            if args.hardware
+            else options.hardware_of(args.plan, plan.hardware)
+        )
     else:
         name = args.hardware or "h200"
         args.policy = "best" if args.policy == "all" else args.policy
@@ -81,85 +161,215 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         best = check.choices(args, hardware, args.model, name)[0]
         plan = best.plan
         if not best.feasible and not set(OWN).isdisjoint(args.systems):
-            raise UserError(args.model, found="no plan that fits", allowed=report.limits(brief(best, hardware)), fix=best.account.advice)
+            raise UserError(
+                args.model,
+                found="no plan that fits",
+                allowed=report.limits(summarize(best, hardware)),
+                fix=best.account.advice,
+            )
     if not set(OWN).isdisjoint(args.systems):
         executable(plan)
+    others = [system for system in args.systems if system not in OWN]
+    if others and plan.workload.optimizer != ADAMW:
+        raise UserError(
+            "optimizer",
+            found=f"{plan.workload.optimizer}, with {', '.join(others)}",
+            allowed=f"{ADAMW}, which is what other systems run",
+            fix=f"leave out --optimizer, or name only {', '.join(OWN)} in --systems",
+        )
     return plan, hardware
 
 
 def timed(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:
-    """One system in a process of its own: what `benchmarks/child.py` found, as plain values."""
-    words = [sys.executable, "-m", "megatrain.experiments.benchmarks.child", system, str(plan_path), str(steps), device]
+    """Times one system in its own process and returns the result of `benchmarks/child.py`."""
+    words = [
+        sys.executable,
+        "-m",
+        "megatrain.experiments.benchmarks.child",
+        system,
+        str(plan_path),
+        str(steps),
+        device,
+    ]
     ended = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     try:
         found: dict[str, Any] = json.loads(ended.stdout)
     except ValueError:
-        return {"system": system, "failure": f"its process ended with status {ended.returncode}, without a result", "steps": []}
+        return {
+            "system": system,
+            "failure": f"its process ended with status {ended.returncode} and without a result",
+            "steps": [],
+        }
     return found
 
 
 def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[str, Any]:
-    """`found`, and the speed of its steady steps; without the machine, which is the same for all."""
+    """Returns `found` with the speed of its steps after warm-up.
+
+    The entry `machine` is left out, because it is the same for all systems.
+    """
     record = {key: value for key, value in found.items() if key != "machine"}
     seconds = [step["seconds"] for step in found["steps"][WARM_UP_STEPS:]]
     if found["failure"] or not seconds:
         return record
     median, peak = statistics.median(seconds), hardware.peak_tflops.get(plan.workload.dtype)
     return record | {
-        "step_seconds_median": median, "step_seconds_least": min(seconds), "step_seconds_most": max(seconds), "steady_steps": len(seconds),
-        "tokens_per_second": metrics.tokens_per_second(plan.workload, median), "tflops_6n": metrics.tflops_6n(plan.model, plan.workload, median),
+        "step_seconds_median": median,
+        "step_seconds_least": min(seconds),
+        "step_seconds_most": max(seconds),
+        "steady_steps": len(seconds),
+        "tokens_per_second": metrics.tokens_per_second(plan.workload, median),
+        "tflops_6n": metrics.tflops_6n(plan.model, plan.workload, median),
         "mfu": metrics.mfu(plan.model, plan.workload, median, peak) if peak else None,
-    }  # fmt: skip
+    }
 
 
 def compared(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With each step over ours, where ours was timed."""
-    ours = next((record["step_seconds_median"] for record in records if record["system"] == "ours" and "step_seconds_median" in record), None)
-    return [record | {"times_ours": record["step_seconds_median"] / ours} if ours and "step_seconds_median" in record else record for record in records]
+    """Adds to each record the ratio `times_ours` of its step time to ours, if ours was timed."""
+    ours = next(
+        (
+            record["step_seconds_median"]
+            for record in records
+            if record["system"] == "ours" and "step_seconds_median" in record
+        ),
+        None,
+    )
+    return [
+        (
+            record | {"times_ours": record["step_seconds_median"] / ours}
+            if ours and "step_seconds_median" in record
+            else record
+        )
+        for record in records
+    ]
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """A line each; for one that did not run, why."""
-    head = ("system", "step", "least .. most", "tokens/s", "TFLOPS 6N", "MFU", "device peak", "host peak", "x ours")
+    """Returns a table with one line per system, and the reason for each system that failed."""
+    head = (
+        "system",
+        "step",
+        "least .. most",
+        "tokens/s",
+        "TFLOPS 6N",
+        "MFU",
+        "device peak",
+        "host peak",
+        "x ours",
+    )
     rows = [head]
     for record in records:
         if "step_seconds_median" not in record:
             continue
-        least, most = (format_seconds(record[f"step_seconds_{which}"]) for which in ("least", "most"))
-        peaks = ["-" if record[f"{place}_peak_bytes"] is None else format_bytes(record[f"{place}_peak_bytes"]) for place in ("device", "host")]
-        mfu, ratio = ("-" if record.get(key) is None else f"{record[key]:{form}}" for key, form in (("mfu", ".1%"), ("times_ours", ".2f")))
+        least, most = (
+            format_seconds(record[f"step_seconds_{which}"]) for which in ("least", "most")
+        )
+        peaks = [
+            (
+                "-"
+                if record[f"{place}_peak_bytes"] is None
+                else format_bytes(record[f"{place}_peak_bytes"])
+            )
+            for place in ("device", "host")
+        ]
+        mfu, ratio = (
+            "-" if record.get(key) is None else f"{record[key]:{form}}"
+            for key, form in (("mfu", ".1%"), ("times_ours", ".2f"))
+        )
         speed = (f"{record['tokens_per_second']:,.0f}", f"{record['tflops_6n']:.4g}")
-        rows.append((record["system"], format_seconds(record["step_seconds_median"]), f"{least} .. {most}", *speed, mfu, *peaks, ratio))
+        rows.append(
+            (
+                record["system"],
+                format_seconds(record["step_seconds_median"]),
+                f"{least} .. {most}",
+                *speed,
+                mfu,
+                *peaks,
+                ratio,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows]
-    lines += [f"{record['system'].ljust(widths[0])}  {record['failure']}" for record in records if record["failure"]]
-    return "\n".join(lines + [f"{record['system']}: {record['notes']}" for record in records if record.get("notes")])
+    lines = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    ]
+    lines += [
+        f"{record['system'].ljust(widths[0])}  {record['failure']}"
+        for record in records
+        if record["failure"]
+    ]
+    return "\n".join(
+        lines
+        + [f"{record['system']}: {record['notes']}" for record in records if record.get("notes")]
+    )
 
 
 def commit() -> str | None:
-    """Of the repository that this file lies in, with `+` where something in it was changed; None where there is none."""
+    """Returns the commit of the repository that contains this file, or None without a repository.
+
+    A `+` is appended if tracked files were changed.
+    """
     here = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
-        head = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*here, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run(
+            [*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*here, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changed else "")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Times the systems, prints a table, and returns the exit status."""
     if args.out:
         options.check_writable(args.out)
     plan, hardware = planned(args)
     work, prediction = plan.workload, plan.prediction
-    arguments = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    arguments = {
+        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
+    }
     result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"), "commit": commit() or args.commit, "machine": {}, "arguments": arguments, "model": plan.model.name,
-        "parameters": plan.model.parameters, "tokens_per_step": work.step_tokens, "warm_up_steps": WARM_UP_STEPS,
-        "plan": {"policy": plan.policy, "digest": plan.digest, "hardware": plan.hardware, "workload": work, "knobs": plan.knobs, "prediction": prediction},
-    }  # fmt: skip
-    print(f"{plan.model.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens, {args.steps} steps each, {WARM_UP_STEPS} of them warm-up", end="")
-    print(f"; predicted for {hardware.name}: {format_seconds(prediction.step_seconds)}" if prediction else "", flush=True)
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit() or args.commit,
+        "machine": {},
+        "arguments": arguments,
+        "model": plan.model.name,
+        "parameters": plan.model.parameters,
+        "tokens_per_step": work.step_tokens,
+        "warm_up_steps": WARM_UP_STEPS,
+        "plan": {
+            "policy": plan.policy,
+            "digest": plan.digest,
+            "hardware": plan.hardware,
+            "workload": work,
+            "knobs": plan.knobs,
+            "prediction": prediction,
+        },
+    }
+    print(
+        f"{plan.model.name}, {work.accumulation} x {work.batch} x {work.sequence} tokens,"
+        f" {args.steps} steps each, {WARM_UP_STEPS} of them warm-up",
+        end="",
+    )
+    print(
+        (
+            f"; predicted for {hardware.name}: {format_seconds(prediction.step_seconds)}"
+            if prediction
+            else ""
+        ),
+        flush=True,
+    )
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
@@ -178,7 +388,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where ours and its ceiling ran, as far as asked for; 1 where one of them failed, or everything did; 2 for a mistake of the user."""
+    """Runs the benchmark and returns its exit status.
+
+    The status is 1 if `ours` or `ceiling` failed or if all systems failed, 2 for a mistake of the
+    user, and 0 otherwise.
+    """
     return ended("benchmark", lambda: run(parser().parse_args(arguments)))
 
 

@@ -1,4 +1,9 @@
-"""The `megatrain` command. Each verb is a module of `commands` with `describe(parser)` and `run(args)`; only `run` imports what is heavy."""
+"""The `megatrain` command.
+
+Each verb is a module in `commands` with two functions: `describe(parser)` adds its options, and
+`run(args)` executes it. Only `run` imports slow packages. The module's docstring is the verb's
+help text, and its first line is the summary in the list of verbs.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,48 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatrain.experiments.commands import calibrate, check, compare, export, figures, plan, report, simulate, sweep, train
+from megatrain.experiments.commands import (
+    calibrate,
+    check,
+    compare,
+    export,
+    figures,
+    plan,
+    report,
+    simulate,
+    sweep,
+    train,
+)
 from megatrain.experiments.options import OneLineParser
 from megatrain.experiments.script import interrupted, interruptible, path_error
-from megatrain.simulator.errors import RunError, UserError
+from megatrain.simulator.base.errors import RunError, UserError
 
 VERBS = {
-    "check": check, "plan": plan, "simulate": simulate, "calibrate": calibrate, "train": train, "export": export, "compare": compare, "report": report,
-    "sweep": sweep, "figures": figures,
-}  # fmt: skip
+    "check": check,
+    "plan": plan,
+    "simulate": simulate,
+    "calibrate": calibrate,
+    "train": train,
+    "export": export,
+    "compare": compare,
+    "report": report,
+    "sweep": sweep,
+    "figures": figures,
+}
 
 
 def parser() -> OneLineParser:
-    """All verbs and their options."""
+    """Returns the parser for all verbs and their options."""
     top = OneLineParser(
-        prog="megatrain", description="Train language models far larger than a GPU's memory on one GPU, and know beforehand exactly how it will go."
+        prog="megatrain",
+        description=(
+            "Train language models larger than your GPU's memory on one GPU, and predict whether a"
+            " model fits and how fast it will train."
+        ),
     )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=OneLineParser)
+    verbs = top.add_subparsers(
+        dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
+    )
     for name, module in VERBS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
         verb = verbs.add_parser(name, help=summary, description=module.__doc__)
@@ -32,7 +62,11 @@ def parser() -> OneLineParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of one verb. Raises UserError, also for options that the verb does not have."""
+    """Returns the parsed options of one verb.
+
+    Raises UserError for anything that cannot be parsed, with the verb's options as the allowed
+    ones.
+    """
     top = parser()
     args, unknown = top.parse_known_args(arguments)
     if unknown:
@@ -43,8 +77,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One command: 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan that does not fit, 130 after Ctrl-C, 143 after SIGTERM,
-    129 after SIGHUP.
+    """Runs one command and returns its exit status.
+
+    The status is 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan
+    that does not fit, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if the reader
+    of standard output has gone.
     """
     try:
         args = parse(arguments)
@@ -58,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"megatrain: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `megatrain ... | head`: the reader has seen enough; what is still buffered has nowhere to go
+    except BrokenPipeError:
+        # The reader has gone, as in `megatrain ... | head`. Buffered output goes to /dev/null, so
+        # that Python's final flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

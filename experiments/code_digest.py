@@ -1,4 +1,7 @@
-"""Code digest: of what Python sources do. Neither comments, docstrings, imports nor the file in which a definition stands count."""
+"""Digest of Python sources that changes only if their behavior can change.
+
+Comments, docstrings, imports, and the file that contains a definition do not affect it.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,32 @@ from pathlib import Path
 
 import xxhash
 
-from megatrain.simulator.files import read_text
+from megatrain.simulator.base.files import read_text
 
 
 def code_digest(paths: Iterable[Path]) -> str:
-    """Of all top-level statements of the files `paths`, 16 hexadecimal digits, the same under every version of Python.
+    """Returns the digest of all top-level statements of the files, as 16 hexadecimal digits.
 
-    What it cannot see: an import that names another object in the same words, and two files that exchange definitions of one name.
+    It is the same in every version of Python. It does not notice an import that binds a name to
+    another object, or two files that exchange definitions of one name.
     """
     statements = sorted(text for path in paths for text in _statements(read_text(path)))
     return xxhash.xxh3_64_hexdigest("\0".join(statements).encode())
 
 
 def _statements(source: str) -> list[str]:
-    """Each with its decorators, as its lines stand there."""
+    """Returns each top-level statement of `source` with its decorators, as text."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
     tree = ast.parse(source)
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
-        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        text = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
         if text or isinstance(node, ast.Import | ast.ImportFrom):
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 lines[number - 1] = ""

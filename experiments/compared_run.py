@@ -1,4 +1,4 @@
-"""ComparedRun: a run's folder, read, its plan predicted by today's simulator, and the two compared."""
+"""Reads a run's folder, simulates its plan, and compares the two."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatrain.experiments import options
-from megatrain.experiments.pictures import Record, peaks, read_record
-from megatrain.simulator.compare import compare
+from megatrain.experiments.pictures import StepRecord, peaks, read_record
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.compare.compare import compare
+from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.costs import CostModel, Replayed, cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.error_report import ErrorReport
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 
 class ComparedRun(NamedTuple):
-    """What the files say and what the simulator says."""
+    """A run's files, its plan simulated with the current simulator, and the errors."""
 
     folder: Path
+    """The run's folder."""
     plan: Plan
+    """Plan of the run."""
     hardware: HardwareSpec
+    """The machine for which the plan was made."""
     costs: CostModel
+    """Predicts the durations of operations on this machine."""
     schedule: Schedule
+    """Operations of one step."""
     predicted: Timeline
+    """Timeline of the simulated step."""
     measured: Timeline
-    record: Record
+    """Timeline of the measured step."""
+    record: StepRecord
+    """Steps of the run and its machine."""
     errors: ErrorReport
+    """Differences between the two timelines."""
 
 
 def compare_run(folder: Path) -> ComparedRun:
-    """Reads a folder that `megatrain train` has finished; writes nothing. Raises UserError where it is none, or a file of it is not what the command writes."""
+    """Returns the comparison for a folder that `megatrain train` has finished. Writes nothing.
+
+    Raises UserError if `folder` is no such folder, or if one of its files cannot be read.
+    """
     if not os.path.isfile(folder / "measured.json"):
         raise UserError(
             str(folder),
@@ -52,8 +64,19 @@ def compare_run(folder: Path) -> ComparedRun:
     try:
         replayed = simulate(schedule, Replayed(measured, costs.dispatch_ns))
         errors = compare(
-            predicted, measured, schedule, replayed=replayed, step_seconds=record.steady_seconds, overhead_ns=costs.step_overhead_ns, memory=memory
+            predicted,
+            measured,
+            schedule,
+            replayed=replayed,
+            step_seconds=record.steady_seconds,
+            overhead_ns=costs.step_overhead_ns,
+            memory=memory,
         )
     except (UserError, ValueError) as error:
-        raise UserError(str(folder / "measured.json"), found=str(error), allowed=f"a timeline of schedule {schedule.digest}", fix="train again") from None
+        raise UserError(
+            str(folder / "measured.json"),
+            found=str(error),
+            allowed=f"a timeline of schedule {schedule.digest}",
+            fix="train again",
+        ) from None
     return ComparedRun(folder, plan, hardware, costs, schedule, predicted, measured, record, errors)

@@ -1,7 +1,10 @@
-"""The main job on a laptop's scale: make a model, calibrate, plan, train, compare. `python -m megatrain.experiments.demo --out demo`
+"""Runs the whole project on a small model: calibrate, plan, train and compare.
 
-Each stage is a `megatrain` command, printed as it is run. The device's memory is capped below what the model needs, so that weights,
-gradients and optimizer state really stream; on a machine without CUDA the device is a capped pool in RAM.
+    python -m megatrain.experiments.demo --out demo
+
+Each stage is a `megatrain` command, which is printed before it runs. GPU memory is capped below
+what the model needs, so that weights, gradients and optimizer state are streamed. On a machine
+without CUDA, a capped pool in RAM takes the place of GPU memory.
 """
 
 from __future__ import annotations
@@ -17,19 +20,23 @@ from pathlib import Path
 from megatrain.experiments import cli, options
 from megatrain.experiments.options import OneLineParser
 from megatrain.experiments.script import ended
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.units import format_bytes
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes
 
 BATCH, SEQUENCE, ACCUMULATION, LOSS_CHUNK = 2, 128, 1, 128
 CAP = 0.2
-"""device memory, as a share of what weights, gradients and optimizer state take"""
+"""Device memory as a share of the bytes of weights, gradients and optimizer state."""
 CUDA_WORKSPACE_BYTES = 112 * 2**20
-"""device memory on top with CUDA: cuBLAS takes 32 MiB for every thread that multiplies, more than this whole model's slots"""
+"""Additional device memory with CUDA. cuBLAS allocates 32 MiB for each thread that multiplies
+matrices, which is more than all slots of this small model."""
 STEPS = 300
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """A Qwen2-style model with random weights as a Hugging Face folder; returns its number of parameters."""
+    """Writes a small Qwen2 model with random weights as a Hugging Face folder.
+
+    Returns its number of parameters.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -37,20 +44,30 @@ def make_model(folder: Path, seed: int) -> int:
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen2Config(
-        hidden_size=256, intermediate_size=896, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
-        tie_word_embeddings=False, max_position_embeddings=1024, use_cache=False, bos_token_id=256, eos_token_id=256,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=896,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+        use_cache=False,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def stage(number: int, title: str) -> None:
+    """Prints the heading of a stage."""
     print(f"\n=== {number}. {title}", flush=True)
 
 
 def command(*words: object) -> None:
-    """Runs one `megatrain` command as a user would; stops the demo where it fails."""
+    """Prints and runs one `megatrain` command. If it fails, the demo exits with its status."""
     arguments = [str(word) for word in words]
     print(f"$ megatrain {shlex.join(arguments)}", flush=True)
     status = cli.main(arguments)
@@ -59,10 +76,20 @@ def command(*words: object) -> None:
 
 
 def clear(out: Path) -> None:
-    """Makes room in `out`, if it is an earlier demo's. Raises UserError where it holds anything else."""
+    """Creates the folder `out`, or removes the results of an earlier demo from it.
+
+    Raises UserError if `out` contains anything that is not from a demo.
+    """
     marker = out / ".megatrain-demo"
-    if (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir()) and not marker.exists()):
-        raise UserError(str(out), found="something that no demo has written", allowed="a new folder, or an earlier demo's", fix="name another one with --out")
+    if (out.exists() and not out.is_dir()) or (
+        out.is_dir() and any(out.iterdir()) and not marker.exists()
+    ):
+        raise UserError(
+            str(out),
+            found="files that no demo has written",
+            allowed="a new folder, or one of an earlier demo",
+            fix="choose another folder with --out",
+        )
     for name in ("input", "run"):
         shutil.rmtree(out / name, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -70,26 +97,46 @@ def clear(out: Path) -> None:
 
 
 def demo(out: Path, steps: int, device: str) -> None:
-    """All stages; the result is in `out/run`."""
+    """Runs all stages. The result is in `out/run`."""
     start = time.monotonic()
     clear(out)
-    stage(1, "a small model in Hugging Face format, and the Python standard library's sources as its corpus")
+    stage(
+        1,
+        "make a small model in Hugging Face format; its training data are the sources of Python's"
+        " standard library",
+    )
     model, corpus = out / "input" / "demo-11m", Path(sysconfig.get_paths()["stdlib"])
     parameters = make_model(model, seed=0)
     on_cuda = options.device(argparse.Namespace(device=device)).type == "cuda"
     cap = int(CAP * 16 * parameters) + (CUDA_WORKSPACE_BYTES if on_cuda else 0)
-    print(f"{model}: {parameters / 1e6:.1f} M parameters; training state {format_bytes(16 * parameters)}; device memory capped at {format_bytes(cap)}")
+    print(
+        f"{model}: {parameters / 1e6:.1f} M parameters; training state"
+        f" {format_bytes(16 * parameters)}; device memory capped at {format_bytes(cap)}"
+    )
     print(f"corpus: {corpus}")
 
-    work = ["--batch", BATCH, "--seq", SEQUENCE, "--accumulation", ACCUMULATION, "--dtype", "bf16" if on_cuda else "fp32", "--loss-chunk", LOSS_CHUNK]
+    work = [
+        "--batch",
+        BATCH,
+        "--seq",
+        SEQUENCE,
+        "--accumulation",
+        ACCUMULATION,
+        "--dtype",
+        "bf16" if on_cuda else "fp32",
+        "--loss-chunk",
+        LOSS_CHUNK,
+    ]
     hardware, plan, run = out / "input" / "hardware.toml", out / "input" / "plan.toml", out / "run"
     stage(2, "calibrate: measure this machine")
     command("calibrate", model, *work, "--device", device, "--out", hardware)
-    stage(3, "plan: choose policy, slots, copy size and checkpoint interval for that memory")
-    command("plan", model, "--hardware", hardware, "--device-memory", f"{cap}B", *work, "--out", plan)
+    stage(3, "plan: choose policy, slots, copy size and checkpoint interval for the capped memory")
+    command(
+        "plan", model, "--hardware", hardware, "--device-memory", f"{cap}B", *work, "--out", plan
+    )
     stage(4, "train: execute the plan")
     command("train", plan, "--data", corpus, "--steps", steps, "--device", device, "--out", run)
-    stage(5, "compare: predicted against measured, as a table, as pictures and as a page for a browser")
+    stage(5, "compare: predicted and measured, as a table, as pictures and as an HTML page")
     command("compare", run)
     command("report", run)
     stage(6, f"done in {time.monotonic() - start:.0f} s")
@@ -98,9 +145,17 @@ def demo(out: Path, steps: int, device: str) -> None:
 
 
 def main() -> int:
+    """Parses the options, runs the demo, and returns the exit status."""
     parser = OneLineParser(prog="megatrain demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the result (default demo)")
-    parser.add_argument("--steps", type=options.whole("--steps"), default=STEPS, help=f"optimizer steps (default {STEPS})")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder for the result (default demo)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=options.whole("--steps"),
+        default=STEPS,
+        help=f"optimizer steps (default {STEPS})",
+    )
     options.add_device(parser)
 
     def run() -> int:

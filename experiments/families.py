@@ -1,33 +1,57 @@
-"""Which decoder families are supported: `python -m megatrain.experiments.families` prints the table, for the transformers that is installed.
+"""Prints a table of the model families that are supported, for the installed transformers.
 
-Supported means that `tests/runtime/test_families.py` holds: loss and every gradient of a tiny random model are those of transformers' whole model (fp32 1e-5,
-bf16 2e-2 relative), its folder is read, trained and written again, and every cost is compared with what autograd and PyTorch's counter say.
+    python -m megatrain.experiments.families
+
+A family is supported if it passes `tests/runtime/test_families.py`. There, the loss and all
+gradients of a tiny random model match transformers' whole model, within 1e-5 in fp32 and 2e-2 in
+bf16, relative. The model's folder is read, trained and written again. Its costs are compared with
+the activations that autograd saves and with PyTorch's FLOP counter.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from megatrain.simulator.families import FAMILIES, INSIDE, NOT_YET, REFUSED
+from megatrain.simulator.model.families import FAMILIES, INSIDE, NOT_YET, REFUSED
 
 
 def table(causal: list[str]) -> str:
-    """Markdown, of the `model_type`s that transformers has a causal language model for."""
+    """Returns a Markdown table that groups families by support or the reason for refusal.
+
+    Args:
+        causal: the `model_type`s for which transformers has a causal language model.
+    """
     refused: dict[str, list[str]] = defaultdict(list)
     for family in causal:
         if family not in FAMILIES and family not in INSIDE:
             refused[REFUSED.get(family, NOT_YET)].append(family)
-    rows = [(f"**supported**, {len(FAMILIES)}", sorted(FAMILIES)), ("**supported**, the language model inside", sorted(INSIDE))]
-    rows += [(f"refused: {reason}", sorted(families)) for reason, families in sorted(refused.items(), key=lambda entry: -len(entry[1]))]
-    return "\n".join(["| | families (`model_type`) |", "|---|---|", *(f"| {reason} | {', '.join(families)} |" for reason, families in rows)])
+    rows = [
+        (f"**supported**, {len(FAMILIES)}", sorted(FAMILIES)),
+        ("**supported**, the language model inside", sorted(INSIDE)),
+    ]
+    rows += [
+        (f"refused: {reason}", sorted(families))
+        for reason, families in sorted(refused.items(), key=lambda entry: -len(entry[1]))
+    ]
+    return "\n".join(
+        [
+            "| | families (`model_type`) |",
+            "|---|---|",
+            *(f"| {reason} | {', '.join(families)} |" for reason, families in rows),
+        ]
+    )
 
 
 def main() -> None:
+    """Prints the table for the installed version of transformers."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     causal = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    print(f"Of the {len(causal)} `model_type`s for which transformers {transformers.__version__} has a causal language model:\n\n{table(causal)}")
+    print(
+        f"Of the {len(causal)} `model_type`s for which transformers {transformers.__version__} has"
+        f" a causal language model:\n\n{table(causal)}"
+    )
 
 
 if __name__ == "__main__":

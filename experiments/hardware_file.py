@@ -1,4 +1,4 @@
-"""Hardware file: a measured machine as a TOML file that says, section by section, what its numbers are."""
+"""Writes a measured machine as a TOML file, with comments that explain each section."""
 
 from __future__ import annotations
 
@@ -7,45 +7,83 @@ from typing import Any
 
 import msgspec
 
-from megatrain.simulator.files import write_toml
-from megatrain.simulator.hardware import HardwareSpec
+from megatrain.simulator.base.files import write_toml
+from megatrain.simulator.hardware.machine import HardwareSpec
 
-_HEADING = """A machine, measured by `{command}`. GB are 10^9 bytes; ns are 10^-9 s.
-Each measured number is a median or a mean; costs.spread, the last section, has under its name the interquartile range of its repeats over their median.
-`megatrain calibrate --again` measures all of it anew, and says whether the two agree within these spreads.
-Derived, so without a spread: what begins with h2d and d2h, link_latency_ns, cpu_update_per_s (from costs.curves), duplex_fraction (from costs.contention),
-linear_efficiency (from costs.compute). Bytes are counted, and have none either.
-attention_efficiency and attention_half_tokens are an H200's, not measured here; uncertainty is stated, of what is predicted from the rates alone."""
+_HEADING = """A machine, measured by `{command}`. 1 GB is 10^9 bytes, and 1 ns is 10^-9 s.
+Each measured number is a median or a mean. Its spread is in costs.spread, the last section,
+under the same name: the interquartile range of the repeats divided by their median.
+`megatrain calibrate --again` measures the machine once more and reports whether the two
+calibrations agree within these spreads.
+Derived numbers have no spread. From costs.curves: keys that begin with h2d or d2h,
+link_latency_ns and cpu_update_per_s. From costs.contention: duplex_fraction.
+From costs.compute: linear_efficiency. Bytes are counted and have no spread either.
+attention_efficiency and attention_half_tokens are those of an H200 and were not measured here.
+uncertainty is an assumption, and applies to predictions that use the rates only."""
 _COMMENTS = {
-    "h2d_curve": "[bytes of a copy, GB/s], to the device and to the host",
+    "h2d_curve": "[bytes of a copy, GB/s], to the device (h2d) and to the host (d2h)",
     "duplex_curve": "[bytes of a copy, GB/s of each direction while both are busy]",
-    "peak_tflops": "What a large matrix product reaches, 10^12 FLOP/s, by dtype.",
-    "costs": "What was measured op by op: used instead of the rates above. process_bytes: host memory that a process takes beside its pools.",
-    "costs.fixed": "What one launch of a kernel and one recording of an event cost the host, and the rates of new pages; for the reader alone.",
-    "costs.dispatch_ns": "Of each lane, ns from an op being ready to its start.",
-    "costs.contention": "Of each lane, the share of its speed that it keeps while the other lane is busy too; h2d+d2h: while both are.\n"
-    "1 where it is less than two standard errors from that.",
-    "costs.turns": "How updates and layers share the device: ns that an update waits for its turn, and what compute loses of its speed\n"
-    "for each share of its own that the update has. Used instead of the contention between the two.",
-    "costs.host_memory": "The host's DRAM, as fitted once: instead of the contention between the link and the cpu lane.",
-    "costs.curves": "[size, ns] by kind of op. The size is bytes for load_weights and save_gradients, which stand for every copy to the device and to the host,\n"
-    "and parameters for all others; 0 for what has none. KIND@LANE: on that lane instead of its usual one. KIND:add: onto a sum. KIND:wide: of an fp32 gradient.",
-    "costs.compute": "[amount, ns] by kind of op and shape. Another shape's time is in proportion to the amount: FLOPs, or elements of an embedding.\n"
-    "A shape is FAMILY-HIDDENxMLP-HEADS:KEY_VALUE_HEADSxHEAD_SIZE-vVOCABULARY/BATCHxSEQUENCE-DTYPE. -kept: without the attention, which\n"
-    "was kept; -compiled: by torch.compile; -documents: several in a row, kept apart.",
+    "peak_tflops": "Speed of a large matrix product in 10^12 FLOP/s, by dtype.",
+    "costs": (
+        "Durations of measured operations, which are used instead of the rates above.\n"
+        "process_bytes: host memory of a process besides its pools."
+    ),
+    "costs.fixed": (
+        "Host time of one kernel launch and of recording one event, and the rates at which new\n"
+        "pages are allocated. For information only."
+    ),
+    "costs.dispatch_ns": "By lane, the ns from an operation being ready to its start.",
+    "costs.contention": (
+        "By pair of lanes, the share of its speed that the first keeps while the second is busy.\n"
+        "h2d+d2h: while both copy lanes are busy. 1 where the measured share differs from 1 by\n"
+        "less than two standard errors."
+    ),
+    "costs.turns": (
+        "How updates and layers share the GPU: the ns that an update waits for its turn, and the\n"
+        "loss of compute's speed for each share of its own speed that the update has.\n"
+        "Used instead of the contention between these two lanes."
+    ),
+    "costs.host_memory": (
+        "Bandwidth of the host's DRAM, fitted once. Used instead of the contention between the\n"
+        "link and the cpu lane."
+    ),
+    "costs.curves": (
+        "[size, ns] by kind of operation. The size is in bytes for load_weights and\n"
+        "save_gradients, which represent all copies to the device and to the host, and in\n"
+        "parameters for other kinds. It is 0 for kinds without a size.\n"
+        "KIND@LANE: on this lane instead of the usual one. KIND:add: added to a sum.\n"
+        "KIND:wide: with fp32 gradients."
+    ),
+    "costs.compute": (
+        "[amount, ns] by kind of operation and shape. The amount is in FLOPs, or in elements for\n"
+        "an embedding. The time of a shape that was not measured is proportional to it. A shape is"
+        "\n"
+        "FAMILY-HIDDENxMLP-HEADS:KEY_VALUE_HEADSxHEAD_SIZE-vVOCABULARY/BATCHxSEQUENCE-DTYPE.\n"
+        "-kept: with saved attention, so that it is not recomputed. -compiled: by torch.compile.\n"
+        "-documents: with several documents in a row, kept apart."
+    ),
     "costs.activations": "[tokens, bytes that one decoder layer saves for its backward] by shape.",
-    "costs.workspace": "Peak device bytes that ops take besides the plan's pools and what is saved: in a decoder layer, in head or embedding, in the optimizer.",
-    "costs.spread": "Interquartile range over median, by the name of the number: `KIND SIZE` and `KIND SHAPE` stand for those of costs.curves and costs.compute.",
+    "costs.workspace": (
+        "Peak device bytes of operations besides the plan's pools and the saved activations: in a\n"
+        "decoder layer, in head or embedding, and in the optimizer."
+    ),
+    "costs.spread": (
+        "Interquartile range divided by the median, by the name of the number. `KIND SIZE` and\n"
+        "`KIND SHAPE` are numbers of costs.curves and costs.compute."
+    ),
 }
-"""key or section -> what stands above the first of it"""
+"""Key or section -> the comment above it."""
 
 
 def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
-    """`hardware`, measured by `command`, at `path`, atomically; what is empty is left out. Reads back equal with `HardwareSpec.load`."""
-    told = _without_empty(msgspec.to_builtins(hardware))
-    if "costs" in told:
-        told["costs"] = _without_empty(told["costs"])
-    write_toml(path, told, _HEADING.format(command=command), _COMMENTS)
+    """Writes `hardware`, measured by `command`, to the file `path` in one atomic operation.
+
+    Empty fields are left out. `HardwareSpec.load` returns an equal value.
+    """
+    content = _without_empty(msgspec.to_builtins(hardware))
+    if "costs" in content:
+        content["costs"] = _without_empty(content["costs"])
+    write_toml(path, content, _HEADING.format(command=command), _COMMENTS)
 
 
 def _without_empty(table: dict[str, Any]) -> dict[str, Any]:

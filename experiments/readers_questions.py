@@ -1,9 +1,10 @@
-"""Readers' questions, answered by `megatrain check`: prints each command and the lines of its answer that matter, as Markdown.
+"""Prints readers' questions with the answers of `megatrain check`, as Markdown.
 
     python -m megatrain.experiments.readers_questions
 
-`docs/answers.md` is this program's output below an introduction. "The largest model" is the one with the most parameters in the
-library that fits with one sequence of 1,024 tokens a micro-batch.
+Each answer is a command and the relevant lines of its output. `docs/answers.md` is this output
+below an introduction. "The largest model" is the model with the most parameters in the library
+that fits with micro-batches of one sequence of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -14,17 +15,28 @@ import sys
 from pathlib import Path
 
 from megatrain.experiments import cli
-from megatrain.simulator import specs
-from megatrain.simulator.capacity import frugal, largest_batch
+from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import specs
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.capacity import largest_batch, least_memory_plans
 from megatrain.simulator.policies import contenders
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.units import parse_bytes
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
 
-_MATTERS = ("fits", "DOES NOT FIT", "step ", "most that fits", "no micro-batch", "the nearest", "    --", "8 GPUs", "1 B tokens", "would help")
+_MATTERS = (
+    "fits",
+    "DOES NOT FIT",
+    "step ",
+    "largest that fits",
+    "no micro-batch",
+    "the nearest",
+    "    --",
+    "8 GPUs",
+    "1 B tokens",
+    "would help",
+)
 _ONE = "--batch 1 --seq 1024"
 QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -34,44 +46,72 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "qwen2.5-72b --hardware h200 --host-memory 1.5TiB --batch 64 --tokens 1B --gpus 8",
         ),
     ),
-    ("The largest model on an RTX 3080 of 10 GB with 64 GB of host memory?", (f"LARGEST --hardware rtx3080-10gb --host-memory 64GiB {_ONE}",)),
+    (
+        "The largest model on an RTX 3080 of 10 GB with 64 GB of host memory?",
+        (f"LARGEST --hardware rtx3080-10gb --host-memory 64GiB {_ONE}",),
+    ),
     ("On an RTX 3090 with 251 GB?", (f"LARGEST --hardware rtx3090 --host-memory 251GB {_ONE}",)),
     ("On a Ryzen AI Max 395 with 128 GB?", (f"LARGEST --hardware ryzen-ai-max-395-128gb {_ONE}",)),
-    ("On a Mac?", (f"LARGEST --hardware apple-m4-max {_ONE}", f"LARGEST --hardware apple-m3-ultra {_ONE}")),
+    (
+        "On a Mac?",
+        (f"LARGEST --hardware apple-m4-max {_ONE}", f"LARGEST --hardware apple-m3-ultra {_ONE}"),
+    ),
     (
         "7B with 512k tokens of context, on a GH200 and on an H200?",
-        tuple(f"qwen2.5-7b --hardware {name} --batch 1 --seq 524288" for name in ("gh200-96", "h200")),
+        tuple(
+            f"qwen2.5-7b --hardware {name} --batch 1 --seq 524288" for name in ("gh200-96", "h200")
+        ),
     ),
     ("14B on an H200 with 128 GB of host memory?", ("qwen2.5-14b --hardware h200",)),
 )
-"""question -> what follows `megatrain check`; LARGEST stands for a model to be found"""
+"""Pairs of a question and the arguments of `megatrain check` that answer it. LARGEST stands for
+the model that `largest` returns."""
 
 
 def largest(words: list[str]) -> str:
-    """The model of most parameters in the library that fits what the options in `words` name."""
+    """Returns the name of the largest model in the library that fits with the options `words`."""
     options = dict(zip(words[::2], words[1::2], strict=True))
-    hardware, work = HardwareSpec.load(options["--hardware"]), Workload(batch=int(options["--batch"]), sequence=int(options["--seq"]))
-    host = parse_bytes(options["--host-memory"]) if "--host-memory" in options else hardware.host_bytes
-    models = [ModelSpec.load(file.stem) for file in (Path(specs.__file__).parent / "library" / "models").glob("*.json")]
+    hardware, work = (
+        HardwareSpec.load(options["--hardware"]),
+        Workload(batch=int(options["--batch"]), sequence=int(options["--seq"])),
+    )
+    host = (
+        parse_bytes(options["--host-memory"]) if "--host-memory" in options else hardware.host_bytes
+    )
+    models = [
+        ModelSpec.load(file.stem)
+        for file in (Path(specs.__file__).parents[1] / "library" / "models").glob("*.json")
+    ]
     for model in sorted(models, key=lambda model: -model.parameters):
         names = ["resident"] if hardware.unified else contenders()
         plan = Plan(
-            policy=names[0], hardware=hardware.name, source=model.name, model=model, workload=work, device_limit_bytes=hardware.device_bytes, host_limit_bytes=host
-        )  # fmt: skip
-        if largest_batch(frugal(plan, cost_model(hardware, model, work), names), work):
+            policy=names[0],
+            hardware=hardware.name,
+            source=model.name,
+            model=model,
+            workload=work,
+            device_limit_bytes=hardware.device_bytes,
+            host_limit_bytes=host,
+        )
+        if largest_batch(least_memory_plans(plan, cost_model(hardware, model, work), names), work):
             return model.name
     return "none"
 
 
 def answer(words: list[str]) -> list[str]:
-    """The lines that matter of what `megatrain check WORDS` prints."""
+    """Returns the relevant lines of the output of `megatrain check WORDS`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         cli.main(["check", *words])
-    return [line for line in out.getvalue().splitlines() if line.startswith(_MATTERS) or " binds: the nearest" in line]
+    return [
+        line
+        for line in out.getvalue().splitlines()
+        if line.startswith(_MATTERS) or ": the nearest" in line
+    ]
 
 
 def main() -> int:
+    """Prints every question with its answer, and returns the exit status."""
     for question, commands in QUESTIONS:
         print(f"## {question}\n\n```")
         for command in commands:

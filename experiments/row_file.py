@@ -1,4 +1,7 @@
-"""Row files: JSON lines, appended as they are found, so that what is interrupted can go on. A last line that was cut off is dropped."""
+"""Files of JSON lines to which a long job appends its results, so that it can be continued.
+
+If the job was interrupted while it wrote the last line, that line is dropped.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def parse_rows(text: bytes, kind: type[T], where: str) -> tuple[list[T], int]:
-    """The rows in a file's content, and how many of its bytes are whole lines. Raises UserError for a whole line that is no `kind`."""
+    """Returns the rows in a file's content, and how many of its bytes are complete lines.
+
+    Raises UserError for a complete line that is not a `kind`.
+    """
     whole = text.rfind(b"\n") + 1
     decoder, rows = msgspec.json.Decoder(kind), list[T]()
     for number, line in enumerate(text[:whole].splitlines(), 1):
@@ -23,21 +29,28 @@ def parse_rows(text: bytes, kind: type[T], where: str) -> tuple[list[T], int]:
         try:
             rows.append(decoder.decode(line))
         except msgspec.DecodeError as error:
-            raise UserError(place, found=f"no row: {error}", allowed="rows that this command wrote", fix="remove the line, or name another --out") from None
-        except UserError as error:  # a knob out of its range, say
+            raise UserError(
+                place,
+                found=f"no row: {error}",
+                allowed="rows that this command wrote",
+                fix="remove the line, or choose another --out",
+            ) from None
+        except UserError as error:  # for example a knob out of its range
             raise error.inside(place) from None
     return rows, whole
 
 
 def write_rows(file: BinaryIO, rows: Iterable[msgspec.Struct]) -> None:
-    """Whole lines at a time."""
+    """Writes each row as one line of JSON, all of them in a single write."""
     file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     file.flush()
 
 
 def append_row(path: Path, row: msgspec.Struct) -> None:
-    """After the whole lines of a file, which may be a new one; what is left of a line that was cut off goes. Written through to the disk: a machine that is
-    taken away leaves the rows before it.
+    """Appends `row` to the file `path`, which is created if it does not exist.
+
+    An incomplete last line is removed first. The row is synced to disk, so that it is kept if the
+    machine is lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:

@@ -1,4 +1,4 @@
-"""Script: how every `python -m megatrain.experiments...` ends, whatever ended it."""
+"""Turns errors and signals into one line and an exit status, for every program of this package."""
 
 from __future__ import annotations
 
@@ -11,22 +11,34 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from megatrain.simulator.errors import Interrupted, UserError
+from megatrain.simulator.base.errors import Interrupted, UserError
 
 
 def path_error(error: OSError) -> UserError | None:
-    """In one line, what no check of ours foresaw: a name too long, a folder that may not be entered, a full disk. None for what is no path's fault."""
-    if error.strerror is None or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT)):
+    """Returns the one-line error for an OSError that a path or a full disk caused, else None.
+
+    These are errors that no earlier check reports, such as a name that is too long or a folder
+    that may not be entered.
+    """
+    if error.strerror is None or (
+        error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT)
+    ):
         return None
     where = "output" if error.filename is None else str(error.filename)
-    return UserError(where, found=error.strerror.lower(), allowed="a path that can be used", fix="check the path, its permissions and the room on its disk")
+    return UserError(
+        where,
+        found=error.strerror.lower(),
+        allowed="a usable path",
+        fix="check the path, its permissions and the free space on its disk",
+    )
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """While it is entered, SIGTERM and SIGHUP raise Interrupted in the main thread, as Ctrl-C does, so that what is half written is removed.
+    """Makes SIGTERM and SIGHUP raise Interrupted in the main thread, as Ctrl-C does.
 
-    Later ones are ignored while that is done. A signal that is ignored or handled already stays so: `nohup` works.
+    Half-written files are then removed as the exception propagates. Further signals are ignored
+    meanwhile. A signal that is already ignored or handled is left alone, so that `nohup` works.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -35,7 +47,11 @@ def interruptible() -> Iterator[None]:
         raise Interrupted(number)
 
     here = threading.current_thread() is threading.main_thread()
-    chosen = [each for each in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(each) is signal.SIG_DFL]
+    chosen = [
+        each
+        for each in (signal.SIGTERM, signal.SIGHUP)
+        if here and signal.getsignal(each) is signal.SIG_DFL
+    ]
     for each in chosen:
         signal.signal(each, end)
     try:
@@ -46,15 +62,21 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupted(name: str, error: KeyboardInterrupt) -> int:
-    """The status after a signal, told in one line: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    """Prints one line and returns the exit status after a signal.
+
+    The status is 130 after Ctrl-C, 143 after SIGTERM, and 129 after SIGHUP.
+    """
+    with contextlib.suppress(OSError):  # the terminal may have been closed
         print(f"{name}: interrupted", file=sys.stderr)
     return error.status if isinstance(error, Interrupted) else 130
 
 
 def ended(name: str, run: Callable[[], int]) -> int:
-    """The status of `run`; 2 for a mistake of the user or a path that cannot be used, told in one line that begins with
-    `name`; 130 after Ctrl-C and 143 after SIGTERM, 141 where nobody reads on.
+    """Calls `run` and returns the exit status of the program `name`.
+
+    The status is that of `run`. For a mistake of the user or an unusable path it is 2, after one
+    line on standard error that begins with `name`. It is 130 after Ctrl-C, 143 after SIGTERM, 129
+    after SIGHUP, and 141 if the reader of standard output has gone.
     """
     try:
         with interruptible():

@@ -1,4 +1,7 @@
-"""Uncollected: without Python's collector of cycles, which walks the ops of every schedule of a search again and again, and finds none."""
+"""Pauses Python's cyclic garbage collector during a search for a plan.
+
+The collector traverses the ops of every schedule again and again, and they contain no cycles.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A quarter of a search's time (14B, 131,072 tokens a step: 2.4 -> 1.7 to 1.9 s of one core of the machine that the tests run on)."""
+    """Turns the garbage collector off, and on again at the end if it was on.
+
+    This saves a quarter of the time of a search: 1.8 s in place of 2.4 s on one core, for a 14B
+    model with 131,072 tokens per step.
+    """
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,1 +1,3 @@
-"""Figures of the paper (arXiv 2604.05091), one file each. They read result files and never simulate while plotting."""
+"""The figures of the paper (arXiv 2604.05091), one file each. They are drawn from stored results,
+and nothing is simulated while drawing.
+"""

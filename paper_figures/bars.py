@@ -1,4 +1,4 @@
-"""Bars: told values, hatched, beside predicted ones, in groups; what does not fit or was not told is said in words."""
+"""Groups of bars: hatched bars of the paper's values next to plain bars of predictions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,44 @@ from matplotlib.axes import Axes
 from megatrain.paper_figures.style import HATCHES, INK, LOOKS, MUTED
 
 Bar = tuple[str, float | None, str, float | None, bool]
-"""system; told; how sure (`none`: the paper says nothing of it); predicted; whether it can be predicted at all"""
+"""(system, the paper's value, its certainty, predicted value, whether a policy can predict it). A
+certainty of `none` means that the paper has no value.
+"""
 
 
-class Group(NamedTuple):
-    """Bars side by side over one label."""
+class BarGroup(NamedTuple):
+    """Bars next to each other over one label."""
 
     label: str
     bars: list[Bar]
 
 
-def bars(axes: Axes, groups: Sequence[Group]) -> None:
-    """Told: hatched, hollow within a dotted line where doubtful. Predicted: plain. A cross where told or predicted not to fit, a dash without a policy."""
+def bars(axes: Axes, groups: Sequence[BarGroup]) -> None:
+    """Draws the groups. The paper's values are hatched, or hollow with a dotted edge if they are
+    doubtful. Predictions are plain. A cross marks what does not fit in the paper or in the
+    prediction.
+    """
     x, ticks = 0.0, []
-    top = max(value for group in groups for _, told, _, predicted, _ in group.bars for value in (told, predicted) if value is not None)
+    top = max(
+        value
+        for group in groups
+        for _, reported, _, predicted, _ in group.bars
+        for value in (reported, predicted)
+        if value is not None
+    )
     for group in groups:
         start = x
-        for system, told, sure, predicted, predictable in group.bars:
+        for system, reported, sure, predicted, predictable in group.bars:
             colour = LOOKS[system].colour
             if sure != "none":
-                if told is None:
-                    axes.text(x, 0.01 * top, "×", ha="center", va="bottom", fontsize=8, color="black")
+                if reported is None:
+                    axes.text(
+                        x, 0.01 * top, "×", ha="center", va="bottom", fontsize=8, color="black"
+                    )
                 else:
                     axes.bar(
                         x,
-                        told,
+                        reported,
                         0.9,
                         facecolor="white",
                         edgecolor=colour,
@@ -45,10 +58,29 @@ def bars(axes: Axes, groups: Sequence[Group]) -> None:
                 x += 1
             if predictable:
                 if predicted is None:
-                    axes.text(x, 0.01 * top, "×", ha="center", va="bottom", fontsize=8, color=colour)
+                    axes.text(
+                        x, 0.01 * top, "×", ha="center", va="bottom", fontsize=8, color=colour
+                    )
                 else:
-                    axes.bar(x, predicted, 0.9, facecolor=colour, hatch=HATCHES.get(system, ""), edgecolor=INK, linewidth=0.4)
-                    axes.text(x, predicted + 0.01 * top, f"{predicted:.0f}", ha="center", va="bottom", fontsize=7, color=MUTED, rotation=90)
+                    axes.bar(
+                        x,
+                        predicted,
+                        0.9,
+                        facecolor=colour,
+                        hatch=HATCHES.get(system, ""),
+                        edgecolor=INK,
+                        linewidth=0.4,
+                    )
+                    axes.text(
+                        x,
+                        predicted + 0.01 * top,
+                        f"{predicted:.0f}",
+                        ha="center",
+                        va="bottom",
+                        fontsize=7,
+                        color=MUTED,
+                        rotation=90,
+                    )
                 x += 1
         ticks.append(((start + x - 1) / 2, group.label))
         x += 1.2

@@ -1,4 +1,6 @@
-"""Figure 2: the architecture, drawn from the code's own folders and from the lanes of a measured step."""
+"""Figure 2: the architecture, drawn from the code's folders and from the lanes
+of a measured step.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,34 @@ from typing import Any
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results, Run
-from megatrain.paper_figures.table import Drawn, Row
-from megatrain.simulator.errors import UserError
+from megatrain.paper_figures.results import Results, StoredRun
+from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule import LANES
 
 ROOT = Path(__file__).parents[1]
 RUN = "h200-qwen2.5-7b-24GiB"
 BOXES: dict[str, tuple[float, float, float, str, tuple[str, ...]]] = {
-    "model, workload": (0.0, 0.62, 0.2, "simulator", ("specs", "workload", "families")), "machine": (0.0, 0.16, 0.2, "simulator", ("hardware", "library")),
-    "plan": (0.26, 0.39, 0.2, "simulator", ("plan", "planner", "placing")), "schedule": (0.52, 0.39, 0.2, "simulator", ("schedule", "policies")),
-    "predicted timeline": (0.78, 0.78, 0.22, "simulator", ("engine", "costs", "memory")), "measured timeline": (0.78, 0.0, 0.22, "runtime", ("executor", "lanes", "layers")),
-    "error report": (0.78, 0.39, 0.22, "simulator", ("compare",)), "calibration": (0.26, 0.0, 0.2, "runtime", ("calibrate", "rates")),
-}  # fmt: skip
-"""what it holds -> left, bottom, width, folder, its files"""
+    "model, workload": (0.0, 0.62, 0.2, "simulator", ("model",)),
+    "machine": (0.0, 0.16, 0.2, "simulator", ("hardware", "library")),
+    "plan": (0.26, 0.39, 0.2, "simulator", ("planner",)),
+    "schedule": (0.52, 0.39, 0.2, "simulator", ("schedule", "policies")),
+    "predicted timeline": (0.78, 0.78, 0.22, "simulator", ("engine", "costs", "memory")),
+    "measured timeline": (0.78, 0.0, 0.22, "runtime", ("execution", "layers")),
+    "error report": (0.78, 0.39, 0.22, "simulator", ("compare",)),
+    "calibration": (0.26, 0.0, 0.2, "runtime", ("calibration",)),
+}
+"""Box -> (left, bottom, width, folder, files)."""
 ARROWS = (
-    ("model, workload", "plan"), ("machine", "plan"), ("plan", "schedule"), ("schedule", "predicted timeline"), ("schedule", "measured timeline"),
-    ("predicted timeline", "error report"), ("measured timeline", "error report"), ("calibration", "machine"),
-)  # fmt: skip
+    ("model, workload", "plan"),
+    ("machine", "plan"),
+    ("plan", "schedule"),
+    ("schedule", "predicted timeline"),
+    ("schedule", "measured timeline"),
+    ("predicted timeline", "error report"),
+    ("measured timeline", "error report"),
+    ("calibration", "machine"),
+)
 _HEIGHT = 0.22
 _TINTS = {"simulator": "#e3f0fa", "runtime": "#e5f4ec"}
 
@@ -36,19 +48,33 @@ def draw(results: Results) -> Drawn:
     figure, (left, right) = style.canvas(style.PAGE, 4.6, nrows=2, height_ratios=(1.35, 1))
     _boxes(left)
     kinds = _lanes(right, run)
-    made = f"Folders and files as they are; ops counted in the schedule of {run.plan.model.name} on 24 GiB of one {run.where}."
+    made = (
+        f"Folders of the code; ops counted in the schedule of {run.plan.model.name} on 24 GiB of"
+        f" one {run.where}."
+    )
     style.footer(figure, made)
     rows = [
-        Row(item=f"{lane}: {kind}", quantity="ops", unit="ops a step", measured=float(count))
+        TableRow(item=f"{lane}: {kind}", quantity="ops", unit="ops per step", measured=float(count))
         for lane, counted in kinds.items()
         for kind, count in counted.items()
     ]
     return Drawn(
-        figure, rows, "Figure 2: architecture",
-        claim="Host memory is the store of parameters and optimizer state, the GPU a transient engine that streams layers through two buffers, gradients leaving through a slab pool, the optimizer on the CPU.",
-        finding=f"Here one schedule is read by two interpreters, the simulator and the runtime, so its lanes are those of both; in this plan {sum(kinds['h2d'].values())} copies come to the device and {sum(kinds['d2h'].values())} leave it in a step, and the optimizer runs on the device (lane `update`), not on the CPU.",
+        figure,
+        rows,
+        "Figure 2: architecture",
+        claim=(
+            "Host memory stores parameters and optimizer state. The GPU is a transient engine:"
+            " layers stream through two buffers, gradients leave through a slab pool, and the"
+            " optimizer runs on the CPU."
+        ),
+        finding=(
+            "Two interpreters, the simulator and the runtime, read one schedule, so both have the"
+            f" same lanes. In a step of this plan, {sum(kinds['h2d'].values())} copies go to the"
+            f" device and {sum(kinds['d2h'].values())} leave it, and the optimizer runs on the"
+            " device (lane `update`), not on the CPU."
+        ),
         made=made,
-    )  # fmt: skip
+    )
 
 
 def _boxes(axes: Any) -> None:
@@ -60,14 +86,35 @@ def _boxes(axes: Any) -> None:
         for file in files:
             if not ((ROOT / folder / f"{file}.py").exists() or (ROOT / folder / file).is_dir()):
                 raise UserError(
-                    f"{ROOT / folder / file}", found="no such file", allowed="a module of today's code", fix="correct BOXES in paper_figures/figure2.py"
+                    f"{ROOT / folder / file}",
+                    found="no such file",
+                    allowed="a module of today's code",
+                    fix="correct BOXES in paper_figures/figure2.py",
                 )
         axes.add_patch(
-            FancyBboxPatch((x, y), width, _HEIGHT, boxstyle="round,pad=0,rounding_size=0.02", facecolor=_TINTS[folder], edgecolor=style.INK, linewidth=0.7)
+            FancyBboxPatch(
+                (x, y),
+                width,
+                _HEIGHT,
+                boxstyle="round,pad=0,rounding_size=0.02",
+                facecolor=_TINTS[folder],
+                edgecolor=style.INK,
+                linewidth=0.7,
+            )
         )
-        axes.text(x + width / 2, y + 0.165, name, ha="center", va="center", fontsize=7.5, fontweight="bold")
+        axes.text(
+            x + width / 2,
+            y + 0.165,
+            name,
+            ha="center",
+            va="center",
+            fontsize=7.5,
+            fontweight="bold",
+        )
         lines = f"{folder}/\n" + ", ".join(files)
-        axes.text(x + width / 2, y + 0.07, lines, ha="center", va="center", fontsize=7, color=style.MUTED)
+        axes.text(
+            x + width / 2, y + 0.07, lines, ha="center", va="center", fontsize=7, color=style.MUTED
+        )
     for source, target in ARROWS:
         axes.add_patch(_arrow(BOXES[source], BOXES[target]))
 
@@ -82,11 +129,19 @@ def _arrow(source: Any, target: Any) -> FancyArrowPatch:
         ends = (x + width / 2, y), (to_x + to_width / 2, to_y + _HEIGHT)
     else:
         ends = (x + width / 2, y + _HEIGHT), (to_x + to_width / 2, to_y)
-    return FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=7, color=style.INK, linewidth=0.8, shrinkA=1, shrinkB=1)
+    return FancyArrowPatch(
+        *ends,
+        arrowstyle="-|>",
+        mutation_scale=7,
+        color=style.INK,
+        linewidth=0.8,
+        shrinkA=1,
+        shrinkB=1,
+    )
 
 
-def _lanes(axes: Any, run: Run) -> dict[str, dict[str, int]]:
-    """Rows of lanes with the kinds of ops that ran there; returns their numbers."""
+def _lanes(axes: Any, run: StoredRun) -> dict[str, dict[str, int]]:
+    """Draws a row for each lane with the kinds of ops that ran there, and returns their counts."""
     counted: dict[str, Counter[str]] = defaultdict(Counter)
     for span in run.measured.spans:
         counted[span.lane][span.kind] += 1
@@ -99,10 +154,20 @@ def _lanes(axes: Any, run: Run) -> dict[str, dict[str, int]]:
         top = 1 - row * height
         axes.add_patch(
             FancyBboxPatch(
-                (0, top - height + 0.02), 1, height - 0.03, boxstyle="round,pad=0,rounding_size=0.02", facecolor="#f3f5f7", edgecolor=style.MUTED, linewidth=0.5
+                (0, top - height + 0.02),
+                1,
+                height - 0.03,
+                boxstyle="round,pad=0,rounding_size=0.02",
+                facecolor="#f3f5f7",
+                edgecolor=style.MUTED,
+                linewidth=0.5,
             )
         )
         axes.text(0.015, top - height / 2, lane, va="center", fontsize=7.5, fontweight="bold")
-        names = [f"{kind.replace('_', ' ')} {count}" for kind, count in counted[lane].most_common()] or ["nothing in this plan"]
-        axes.text(0.13, top - height / 2, ", ".join(names), va="center", fontsize=7, color=style.INK)
+        names = [
+            f"{kind.replace('_', ' ')} {count}" for kind, count in counted[lane].most_common()
+        ] or ["nothing in this plan"]
+        axes.text(
+            0.13, top - height / 2, ", ".join(names), va="center", fontsize=7, color=style.INK
+        )
     return {lane: dict(counter) for lane, counter in counted.items()}

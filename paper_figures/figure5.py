@@ -1,9 +1,9 @@
-"""Figure 5: depth, 28 to 180 layers of 7B's width on a GH200: TFLOPS and host memory."""
+"""Figure 5: TFLOPS and host memory by depth, 28 to 180 layers of 7B's width on a GH200."""
 
 from __future__ import annotations
 
 from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Record, Results
+from megatrain.paper_figures.results import BenchmarkRecord, Results
 from megatrain.paper_figures.table import Drawn, rows_of, value_of
 
 SYSTEMS = ("megatrain_code", "paper_schedule", "ours", "zero3_offload", "fsdp2_offload")
@@ -11,7 +11,7 @@ GH200_GIB = 447
 
 
 def draw(results: Results) -> Drawn:
-    records, date = results.typed("figure5", list[Record])
+    records, date = results.typed("figure5", list[BenchmarkRecord])
     figure, (speed, memory) = style.canvas(style.PAGE, 3.1, ncols=2)
     style.plain(speed, "speed", "decoder layers", "TFLOPS (6N)")
     speed.set_ylim(0, 460)
@@ -25,7 +25,13 @@ def draw(results: Results) -> Drawn:
                 continue
             answer = {"ours": record.ours, "paper_schedule": record.paper_schedule}.get(name)
             fits = answer.fits if answer else record.code is not None and record.code.fits
-            value = value_of(answer, "tflops", 1) if answer else record.code.value if record.code and record.quantity == "tflops" else None
+            value = (
+                value_of(answer, "tflops", 1)
+                if answer
+                else record.code.value
+                if record.code and record.quantity == "tflops"
+                else None
+            )
             points[record.layers] = value if fits else None
             if record.code and not fits:
                 crosses.setdefault(name, []).append(record.layers)
@@ -34,35 +40,78 @@ def draw(results: Results) -> Drawn:
         style.no_room(speed, crosses.get(name, []), row, len(SYSTEMS), style.LOOKS[name].colour)
     for record in records:
         if record.quantity == "tflops" and record.paper is not None:
-            style.told(speed, [record.layers], [record.paper], [record.sure], style.LOOKS[record.system].marker)
+            style.reported(
+                speed,
+                [record.layers],
+                [record.paper],
+                [record.sure],
+                style.LOOKS[record.system].marker,
+            )
         elif record.quantity == "runs":
-            style.no_room(speed, [record.layers - 4], SYSTEMS.index(record.system), len(SYSTEMS), "black")
+            style.no_room(
+                speed, [record.layers - 4], SYSTEMS.index(record.system), len(SYSTEMS), "black"
+            )
     style.plain(memory, "host memory", "decoder layers", "host memory (GiB)")
-    hosts = sorted((record for record in records if record.quantity == "rss_gib"), key=lambda record: record.layers)
-    told = [record.paper for record in hosts if record.paper is not None]
-    style.predicted(memory, [record.layers for record in hosts], [record.code.value if record.code else None for record in hosts], "megatrain_code")
+    hosts = sorted(
+        (record for record in records if record.quantity == "rss_gib"),
+        key=lambda record: record.layers,
+    )
+    reported = [record.paper for record in hosts if record.paper is not None]
+    style.predicted(
+        memory,
+        [record.layers for record in hosts],
+        [record.code.value if record.code else None for record in hosts],
+        "megatrain_code",
+    )
     for name in ("paper_schedule", "ours"):
-        values = [getattr(record, name).host_gib if getattr(record, name) else None for record in hosts]
+        values = [
+            getattr(record, name).host_gib if getattr(record, name) else None for record in hosts
+        ]
         style.predicted(memory, [record.layers for record in hosts], values, name)
-    style.told(memory, [record.layers for record in hosts], told, [record.sure for record in hosts], "o")
+    style.reported(
+        memory,
+        [record.layers for record in hosts],
+        reported,
+        [record.sure for record in hosts],
+        "o",
+    )
     memory.axhline(GH200_GIB, color=style.MUTED, linewidth=0.8, linestyle=":")
-    memory.text(56, GH200_GIB + 8, "all that the GH200 has", fontsize=7, color=style.MUTED)
+    memory.text(56, GH200_GIB + 8, "host memory of the GH200", fontsize=7, color=style.MUTED)
     memory.set_ylim(0, 620)
     for axes in (speed, memory):
         axes.set_xticks(layers)
     style.legend(figure, style.handles(SYSTEMS, crosses=True), 4)
-    made = f"Predictions of {date} from the library's GH200; nothing measured here."
+    made = f"Predictions of {date} from the library's GH200; nothing was measured."
     style.footer(figure, made)
     rows = rows_of(records)
     found = {(row.item, row.quantity): row for row in rows}
     first, last = found["MegaTrain 28 layers", "tflops"], found["MegaTrain 132 layers", "tflops"]
     host = found["MegaTrain 132 layers", "rss_gib"]
-    most = max(abs(deviation) for row in rows if row.quantity == "rss_gib" and (deviation := row.deviation("published_code")) is not None)
-    lost = [1 - (row / start) for row, start in ((last.paper, first.paper), (last.published_code, first.published_code)) if row and start]
+    most = max(
+        abs(deviation)
+        for row in rows
+        if row.quantity == "rss_gib" and (deviation := row.deviation("published_code")) is not None
+    )
+    lost = [
+        1 - (row / start)
+        for row, start in ((last.paper, first.paper), (last.published_code, first.published_code))
+        if row and start
+    ]
     return Drawn(
-        figure, rows, "Figure 5: depth",
-        claim="MegaTrain loses little speed from 28 to 180 layers, while ZeRO-3 and FSDP collapse at 56 to 84 layers and then run out of memory.",
-        finding=f"The code's shape is met (told {lost[0]:.0%} slower at 132 layers than at 28, predicted {lost[1]:.0%}) and its host memory within {most:.1%} ({host.published_code:.0f} of {host.paper:g} GiB told at 132), with weights and moments alone, 10 bytes a parameter; "
-        "the collapse at 43 TFLOPS is no property of the baselines' schedules, and 84 layers of ZeRO-3 and 180 of MegaTrain are above the host's memory by our account, so something must have swapped.",
+        figure,
+        rows,
+        "Figure 5: depth",
+        claim=(
+            "MegaTrain loses little speed from 28 to 180 layers, while ZeRO-3 and FSDP collapse at"
+            " 56 to 84 layers and then run out of memory."
+        ),
+        finding=(
+            f"The shape of the code's curve is met: 132 layers are {lost[0]:.0%} slower than 28 in"
+            f" the paper, and {lost[1]:.0%} in the prediction. Its host memory is met within"
+            f" {most:.1%} ({host.published_code:.0f} of {host.paper:g} GiB at 132 layers) with"
+            " weights and moments alone, 10 bytes per parameter. The collapse at 43 TFLOPS is not a"
+            " property of the baselines' schedules. By our account, 84 layers of ZeRO-3 and 180 of"
+            " MegaTrain exceed the host's memory, so the host must have swapped."
+        ),
         made=made,
-    )  # fmt: skip
+    )

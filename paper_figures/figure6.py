@@ -1,4 +1,6 @@
-"""Figure 6: width, 28 layers on a GH200; and how its shape depends on the width x1.0, which is told nowhere."""
+"""Figure 6: TFLOPS by width, 28 layers on a GH200, and how the curve depends on the width x1.0,
+which the paper does not report.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 import msgspec
 
 from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Record, Results
-from megatrain.paper_figures.table import Drawn, Row, rows_of, value_of
+from megatrain.paper_figures.results import BenchmarkRecord, Results
+from megatrain.paper_figures.table import Drawn, TableRow, rows_of, value_of
 
 SYSTEMS = ("megatrain_code", "paper_schedule", "ours", "zero3_offload", "fsdp2_offload")
 
@@ -18,41 +20,63 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the paper, predicted with one width x1.0."""
 
     base: int
+    """The width x1.0."""
     item: str
+    """The row's name."""
     factor: float
+    """The row's width as a multiple of `base`."""
     system: str
+    """The policy that ran."""
     quantity: str
+    """`tflops` or `runs`."""
     paper: float
+    """The paper's value."""
     predicted: float
+    """The predicted value."""
     fits: bool
+    """Whether the prediction fits into memory."""
     batch: int
+    """Sequences in a micro-batch."""
     parameters: int
+    """Number of parameters."""
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What `experiments/figures/figure6.py` leaves."""
+class Figure6Data(msgspec.Struct, frozen=True, kw_only=True):
+    """The data that `experiments/paper_data/figure6.py` stores."""
 
-    rows: list[Record]
+    rows: list[BenchmarkRecord]
     bases: list[Base]
 
 
 def errors(bases: list[Base]) -> dict[int, tuple[float, int, int]]:
-    """Width x1.0 -> mean absolute deviation of MegaTrain's speeds that fit, how many rows rightly fit or do not, and how many rows there are."""
+    """Returns width x1.0 -> (mean absolute deviation of MegaTrain's speeds that fit, number of rows
+    whose fit is predicted correctly, number of rows).
+    """
     found = {}
     for base in sorted({entry.base for entry in bases}):
         mine = [entry for entry in bases if entry.base == base]
-        speeds = [abs(entry.predicted / entry.paper - 1) for entry in mine if entry.system == "megatrain_code" and entry.quantity == "tflops" and entry.fits]
-        found[base] = (statistics.fmean(speeds), sum(entry.fits == bool(entry.paper) for entry in mine), len(mine))
+        speeds = [
+            abs(entry.predicted / entry.paper - 1)
+            for entry in mine
+            if entry.system == "megatrain_code" and entry.quantity == "tflops" and entry.fits
+        ]
+        found[base] = (
+            statistics.fmean(speeds),
+            sum(entry.fits == bool(entry.paper) for entry in mine),
+            len(mine),
+        )
     return found
 
 
 def best_of(bases: list[Base]) -> int:
-    """The width x1.0 with the most right about memory, and among those the least deviation."""
+    """Returns the width x1.0 with the most correct predictions of fit, and among those the least
+    deviation.
+    """
     return min(errors(bases).items(), key=lambda entry: (-entry[1][1], entry[1][0]))[0]
 
 
 def draw(results: Results) -> Drawn:
-    data, date = results.typed("figure6", Data)
+    data, date = results.typed("figure6", Figure6Data)
     figure, (left, right) = style.canvas(style.PAGE, 3.2, ncols=2, sharey=True)
     style.plain(left, "width x1.0 = 1,792 (half of 7B's)", "width factor", "TFLOPS (6N)")
     left.set_ylim(0, 540)
@@ -60,7 +84,10 @@ def draw(results: Results) -> Drawn:
         points: dict[float, float | None] = {}
         crosses = []
         for record in data.rows:
-            if record.system != (name if name.endswith("_offload") else "megatrain_code") or record.code is None:
+            if (
+                record.system != (name if name.endswith("_offload") else "megatrain_code")
+                or record.code is None
+            ):
                 continue
             answer = {"ours": record.ours, "paper_schedule": record.paper_schedule}.get(name)
             fits = answer.fits if answer else record.code.fits
@@ -71,32 +98,64 @@ def draw(results: Results) -> Drawn:
         style.no_room(left, crosses, row, len(SYSTEMS), style.LOOKS[name].colour)
     for record in data.rows:
         if record.quantity == "tflops" and record.paper is not None:
-            style.told(left, [record.factor], [record.paper], [record.sure], style.LOOKS[record.system].marker)
+            style.reported(
+                left,
+                [record.factor],
+                [record.paper],
+                [record.sure],
+                style.LOOKS[record.system].marker,
+            )
         else:
-            style.no_room(left, [record.factor - 0.12], SYSTEMS.index(record.system), len(SYSTEMS), "black")
+            style.no_room(
+                left, [record.factor - 0.12], SYSTEMS.index(record.system), len(SYSTEMS), "black"
+            )
     _bases(right, data)
     handles = [*style.handles(SYSTEMS, crosses=True)]
     style.legend(figure, handles, 4)
-    made = f"Predictions of {date} from the library's GH200, batches that fill the device; nothing measured here."
+    made = (
+        f"Predictions of {date} from the library's GH200 with batches that fill the device; nothing"
+        " was measured."
+    )
     style.footer(figure, made)
-    return _told(data, figure, made)
+    return _drawn(data, figure, made)
 
 
-def _bases(axes: Any, data: Data) -> None:
+def _bases(axes: Any, data: Figure6Data) -> None:
     style.plain(axes, "MegaTrain's code for other widths x1.0", "width factor", "")
     spread, widths = errors(data.bases), sorted({entry.base for entry in data.bases})
     shades = ["#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041b3d"]
     for index, base in enumerate(widths):
-        mine = sorted((entry for entry in data.bases if entry.base == base and entry.system == "megatrain_code"), key=lambda entry: entry.factor)
+        mine = sorted(
+            (
+                entry
+                for entry in data.bases
+                if entry.base == base and entry.system == "megatrain_code"
+            ),
+            key=lambda entry: entry.factor,
+        )
         label = f"{base:,}: {spread[base][0]:.0%}, {spread[base][1]} of {spread[base][2]} right"
         axes.plot(
-            [entry.factor for entry in mine], [entry.predicted if entry.fits else float("nan") for entry in mine], color=shades[index % len(shades)],
-            marker="osDv^P*"[index % 7], markersize=3.2, label=label,
-        )  # fmt: skip
-    told = [entry for entry in data.bases if entry.base == widths[0] and entry.system == "megatrain_code"]
-    style.told(axes, [entry.factor for entry in told], [entry.paper for entry in told], ["?"] * len(told), "o")
+            [entry.factor for entry in mine],
+            [entry.predicted if entry.fits else float("nan") for entry in mine],
+            color=shades[index % len(shades)],
+            marker="osDv^P*"[index % 7],
+            markersize=3.2,
+            label=label,
+        )
+    reported = [
+        entry
+        for entry in data.bases
+        if entry.base == widths[0] and entry.system == "megatrain_code"
+    ]
+    style.reported(
+        axes,
+        [entry.factor for entry in reported],
+        [entry.paper for entry in reported],
+        ["?"] * len(reported),
+        "o",
+    )
     axes.legend(
-        title="x1.0: mean deviation, fits or not",
+        title="x1.0: mean deviation, fit predicted",
         title_fontsize=7,
         loc="lower left",
         handlelength=1.6,
@@ -108,17 +167,39 @@ def _bases(axes: Any, data: Data) -> None:
     )
 
 
-def _told(data: Data, figure: Any, made: str) -> Drawn:
+def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
     rows = rows_of(data.rows)
     rows += [
-        Row(item=f"{entry.item}, x1.0 = {entry.base}", quantity=entry.quantity, unit="TFLOPS" if entry.quantity == "tflops" else "", paper=entry.paper, sure="?", published_code=entry.predicted, does_not_fit="" if entry.fits else "published_code")
+        TableRow(
+            item=f"{entry.item}, x1.0 = {entry.base}",
+            quantity=entry.quantity,
+            unit="TFLOPS" if entry.quantity == "tflops" else "",
+            paper=entry.paper,
+            sure="?",
+            published_code=entry.predicted,
+            does_not_fit="" if entry.fits else "published_code",
+        )
         for entry in data.bases
-    ]  # fmt: skip
+    ]
     spread, best = errors(data.bases), best_of(data.bases)
     return Drawn(
-        figure, rows, "Figure 6: width",
-        claim="MegaTrain falls from 406 TFLOPS at width x1.0 to 100 at x5.0, where the baselines are out of memory; at x1.0 and x3.0 the baselines are as fast or faster.",
-        finding=f"The base width is not told: of {len(spread)}, {best:,} is best ({spread[best][1]} of {spread[best][2]} rows rightly fit or do not, mean deviation of MegaTrain's speeds {spread[best][0]:.0%}; 1,792, half of 7B's, which the validation takes, {spread[1792][1]} and {spread[1792][0]:.0%}), and none gives the shape. "
-        "No schedule of ours slows down with width, since wider layers compute more per byte: a fall to a quarter needs something else, such as a host that swaps or batches cut to a few sequences; and 406 TFLOPS by 6N would be 677 with the code's three forwards, near what the best products reach.",
+        figure,
+        rows,
+        "Figure 6: width",
+        claim=(
+            "MegaTrain falls from 406 TFLOPS at width x1.0 to 100 at x5.0, where the baselines are"
+            " out of memory. At x1.0 and x3.0 the baselines are as fast or faster."
+        ),
+        finding=(
+            f"The paper does not report the base width. Of {len(spread)} widths, {best:,} agrees"
+            f" best: for {spread[best][1]} of {spread[best][2]} rows it is predicted correctly"
+            " whether they fit, and the mean deviation of MegaTrain's speeds is"
+            f" {spread[best][0]:.0%}. For 1,792, half of 7B's width, which the validation assumes,"
+            f" it is {spread[1792][1]} rows and {spread[1792][0]:.0%}. No width gives the shape of"
+            " the paper's curve. None of our schedules slows down with width, because wider layers"
+            " compute more per byte. A fall to a quarter needs another cause, such as a host that"
+            " swaps, or batches of a few sequences. 406 TFLOPS by 6N would be 677 with the code's"
+            " three forward passes, near the speed of the best matrix products."
+        ),
         made=made,
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""Gallery: builds figures by name into a folder: `pictures/NAME.pdf`, `.png` and `.csv`, and where all are built a page, `README.md`, that shows them."""
+"""Builds figures by name into a folder: `pictures/NAME.pdf`, `.png` and `.csv`. If all are built,
+it also writes a page, `README.md`, that shows them.
+"""
 
 from __future__ import annotations
 
@@ -25,40 +27,79 @@ from megatrain.paper_figures import (
     table4,
     table7,
     tables8_9,
-)  # fmt: skip
+)
 from megatrain.paper_figures.results import Results
 from megatrain.paper_figures.table import Drawn, as_csv
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import write_text
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_text
 
 FIGURES: dict[str, Callable[[Results], Drawn]] = {
-    "figure1": figure1.draw, "figure2": figure2.draw, "figure3": figure3.draw, "figure4": figure4.draw, "figure5": figure5.draw, "figure6": figure6.draw,
-    "figure7": figure7.draw, "table1": table1.draw, "table3": table3.draw, "table4": table4.draw, "table7": table7.draw, "tables8_9": tables8_9.draw,
-    "regimes": regimes.draw, "pareto": pareto.draw, "predicted_measured": predicted_measured.draw,
-}  # fmt: skip
+    "figure1": figure1.draw,
+    "figure2": figure2.draw,
+    "figure3": figure3.draw,
+    "figure4": figure4.draw,
+    "figure5": figure5.draw,
+    "figure6": figure6.draw,
+    "figure7": figure7.draw,
+    "table1": table1.draw,
+    "table3": table3.draw,
+    "table4": table4.draw,
+    "table7": table7.draw,
+    "tables8_9": tables8_9.draw,
+    "regimes": regimes.draw,
+    "pareto": pareto.draw,
+    "predicted_measured": predicted_measured.draw,
+}
+_INTRODUCTION = """# The paper's figures
+
+`megatrain figures --out DIR` (`make figures`) makes these figures and this page from stored
+results, and simulates nothing. `megatrain figures --rerun` runs the simulations again.
+
+The paper is MegaTrain, arXiv 2604.05091, as readers transcribed it. Its values are black, or hollow
+if they are doubtful. There are three kinds of predictions:
+
+* *MegaTrain's code* predicts the published code as it really runs.
+* *paper's schedule* predicts the schedule that the paper describes (policy `double_buffer`).
+* *ours* predicts our planner's best plan for as many tokens per step.
+
+Each picture has a CSV file with every value: the paper's value with its certainty, the three
+predictions, the measurement, and signed deviations. Differences are findings, and nothing is tuned
+to hide one.
+"""
 _OTHER_NAMES = {"table8": "tables8_9", "table9": "tables8_9"}
 
 
 def known(names: Sequence[str], allowed: Sequence[str] = tuple(FIGURES)) -> list[str]:
-    """Full names, in their order, each once; all for none. `fig5` is figure5, `table8` is tables8_9. Raises UserError for another."""
+    """Returns the full names, in the gallery's order and each once, or all names if none is given.
+    `fig5` is figure5, and `table8` is tables8_9. Raises UserError for an unknown name.
+    """
     found = []
     for name in names:
-        full = _OTHER_NAMES.get(name, f"figure{name[3:]}" if name.startswith("fig") and name[3:].isdigit() else name)
+        full = _OTHER_NAMES.get(
+            name, f"figure{name[3:]}" if name.startswith("fig") and name[3:].isdigit() else name
+        )
         if full not in allowed:
             near = difflib.get_close_matches(full, allowed, 1)
-            raise UserError("figures", found=repr(name), allowed=", ".join(allowed), fix=f"did you mean {near[0]}?" if near else "name one of these")
+            raise UserError(
+                "figures",
+                found=repr(name),
+                allowed=", ".join(allowed),
+                fix=f"did you mean {near[0]}?" if near else "name one of these",
+            )
         found.append(full)
     return [name for name in allowed if name in found] if names else list(allowed)
 
 
 def draw(name: str, results: Results) -> Drawn:
-    """One figure. Raises UserError for a result that is missing or malformed."""
+    """Returns one figure. Raises UserError if a result is missing or malformed."""
     with matplotlib.rc_context(style.RC):
         return FIGURES[name](results)
 
 
 def build(names: Sequence[str], results: Results, out: Path) -> list[Path]:
-    """Draws figures and writes them into `out`; returns what was written. Raises UserError like `draw`, and where `out` cannot be written."""
+    """Draws figures, writes them into `out` and returns the paths. Raises UserError if a result is
+    missing or malformed, or if `out` cannot be written.
+    """
     made, written = {}, []
     for name in known(names):
         made[name] = drawn = draw(name, results)
@@ -73,16 +114,12 @@ def build(names: Sequence[str], results: Results, out: Path) -> list[Path]:
 
 
 def page(made: dict[str, Drawn]) -> str:
-    """Every figure with what the paper claims and what we find."""
-    parts = [
-        "# The paper's figures\n\nMade by `megatrain figures --out DIR` (`make figures`) from stored results; nothing is simulated while plotting, and this page is written with them. "
-        "`megatrain figures --rerun` runs the simulations again. The paper is MegaTrain, arXiv 2604.05091, as readers transcribed it: what it tells is black, hollow where it is doubtful. "
-        "*MegaTrain's code* is our prediction of its published code as it really runs, *paper's schedule* of its schedule as told (policy `double_buffer`), *ours* of our planner's best plan for as many tokens a step. "
-        "Beside each picture a CSV has every value: the paper's, how sure, the three predictions, what was measured, and signed deviations. Differences are findings, and nothing is tuned to hide one.\n"
-    ]  # fmt: skip
+    """Returns the page: every figure with the paper's claim and our finding."""
+    parts = [_INTRODUCTION]
     for name, drawn in made.items():
         parts.append(
-            f"## {drawn.title}\n\n![{drawn.title}](pictures/{name}.png)\n\n*{drawn.made}* [Values](pictures/{name}.csv)\n\n"
-            f"**Claimed:** {drawn.claim}\n\n**Found:** {drawn.finding}\n"
-        )  # fmt: skip
+            f"## {drawn.title}\n\n![{drawn.title}](pictures/{name}.png)\n\n*{drawn.made}*"
+            f" [Values](pictures/{name}.csv)\n\n**Claimed:** {drawn.claim}\n\n**Found:**"
+            f" {drawn.finding}\n"
+        )
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Beyond the paper: predicted against measured, for every stored case: how far off, over what was measured."""
+"""Beyond the paper: the error of every stored prediction, over the measured value."""
 
 from __future__ import annotations
 
@@ -12,79 +12,176 @@ from matplotlib.patches import Patch
 
 from megatrain.paper_figures import style
 from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, Row
+from megatrain.paper_figures.table import Drawn, TableRow
 
 BAND, MOST = 0.03, 0.28
-"""of what was measured: the band that is aimed at; the edge of the panels, where a case farther off is drawn with an arrow"""
-OURS, HELD_OUT, DATASHEET, KIND = "our steps", "our steps, held out", "our steps, not calibrated", "our op kinds"
+"""The target band of errors, and the error at the edge of the panels, as shares of the measured
+value. A case beyond the edge is drawn with an arrow.
+"""
+OURS, HELD_OUT, DATASHEET, KIND = (
+    "our steps",
+    "our steps, held out",
+    "our steps, not calibrated",
+    "our op kinds",
+)
 OTHERS, LAYER, DEVICE, HOST = "others' steps, parts", "a layer", "device memory", "host memory"
 LOOKS = {
-    OURS: ("#009E73", "D"), HELD_OUT: ("#7a8f00", "x"), DATASHEET: ("#0b5f49", "P"), KIND: ("#56B4E9", "."), OTHERS: ("#D55E00", "^"), LAYER: ("#CC79A7", "v"), DEVICE: ("#0072B2", "s"),
+    OURS: ("#009E73", "D"),
+    HELD_OUT: ("#7a8f00", "x"),
+    DATASHEET: ("#0b5f49", "P"),
+    KIND: ("#56B4E9", "."),
+    OTHERS: ("#D55E00", "^"),
+    LAYER: ("#CC79A7", "v"),
+    DEVICE: ("#0072B2", "s"),
     HOST: ("#E69F00", "o"),
-}  # fmt: skip
+}
 
 
-class Case(NamedTuple):
-    """Seconds, or GiB."""
+class MeasuredCase(NamedTuple):
+    """A prediction and its measurement, in seconds or GiB."""
 
     item: str
+    """What was measured, and where."""
     kind: str
+    """Key of LOOKS."""
     unit: str
+    """`s` or `GiB`."""
     predicted: float
+    """The predicted value."""
     measured: float
+    """The measured value."""
     date: str
+    """Day of the measurement."""
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
 
 
-def cases(results: Results) -> list[Case]:
-    """Of stored runs, of every benchmark, of held-out plans, and of what the validation predicts of other systems' runs on our H200 machines. What a benchmark measures
-    of the host is its whole process, what is predicted are the plan's pools: left out.
+def cases(results: Results) -> list[MeasuredCase]:
+    """Returns the cases of stored runs, of every benchmark, of held-out plans, and of the
+    validation's predictions for other systems on our H200 machines. A benchmark's host memory is
+    left out: it is that of the whole process, while the prediction is of the plan's pools.
     """
     found = []
     for name, run in results.runs().items():
-        told, date = run.comparison, run.date
-        found.append(Case(f"{name}: step", OURS, "s", told["predicted_seconds"], told["measured_seconds"], date))
-        found += [Case(f"{name}: {kind['kind']}", KIND, "s", kind["predicted_seconds"], kind["measured_seconds"], date) for kind in told["kinds"]]
+        comparison, date = run.comparison, run.date
+        found.append(
+            MeasuredCase(
+                f"{name}: step",
+                OURS,
+                "s",
+                comparison["predicted_seconds"],
+                comparison["measured_seconds"],
+                date,
+            )
+        )
+        found += [
+            MeasuredCase(
+                f"{name}: {kind['kind']}",
+                KIND,
+                "s",
+                kind["predicted_seconds"],
+                kind["measured_seconds"],
+                date,
+            )
+            for kind in comparison["kinds"]
+        ]
         if run.plan.prediction and "device_peak_bytes" in run.memory:
-            found.append(_device(name, run.plan.prediction.device_peak_bytes, run.memory["device_peak_bytes"], date))
+            found.append(
+                _device(
+                    name,
+                    run.plan.prediction.device_peak_bytes,
+                    run.memory["device_peak_bytes"],
+                    date,
+                )
+            )
     for path, file in {**results.benchmarks(), **results.ablations()}.items():
         prediction, date = file["plan"]["prediction"], file["date"]
         for record in file["systems"]:
             if record["system"] == "ours" and not record["failure"] and prediction:
                 kind = OURS if _calibrated(file) else DATASHEET
-                found.append(Case(f"{path}: step", kind, "s", prediction["step_seconds"], record["step_seconds_median"], date))
-                found.append(_device(path, prediction["device_peak_bytes"], record["device_peak_bytes"], date))
+                found.append(
+                    MeasuredCase(
+                        f"{path}: step",
+                        kind,
+                        "s",
+                        prediction["step_seconds"],
+                        record["step_seconds_median"],
+                        date,
+                    )
+                )
+                found.append(
+                    _device(
+                        path, prediction["device_peak_bytes"], record["device_peak_bytes"], date
+                    )
+                )
     for name, rows in results.proofs().items():
         for row in rows:
             prediction, item = row["plan"]["prediction"], f"{name}/{row['name']}"
-            found.append(Case(f"{item}: step", HELD_OUT, "s", prediction["step_seconds"], row["step_seconds"], row["date"]))
-            found.append(_device(item, prediction["device_peak_bytes"], row["device_peak_bytes"], row["date"]))
-    return [case for case in [*found, *_of_others(results)] if case.measured > 0 and case.predicted > 0]
+            found.append(
+                MeasuredCase(
+                    f"{item}: step",
+                    HELD_OUT,
+                    "s",
+                    prediction["step_seconds"],
+                    row["step_seconds"],
+                    row["date"],
+                )
+            )
+            found.append(
+                _device(
+                    item, prediction["device_peak_bytes"], row["device_peak_bytes"], row["date"]
+                )
+            )
+    return [
+        case for case in [*found, *_of_others(results)] if case.measured > 0 and case.predicted > 0
+    ]
 
 
-def _device(name: str, predicted: int, measured: int, date: str) -> Case:
-    return Case(f"{name}: device peak", DEVICE, "GiB", predicted / 2**30, measured / 2**30, date)
+def _device(name: str, predicted: int, measured: int, date: str) -> MeasuredCase:
+    return MeasuredCase(
+        f"{name}: device peak", DEVICE, "GiB", predicted / 2**30, measured / 2**30, date
+    )
 
 
 def _calibrated(file: dict[str, Any]) -> bool:
-    """The layers were, in this shape."""
+    """Returns whether layers of this shape were calibrated."""
     plan, work = file["plan"], file["plan"]["workload"]
     shape = (file["model"], work["batch"], work["sequence"], work["compiled"])
-    return plan["hardware"].endswith(".toml") and shape == ("qwen2.5-7b", 32, 1024, True) and work["loss_chunk"] < work["batch"] * work["sequence"]
+    return (
+        plan["hardware"].endswith(".toml")
+        and shape == ("qwen2.5-7b", 32, 1024, True)
+        and work["loss_chunk"] < work["batch"] * work["sequence"]
+    )
 
 
-def _of_others(results: Results) -> list[Case]:
+def _of_others(results: Results) -> list[MeasuredCase]:
     units, found = {"s": OTHERS, "ms": LAYER, "GiB": ""}, []
     for row in results.validation():
-        if row["source"].startswith("paper") or not row["predicted"] or row["input"] or not row["setting"].startswith("h200-") or row["unit"] not in units:
+        if (
+            row["source"].startswith("paper")
+            or not row["predicted"]
+            or row["input"]
+            or not row["setting"].startswith("h200-")
+            or row["unit"] not in units
+        ):
             continue
         scale, unit = (1e-3, "s") if row["unit"] == "ms" else (1.0, row["unit"])
-        kind = units[row["unit"]] or (HOST if row["quantity"] in ("host_gib", "rss_gib") else DEVICE)
+        kind = units[row["unit"]] or (
+            HOST if row["quantity"] in ("host_gib", "rss_gib") else DEVICE
+        )
         date = row["source"].rpartition(", ")[2]
-        found.append(Case(f"{row['item']}: {row['quantity']}", kind, unit, scale * float(row["predicted"]), scale * float(row["published"]), date))
+        found.append(
+            MeasuredCase(
+                f"{row['item']}: {row['quantity']}",
+                kind,
+                unit,
+                scale * float(row["predicted"]),
+                scale * float(row["published"]),
+                date,
+            )
+        )
     return found
 
 
@@ -95,26 +192,62 @@ def draw(results: Results) -> Drawn:
         _panel(axes, [case for case in found if case.unit == unit], unit, title)
     panels[1].set_ylabel("")
     used = [kind for kind in LOOKS if any(case.kind == kind for case in found)]
-    entries: list[Any] = [Line2D([], [], linestyle="none", marker=LOOKS[kind][1], color=LOOKS[kind][0], markersize=4, label=kind) for kind in used]
+    entries: list[Any] = [
+        Line2D(
+            [],
+            [],
+            linestyle="none",
+            marker=LOOKS[kind][1],
+            color=LOOKS[kind][0],
+            markersize=4,
+            label=kind,
+        )
+        for kind in used
+    ]
     style.legend(figure, [*entries, Patch(facecolor="#d5dbe1", label="within 3 %")], 4)
     dates = " and ".join(sorted({case.date for case in found}))
-    made = f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored. Hollow: farther off, as written."
+    made = (
+        f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
+        " Hollow: beyond the panel."
+    )
     style.footer(figure, made)
-    rows = [Row(item=case.item, quantity=case.kind, unit=case.unit, ours=case.predicted, measured=case.measured, note=f"{case.error:+.1%}") for case in found]
+    rows = [
+        TableRow(
+            item=case.item,
+            quantity=case.kind,
+            unit=case.unit,
+            ours=case.predicted,
+            measured=case.measured,
+            note=f"{case.error:+.1%}",
+        )
+        for case in found
+    ]
     errors = {kind: [abs(case.error) for case in found if case.kind == kind] for kind in used}
     inside = sum(abs(case.error) <= BAND for case in found)
     text = ", ".join(f"{kind} {statistics.median(values):.1%}" for kind, values in errors.items())
     worst = max((case for case in found if case.kind == DEVICE), key=lambda case: abs(case.error))
     return Drawn(
-        figure, rows, "Beyond the paper: predicted against measured",
+        figure,
+        rows,
+        "Beyond the paper: predicted against measured",
         claim="None: the paper predicts nothing.",
-        finding=f"Of {len(found)} cases {inside} are within 3 %; median error: {text}. Calibrated steps of ours are within {max(errors[OURS]):.1%}, those held out of the calibration within {max(errors.get(HELD_OUT, [0])):.1%}, those of shapes that were not calibrated within {max(errors.get(DATASHEET, [0])):.1%}; what is far off are kinds that share the GPU with a layer's (update, norm) and take little time; of device peaks the farthest off is that of {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%}).",
+        finding=(
+            f"Of {len(found)} cases, {inside} are within 3 %. Median errors: {text}. Our calibrated"
+            f" steps are within {max(errors[OURS]):.1%}, steps held out of the calibration within"
+            f" {max(errors.get(HELD_OUT, [0])):.1%}, and steps of shapes that were not calibrated"
+            f" within {max(errors.get(DATASHEET, [0])):.1%}. The largest errors are of op kinds"
+            " that take little time and share the GPU with a layer's compute (update, norm). The"
+            " largest error of a device peak is that of"
+            f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
+        ),
         made=made,
-    )  # fmt: skip
+    )
 
 
-def _panel(axes: Any, found: list[Case], unit: str, title: str) -> None:
-    style.plain(axes, title, f"measured ({unit}, log scale)", "predicted less measured (% of measured)")
+def _panel(axes: Any, found: list[MeasuredCase], unit: str, title: str) -> None:
+    style.plain(
+        axes, title, f"measured ({unit}, log scale)", "predicted - measured (% of measured)"
+    )
     axes.set_xscale("log")
     axes.set_ylim(-100 * MOST, 100 * MOST)
     axes.axhspan(-100 * BAND, 100 * BAND, color="#d5dbe1", linewidth=0, zorder=1)
@@ -124,18 +257,31 @@ def _panel(axes: Any, found: list[Case], unit: str, title: str) -> None:
         far = abs(case.error) > MOST
         up = case.error > 0
         axes.plot(
-            [case.measured], [100 * (MOST - 0.07) * (1 if up else -1) if far else 100 * case.error], color=colour, linestyle="none", markersize=4, alpha=0.85,
-            marker=("^" if up else "v") if far else marker, markerfacecolor="none" if far else colour, zorder=4,
-        )  # fmt: skip
+            [case.measured],
+            [100 * (MOST - 0.07) * (1 if up else -1) if far else 100 * case.error],
+            color=colour,
+            linestyle="none",
+            markersize=4,
+            alpha=0.85,
+            marker=("^" if up else "v") if far else marker,
+            markerfacecolor="none" if far else colour,
+            zorder=4,
+        )
     for sign, place, align in ((1, 0.99, "top"), (-1, 0.01, "bottom")):
         far_off: dict[str, list[str]] = {}
         for case in sorted(found, key=lambda case: case.measured):
             if sign * case.error > MOST:
                 where, _, what = case.item.rpartition(": ")
-                name = f"{what}, {Path(where).stem}" if case.kind == DEVICE else what.replace("_", " ")
+                name = (
+                    f"{what}, {Path(where).stem}" if case.kind == DEVICE else what.replace("_", " ")
+                )
                 far_off.setdefault(name, []).append(f"{case.error:+.0%}")
-        text = textwrap.fill("; ".join(f"{name} {', '.join(errors)}" for name, errors in far_off.items()), 50)
-        axes.text(0.01, place, text, fontsize=7, transform=axes.transAxes, va=align, color=style.MUTED)
+        text = textwrap.fill(
+            "; ".join(f"{name} {', '.join(errors)}" for name, errors in far_off.items()), 50
+        )
+        axes.text(
+            0.01, place, text, fontsize=7, transform=axes.transAxes, va=align, color=style.MUTED
+        )
     if unit == "GiB":
         axes.set_xticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
         axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""Beyond the paper: which plan is best, over tokens a step and device memory."""
+"""Beyond the paper: the best plan by tokens per step and device memory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import msgspec
 from matplotlib.patches import Patch, Rectangle
 
 from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Answer, Results
-from megatrain.paper_figures.table import Drawn, Row
+from megatrain.paper_figures.results import Results, StoredAnswer
+from megatrain.paper_figures.table import Drawn, TableRow
 
 HOST = ("host updates some", "host updates most")
 REGIMES = {
-    "resident": ("resident: nothing streams", "#009E73", ""), "nothing streams": ("overlapped, nothing streams", "#66c2a5", "...."),
-    "part streams": ("overlapped, part of the state streams", "#fdd49e", ""), "all streams": ("overlapped, all state streams", "#E69F00", "////"),
-    HOST[0]: ("overlapped, host updates some layers", "#cfe3f2", ""), HOST[1]: ("overlapped, host updates most layers", "#8fc1e3", r"\\\\"),
-    "k_buffer": ("k_buffer: optimizer on the host", "#0072B2", "xxxx"), "none": ("nothing fits", "#ffffff", ""),
-}  # fmt: skip
+    "resident": ("resident: nothing streams", "#009E73", ""),
+    "nothing streams": ("overlapped, nothing streams", "#66c2a5", "...."),
+    "part streams": ("overlapped, part of the state streams", "#fdd49e", ""),
+    "all streams": ("overlapped, all state streams", "#E69F00", "////"),
+    HOST[0]: ("overlapped, host updates some layers", "#cfe3f2", ""),
+    HOST[1]: ("overlapped, host updates most layers", "#8fc1e3", r"\\\\"),
+    "k_buffer": ("k_buffer: optimizer on the host", "#0072B2", "xxxx"),
+    "none": ("nothing fits", "#ffffff", ""),
+}
 
 
-class Cell(Answer, frozen=True, kw_only=True):
+class Cell(StoredAnswer, frozen=True, kw_only=True):
     """The best plan at one place of the map."""
 
     device_limit_gib: int
+    """Limit of device memory."""
     tokens: int
+    """Tokens per step."""
 
     @property
     def kind(self) -> str:
@@ -30,7 +36,7 @@ class Cell(Answer, frozen=True, kw_only=True):
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
-    """What `experiments/figures/regimes.py` leaves."""
+    """The data that `experiments/paper_data/regimes.py` stores."""
 
     model: str
     machine: str
@@ -40,44 +46,105 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw(results: Results) -> Drawn:
     data, date = results.typed("regimes", Map)
-    columns, lines = sorted({cell.tokens for cell in data.cells}), sorted({cell.device_limit_gib for cell in data.cells})
+    columns, lines = (
+        sorted({cell.tokens for cell in data.cells}),
+        sorted({cell.device_limit_gib for cell in data.cells}),
+    )
     best = max(cell.tokens_per_s for cell in data.cells if cell.fits)
     figure, axes = style.canvas(style.PAGE, 4.3)
     for cell in data.cells:
         x, y = columns.index(cell.tokens), lines.index(cell.device_limit_gib)
         _, colour, hatch = REGIMES.get(cell.kind, (cell.kind, "#CC79A7", "++"))
-        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8, hatch=hatch))
+        axes.add_patch(
+            Rectangle(
+                (x - 0.5, y - 0.5),
+                1,
+                1,
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.8,
+                hatch=hatch,
+            )
+        )
         if cell.fits:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
-            axes.text(x, y, f"{100 * cell.tokens_per_s / best:.0f}", ha="center", va="center", fontsize=7, bbox=box)
+            axes.text(
+                x,
+                y,
+                f"{100 * cell.tokens_per_s / best:.0f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                bbox=box,
+            )
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(-0.5, len(lines) - 0.5)
     axes.set_xticks(range(len(columns)), [f"{tokens // 1024}K" for tokens in columns])
     axes.set_yticks(range(len(lines)), [str(gib) for gib in lines])
     axes.set_xlabel("tokens per step (sequences of 1,024)")
     axes.set_ylabel("device memory (GiB)")
-    axes.set_title(f"best plan for {data.model} on an H200, and its speed (% of the best, {best:,.0f} tokens/s)")
+    axes.set_title(
+        f"best plan for {data.model} on an H200, and its speed (% of the best, {best:,.0f}"
+        " tokens/s)"
+    )
     axes.tick_params(length=0)
     kinds = {cell.kind for cell in data.cells}
-    named = [(label, colour, hatch) for kind, (label, colour, hatch) in REGIMES.items() if kind in kinds]
-    style.legend(figure, [Patch(facecolor=colour, hatch=hatch, edgecolor=style.MUTED, linewidth=0.5, label=label) for label, colour, hatch in named], 3)
-    made = f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host memory, eager layers; nothing measured."
+    named = [
+        (label, colour, hatch) for kind, (label, colour, hatch) in REGIMES.items() if kind in kinds
+    ]
+    style.legend(
+        figure,
+        [
+            Patch(facecolor=colour, hatch=hatch, edgecolor=style.MUTED, linewidth=0.5, label=label)
+            for label, colour, hatch in named
+        ],
+        3,
+    )
+    made = (
+        f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host"
+        " memory, eager layers; nothing was measured."
+    )
     style.footer(figure, made)
     rows = [
-        Row(
-            item=f"{data.model}, {cell.tokens} tokens, {cell.device_limit_gib} GiB", quantity="tokens_per_s", unit="tokens/s", ours=cell.tokens_per_s if cell.fits else None,
-            does_not_fit="" if cell.fits else "ours", note=f"{REGIMES.get(cell.kind, (cell.kind,))[0]}; {cell.accumulation} x {cell.batch} sequences",
+        TableRow(
+            item=f"{data.model}, {cell.tokens} tokens, {cell.device_limit_gib} GiB",
+            quantity="tokens_per_s",
+            unit="tokens/s",
+            ours=cell.tokens_per_s if cell.fits else None,
+            does_not_fit="" if cell.fits else "ours",
+            note=(
+                f"{REGIMES.get(cell.kind, (cell.kind,))[0]}; {cell.accumulation} x {cell.batch}"
+                " sequences"
+            ),
         )
         for cell in data.cells
-    ]  # fmt: skip
-    many = {cell.device_limit_gib: cell.tokens_per_s for cell in data.cells if cell.tokens == columns[-1] and cell.fits}
+    ]
+    many = {
+        cell.device_limit_gib: cell.tokens_per_s
+        for cell in data.cells
+        if cell.tokens == columns[-1] and cell.fits
+    }
     few = [cell for cell in data.cells if cell.tokens == columns[2] and cell.fits]
-    slow, fast = min(few, key=lambda cell: cell.device_limit_gib), max(few, key=lambda cell: cell.tokens_per_s)
+    slow, fast = (
+        min(few, key=lambda cell: cell.device_limit_gib),
+        max(few, key=lambda cell: cell.tokens_per_s),
+    )
     fitting = [cell for cell in data.cells if cell.fits]
     by_host = sum(cell.kind in HOST for cell in fitting)
     return Drawn(
-        figure, rows, "Beyond the paper: regimes",
+        figure,
+        rows,
+        "Beyond the paper: regimes",
         claim="None: the paper has one schedule for every machine.",
-        finding=f"With many tokens a step memory hardly matters: at {columns[-1] // 1024}K, 24 GiB give {many[24] / max(many.values()):.0%} of the speed of {lines[-1]} GiB. With few it decides: at {columns[2] // 1024}K, {fast.device_limit_gib} GiB are {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as {slow.device_limit_gib}. In {by_host} of the {len(fitting)} cells the host's cores update layers that the device does not keep, which spares the link their state.",
+        finding=(
+            f"With many tokens per step, memory hardly matters: at {columns[-1] // 1024}K, 24 GiB"
+            f" reach {many[24] / max(many.values()):.0%} of the speed of {lines[-1]} GiB. With few"
+            " tokens it decides the speed: at"
+            f" {columns[2] // 1024}K, {fast.device_limit_gib} GiB are"
+            f" {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as"
+            f" {slow.device_limit_gib}. In {by_host} of the {len(fitting)} cells that fit, the host"
+            " updates layers that are not resident, so their optimizer state does not cross the"
+            " link."
+        ),
         made=made,
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""Table: what stands beside a figure as CSV: the paper's value, our predictions, our measurement, and signed deviations of each from the paper's."""
+"""The table of a figure as CSV: the paper's value, our predictions, our measurement, and their
+signed deviations from the paper's value.
+"""
 
 from __future__ import annotations
 
@@ -10,53 +12,72 @@ from typing import Any, NamedTuple
 import msgspec
 from matplotlib.figure import Figure
 
-from megatrain.paper_figures.results import Answer, Record
+from megatrain.paper_figures.results import BenchmarkRecord, StoredAnswer
 
 PREDICTIONS = ("paper_schedule", "published_code", "ours")
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure, in `unit`. None is an empty cell: not told, not predicted, not measured, or a speed of what does not fit."""
+class TableRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One value of a figure, in `unit`. None is an empty cell: not reported, not predicted, not
+    measured, or the speed of a plan that does not fit.
+    """
 
     item: str
+    """What the value describes."""
     quantity: str
+    """What it measures, such as `tflops`."""
     unit: str
+    """The unit of all values of the row."""
     paper: float | None = None
+    """The paper's value."""
     sure: str = ""
-    """`++` two readers agree, `+` one reader, `?` doubtful"""
+    """`++`: two readers agree. `+`: one reader. `?`: doubtful."""
     paper_schedule: float | None = None
-    """policy double_buffer"""
+    """The prediction for policy `double_buffer`."""
     published_code: float | None = None
-    """of the system that the row names: MegaTrain's code, ZeRO-3, FSDP2"""
+    """The prediction for the system that the row names: MegaTrain's code, ZeRO-3 or FSDP2."""
     ours: float | None = None
-    """the planner's best"""
+    """The prediction for the planner's best plan."""
     measured: float | None = None
+    """Our measurement."""
     does_not_fit: str = ""
-    """which of the predictions"""
+    """Names of the predictions that do not fit."""
     note: str = ""
+    """A remark on the row."""
 
     def deviation(self, field: str) -> float | None:
-        """Of `field` from the paper's value, signed, of 1; None of a yes or no."""
+        """Returns the signed deviation of `field` from the paper's value as a share, or None for a
+        yes or no.
+        """
         value = getattr(self, field)
-        return None if value is None or not self.paper or self.quantity == "runs" else value / self.paper - 1
+        return (
+            None
+            if value is None or not self.paper or self.quantity == "runs"
+            else value / self.paper - 1
+        )
 
 
 class Drawn(NamedTuple):
-    """A figure, ready to be saved."""
+    """A figure that can be saved."""
 
     figure: Figure
-    rows: list[Row]
+    """The picture."""
+    rows: list[TableRow]
+    """The rows of its CSV file."""
     title: str
+    """The heading on the page."""
     claim: str
-    """what the paper claims"""
+    """The paper's claim."""
     finding: str
-    """what we find, and why it differs, as far as known"""
+    """Our finding, and the reason for a difference if it is known."""
     made: str
-    """machines and dates"""
+    """Machines and dates."""
 
 
-def value_of(answer: Answer | None, quantity: str, tokens: int) -> float | None:
-    """The answer's figure for a row of `tokens` a step; None where a plan that does not fit has no speed."""
+def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float | None:
+    """Returns the answer's value of `quantity` for a row with `tokens` per step, or None for the
+    speed of a plan that does not fit.
+    """
     if answer is None or quantity == "state_gb":
         return None
     if quantity in ("device_gib", "host_gib", "rss_gib"):
@@ -64,42 +85,78 @@ def value_of(answer: Answer | None, quantity: str, tokens: int) -> float | None:
     if quantity == "runs":
         return float(answer.fits)
     own_tokens = answer.batch * answer.accumulation * answer.sequence
-    speeds = {"tflops": answer.tflops, "tokens_per_s": answer.tokens_per_s, "step_s": answer.step_s * tokens / own_tokens}
+    speeds = {
+        "tflops": answer.tflops,
+        "tokens_per_s": answer.tokens_per_s,
+        "step_s": answer.step_s * tokens / own_tokens,
+    }
     return speeds[quantity] if answer.fits else None
 
 
-def rows_of(records: Iterable[Record], measured: Mapping[tuple[str, str], float] = {}) -> list[Row]:
-    """Each record as a row; `measured` by item and quantity."""
+def rows_of(
+    records: Iterable[BenchmarkRecord], measured: Mapping[tuple[str, str], float] = {}
+) -> list[TableRow]:
+    """Returns a row for each record. `measured` has values by item and quantity."""
     made = []
     for record in records:
         code = record.code
         tokens = code.batch * code.sequence if code else 1
         misfits = [
-            name for name, found in (("paper_schedule", record.paper_schedule), ("published_code", code), ("ours", record.ours)) if found is not None and not found.fits
-        ]  # fmt: skip
-        made.append(
-            Row(
-                item=record.item, quantity=record.quantity, unit=record.unit, paper=record.paper, sure=record.sure,
-                paper_schedule=value_of(record.paper_schedule, record.quantity, tokens), published_code=code.value if code else None,
-                ours=value_of(record.ours, record.quantity, tokens), measured=measured.get((record.item, record.quantity)),
-                does_not_fit=", ".join(misfits), note=record.note,
+            name
+            for name, found in (
+                ("paper_schedule", record.paper_schedule),
+                ("published_code", code),
+                ("ours", record.ours),
             )
-        )  # fmt: skip
+            if found is not None and not found.fits
+        ]
+        made.append(
+            TableRow(
+                item=record.item,
+                quantity=record.quantity,
+                unit=record.unit,
+                paper=record.paper,
+                sure=record.sure,
+                paper_schedule=value_of(record.paper_schedule, record.quantity, tokens),
+                published_code=code.value if code else None,
+                ours=value_of(record.ours, record.quantity, tokens),
+                measured=measured.get((record.item, record.quantity)),
+                does_not_fit=", ".join(misfits),
+                note=record.note,
+            )
+        )
     return made
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """A line a row, numbers to six digits, deviations to four places."""
-    fields = [name for name in Row.__struct_fields__ if name not in ("does_not_fit", "note")]
+def as_csv(rows: Sequence[TableRow]) -> str:
+    """Returns one line for each row, with numbers to six digits and deviations to four places."""
+    fields = [name for name in TableRow.__struct_fields__ if name not in ("does_not_fit", "note")]
     deviations = (*PREDICTIONS, "measured")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*fields, *(f"deviation_{name}" for name in deviations), "does_not_fit", "note"])
+    writer.writerow(
+        [*fields, *(f"deviation_{name}" for name in deviations), "does_not_fit", "note"]
+    )
     for row in rows:
         cells: list[Any] = [_cell(getattr(row, name), "g") for name in fields]
-        writer.writerow([*cells, *(_cell(row.deviation(name), "+.4f") for name in deviations), row.does_not_fit, row.note])
+        writer.writerow(
+            [
+                *cells,
+                *(_cell(row.deviation(name), "+.4f") for name in deviations),
+                row.does_not_fit,
+                row.note,
+            ]
+        )
     return text.getvalue()
 
 
 def _cell(value: Any, form: str) -> str:
-    return "" if value is None else format(value, ".6g" if form == "g" else form) if isinstance(value, float | int) else str(value)
+    return (
+        ""
+        if value is None
+        else (
+            format(value, ".6g" if form == "g" else form)
+            if isinstance(value, float | int)
+            else str(value)
+        )
+    )

@@ -1,4 +1,4 @@
-"""Table 1: the memory hierarchy, from the hardware library, beside what the paper tells."""
+"""Table 1: the memory hierarchy, from the hardware library and from the paper."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from typing import Any
 
 from megatrain.paper_figures import style
 from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, Row
-from megatrain.simulator.hardware import HardwareSpec
+from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.simulator.hardware.machine import HardwareSpec
 
 MACHINES = ("gh200-96", "h200", "a100-80-pcie", "a6000", "rtx3090", "rtx4090", "b200")
-HEADINGS = ("machine", "device\nGB", "device\nGB/s", "link", "up, down\nGB/s", "both ways\nGB/s each", "host\nGB", "host\nGB/s")
+HEADINGS = (
+    "machine",
+    "device\nGB",
+    "device\nGB/s",
+    "link",
+    "up, down\nGB/s",
+    "both ways\nGB/s each",
+    "host\nGB",
+    "host\nGB/s",
+)
 _WIDTHS = (0.13, 0.11, 0.11, 0.15, 0.12, 0.12, 0.12, 0.14)
 
 
@@ -33,53 +42,117 @@ def draw(results: Results) -> Drawn:
         if column in (0, 3):
             cell.set_text_props(ha="left")
     prices = facts["dollars_per_gb"]
-    text = "; ".join(f"{kind} {least:g}" + ("" if least == most else f" to {most:g}") for kind, (least, most) in prices.items())
-    axes.text(0.5, -0.02, f"told prices, dollars per GB: {text}", transform=axes.transAxes, ha="center", fontsize=7)
-    made = "Rates that one process reaches, from simulator/library/hardware, where each has its source; the H200's measured 2026-11-21."
+    text = "; ".join(
+        f"{kind} {least:g}" + ("" if least == most else f" to {most:g}")
+        for kind, (least, most) in prices.items()
+    )
+    axes.text(
+        0.5,
+        -0.02,
+        f"the paper's prices in dollars per GB: {text}",
+        transform=axes.transAxes,
+        ha="center",
+        fontsize=7,
+    )
+    made = (
+        "Rates that one process reaches, from simulator/library/hardware, with their sources; the"
+        " H200's were measured 2026-11-21."
+    )
     style.footer(figure, made)
     rows = _rows(machines, facts)
     found = {row.item: row for row in rows if row.quantity == "bandwidth"}
     hbm, link = found["gh200-96: HBM"], found["h200: link, both ways"]
     return Drawn(
-        figure, rows, "Table 1: the memory hierarchy",
-        claim="HBM costs some $20 a GB and DDR5 $5 to 12, and is 8 (GH200) to 24 (H200) times as fast as the host's memory.",
-        finding=f"The paper tells datasheet rates; a process reaches {hbm.ours:,.0f} of {hbm.paper:,.0f} GB/s of the GH200's HBM and {link.measured:.0f} of {link.paper:g} GB/s of an H200's PCIe both ways together, measured. "
-        "The library plans with what is reached; prices are the paper's alone.",
+        figure,
+        rows,
+        "Table 1: the memory hierarchy",
+        claim=(
+            "HBM costs about $20 per GB and DDR5 $5 to 12. HBM is 8 (GH200) to 24 (H200) times as"
+            " fast as host memory."
+        ),
+        finding=(
+            f"The paper reports datasheet rates. A process reaches {hbm.ours:,.0f} of"
+            f" {hbm.paper:,.0f} GB/s of the GH200's HBM. It reaches {link.measured:.0f} of"
+            f" {link.paper:g} GB/s of an H200's PCIe in both directions together, as measured. The"
+            " library plans with the rates that are reached. Prices are from the paper alone."
+        ),
         made=made,
-    )  # fmt: skip
+    )
 
 
 def _cells(hardware: HardwareSpec) -> list[str]:
-    both = hardware.duplex_fraction * hardware.h2d_gb_per_s, hardware.duplex_fraction * hardware.d2h_gb_per_s
-    rate = f"{hardware.host_memory.gb_per_s:,.0f}" if hardware.host_memory else f"{hardware.host_gb_per_s:,.0f} (sums)"
+    both = (
+        hardware.duplex_fraction * hardware.h2d_gb_per_s,
+        hardware.duplex_fraction * hardware.d2h_gb_per_s,
+    )
+    rate = (
+        f"{hardware.host_memory.gb_per_s:,.0f}"
+        if hardware.host_memory
+        else f"{hardware.host_gb_per_s:,.0f} (sums)"
+    )
     return [
-        hardware.name, f"{hardware.device_bytes / 1e9:.0f}", f"{hardware.device_gb_per_s:,.0f}", hardware.link,
-        f"{hardware.h2d_gb_per_s:g}, {hardware.d2h_gb_per_s:g}", f"{both[0]:.0f}, {both[1]:.0f}", f"{hardware.host_bytes / 1e9:.0f}", rate,
-    ]  # fmt: skip
+        hardware.name,
+        f"{hardware.device_bytes / 1e9:.0f}",
+        f"{hardware.device_gb_per_s:,.0f}",
+        hardware.link,
+        f"{hardware.h2d_gb_per_s:g}, {hardware.d2h_gb_per_s:g}",
+        f"{both[0]:.0f}, {both[1]:.0f}",
+        f"{hardware.host_bytes / 1e9:.0f}",
+        rate,
+    ]
 
 
-def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[Row]:
+def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[TableRow]:
     rows = []
     for item, value in facts["bandwidth_gb_per_s"].items():
         name, _, what = item.partition(": ")
         hardware = machines[name]
         duplex = hardware.duplex_fraction * (hardware.h2d_gb_per_s + hardware.d2h_gb_per_s)
         host = hardware.host_memory.gb_per_s if hardware.host_memory else None
-        reached = {"HBM": hardware.device_gb_per_s, "host": host, "link, both ways": duplex, "link, one way": hardware.h2d_gb_per_s}[what]
-        here = reached if name == "h200" else None  # the library's rates of this machine were measured by this project
+        reached = {
+            "HBM": hardware.device_gb_per_s,
+            "host": host,
+            "link, both ways": duplex,
+            "link, one way": hardware.h2d_gb_per_s,
+        }[what]
+        # The library's rates of the H200 were measured by this project.
+        here = reached if name == "h200" else None
         doubtful = "?" if item == "h200: link, both ways" else facts["sure"]
-        rows.append(Row(item=item, quantity="bandwidth", unit="GB/s", paper=value, sure=doubtful, ours=reached, measured=here, note="ours: the library's rate"))
+        rows.append(
+            TableRow(
+                item=item,
+                quantity="bandwidth",
+                unit="GB/s",
+                paper=value,
+                sure=doubtful,
+                ours=reached,
+                measured=here,
+                note="ours: the library's rate",
+            )
+        )
     for item, value in facts["capacity_gb"].items():
         name, _, what = item.partition(": ")
         size = machines[name].device_bytes if what == "HBM" else machines[name].host_bytes
         rows.append(
-            Row(
-                item=item, quantity="capacity", unit="GB", paper=value, sure=facts["sure"], ours=size / 1e9, note="ours: what a process can use, by the library"
+            TableRow(
+                item=item,
+                quantity="capacity",
+                unit="GB",
+                paper=value,
+                sure=facts["sure"],
+                ours=size / 1e9,
+                note="ours: what a process can use, by the library",
             )
         )
     for kind, prices in facts["dollars_per_gb"].items():
         rows += [
-            Row(item=f"{kind}, {which}", quantity="price", unit="dollars per GB", paper=price, sure=facts["sure"])
+            TableRow(
+                item=f"{kind}, {which}",
+                quantity="price",
+                unit="dollars per GB",
+                paper=price,
+                sure=facts["sure"],
+            )
             for which, price in zip(("least", "most"), prices, strict=True)
         ]
     return rows

@@ -1,4 +1,4 @@
-"""Tables 8 and 9: an A6000 and an RTX 3090; and the cards that readers asked about."""
+"""Tables 8 and 9: an A6000 and an RTX 3090, and the cards that readers asked about."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 from megatrain.paper_figures import style
 from megatrain.paper_figures.bars import bars
 from megatrain.paper_figures.figure7 import groups
-from megatrain.paper_figures.results import Answer, Record, Results
-from megatrain.paper_figures.table import Drawn, Row, rows_of
+from megatrain.paper_figures.results import BenchmarkRecord, Results, StoredAnswer
+from megatrain.paper_figures.table import Drawn, TableRow, rows_of
 
 MODELS = {"qwen2.5-3b": "3B", "qwen2.5-7b": "7B", "qwen2.5-14b": "14B"}
 CARDS = {
@@ -21,44 +21,65 @@ CARDS = {
     "apple-m4-max": "M4 Max\n128 GB",
     "apple-m3-ultra": "M3 Ultra\n512 GB",
 }
-LOOKS = {"qwen2.5-3b": ("#56B4E9", ""), "qwen2.5-7b": ("#009E73", "////"), "qwen2.5-14b": ("#E69F00", "....")}
+LOOKS = {
+    "qwen2.5-3b": ("#56B4E9", ""),
+    "qwen2.5-7b": ("#009E73", "////"),
+    "qwen2.5-14b": ("#E69F00", "...."),
+}
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
     """A model on a card that readers asked about."""
 
     card: str
+    """A machine of the library."""
     model: str
+    """A model of the library."""
     host_gib: float
+    """Host memory in GiB."""
     unified: bool
-    ours: Answer
+    """Whether device and host share one memory."""
+    ours: StoredAnswer
+    """The prediction for our best plan."""
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What `experiments/figures/tables8_9.py` leaves."""
+class Tables89Data(msgspec.Struct, frozen=True, kw_only=True):
+    """The data that `experiments/paper_data/tables8_9.py` stores."""
 
-    rows: list[Record]
+    rows: list[BenchmarkRecord]
+    """The paper's rows."""
     readers: list[Reader]
+    """Our plans for the readers' cards."""
 
 
 def draw(results: Results) -> Drawn:
-    data, date = results.typed("tables8_9", Data)
+    data, date = results.typed("tables8_9", Tables89Data)
     figure, axes = style.canvas(style.PAGE, 5.3, nrows=2, ncols=2)
-    for panel, source, title in zip(axes[0], ("paper Table 8", "paper Table 9"), ("RTX A6000, 48 GB", "RTX 3090, 24 GB"), strict=True):
+    for panel, source, title in zip(
+        axes[0],
+        ("paper Table 8", "paper Table 9"),
+        ("RTX A6000, 48 GB", "RTX 3090, 24 GB"),
+        strict=True,
+    ):
         style.plain(panel, title, "model size (parameters)", "TFLOPS (6N)")
         bars(panel, groups([record for record in data.rows if record.source == source], MODELS))
     both = axes[1, 0].get_gridspec()
     for panel in axes[1]:
         panel.remove()
     _readers(figure.add_subplot(both[1, :]), data.readers)
-    style.legend(figure, style.bar_handles(("megatrain_code", "zero3_offload", "paper_schedule", "ours")), 3)
-    made = f"Predictions of {date} from the library's cards; nothing measured. Lower panel: 4 x 1024 tokens a step, the library's hosts."
+    style.legend(
+        figure, style.bar_handles(("megatrain_code", "zero3_offload", "paper_schedule", "ours")), 3
+    )
+    made = (
+        f"Predictions of {date} from the library's cards; nothing was measured. Lower panel: 4 x"
+        " 1024 tokens per step, the library's hosts."
+    )
     style.footer(figure, made)
-    return _told(data, figure, made)
+    return _drawn(data, figure, made)
 
 
 def _readers(axes: Any, readers: list[Reader]) -> None:
-    style.plain(axes, "ours, best plan on readers' cards", "", "tokens a second (log scale)")
+    style.plain(axes, "ours, best plan on readers' cards", "", "tokens per second (log scale)")
     axes.set_yscale("log")
     axes.set_ylim(20, 6000)
     axes.set_yticks([30, 100, 300, 1000, 3000], ["30", "100", "300", "1,000", "3,000"])
@@ -69,28 +90,51 @@ def _readers(axes: Any, readers: list[Reader]) -> None:
             x, (colour, hatch) = index + 0.27 * (place - 1), LOOKS[model]
             if reader.ours.fits:
                 speed = reader.ours.tokens_per_s
-                axes.bar(x, speed, 0.25, color=colour, hatch=hatch, edgecolor=style.INK, linewidth=0.4)
+                axes.bar(
+                    x, speed, 0.25, color=colour, hatch=hatch, edgecolor=style.INK, linewidth=0.4
+                )
                 axes.text(x, speed * 1.06, f"{speed:,.0f}", fontsize=7, ha="center", va="bottom")
             else:
-                axes.text(x, 22, "does not fit", fontsize=7, ha="center", va="bottom", rotation=90, color=style.MUTED)
+                axes.text(
+                    x,
+                    22,
+                    "does not fit",
+                    fontsize=7,
+                    ha="center",
+                    va="bottom",
+                    rotation=90,
+                    color=style.MUTED,
+                )
     axes.set_xticks(range(len(CARDS)), list(CARDS.values()))
     axes.tick_params(axis="x", length=0)
     axes.legend(
-        handles=[Patch(facecolor=colour, hatch=hatch, edgecolor=style.INK, linewidth=0.4, label=MODELS[model]) for model, (colour, hatch) in LOOKS.items()],
+        handles=[
+            Patch(
+                facecolor=colour,
+                hatch=hatch,
+                edgecolor=style.INK,
+                linewidth=0.4,
+                label=MODELS[model],
+            )
+            for model, (colour, hatch) in LOOKS.items()
+        ],
         loc="upper right",
         ncols=3,
         handlelength=1.4,
     )
 
 
-def _told(data: Data, figure: Any, made: str) -> Drawn:
+def _drawn(data: Tables89Data, figure: Any, made: str) -> Drawn:
     rows = rows_of(data.rows)
     for reader in data.readers:
         found = reader.ours
-        note = f"policy {found.policy}, {found.accumulation} x {found.batch} x {found.sequence} tokens, host of {reader.host_gib:.0f} GiB"
+        note = (
+            f"policy {found.policy}, {found.accumulation} x {found.batch} x {found.sequence}"
+            f" tokens, host of {reader.host_gib:.0f} GiB"
+        )
         speed = found.tokens_per_s if found.fits else None
         rows.append(
-            Row(
+            TableRow(
                 item=f"{reader.model} on {reader.card}",
                 quantity="tokens_per_s",
                 unit="tokens/s",
@@ -99,21 +143,57 @@ def _told(data: Data, figure: Any, made: str) -> Drawn:
                 note=note,
             )
         )
-    told = [record for record in data.rows if record.quantity == "tflops" and record.system == "megatrain_code"]
-    a6000 = next(record for record in told if record.source == "paper Table 8" and record.model == "qwen2.5-14b")
-    rtx = next(record for record in told if record.source == "paper Table 9" and record.model == "qwen2.5-14b")
-    largest = {card: [MODELS[entry.model] for entry in data.readers if entry.card == card and entry.ours.fits] for card in CARDS}
-    fourteen = next(entry.ours for entry in data.readers if entry.card == "rtx4090" and entry.model == "qwen2.5-14b")
+    reported = [
+        record
+        for record in data.rows
+        if record.quantity == "tflops" and record.system == "megatrain_code"
+    ]
+    a6000 = next(
+        record
+        for record in reported
+        if record.source == "paper Table 8" and record.model == "qwen2.5-14b"
+    )
+    rtx = next(
+        record
+        for record in reported
+        if record.source == "paper Table 9" and record.model == "qwen2.5-14b"
+    )
+    largest = {
+        card: [
+            MODELS[entry.model] for entry in data.readers if entry.card == card and entry.ours.fits
+        ]
+        for card in CARDS
+    }
+    fourteen = next(
+        entry.ours
+        for entry in data.readers
+        if entry.card == "rtx4090" and entry.model == "qwen2.5-14b"
+    )
+    speed_of_14b = f" (14B at {fourteen.tokens_per_s:,.0f} tokens/s)" if fourteen.fits else ""
     return Drawn(
-        figure, rows, "Tables 8 and 9: workstation and consumer cards",
-        claim=f"14B trains on one A6000 at {a6000.paper:g} TFLOPS and on one RTX 3090 at {rtx.paper:g}, where ZeRO-3 is out of memory; told host memory is 7 to 8 bytes a parameter.",
-        finding=f"The published code is predicted at {_code(a6000)} and {_code(rtx)}; told host memory is less than fp32 moments need, and is met with moments in bf16 (PyTorch's own AdamW). ZeRO-3 is told equal on both cards, one of which has half the compute, so neither card bound it. "
-        f"Readers: the RTX 3080 holds {_names(largest['rtx3080-10gb'])}, the RTX 4090 {_names(largest['rtx4090'])}{f' (14B at {fourteen.tokens_per_s:,.0f} tokens/s)' if fourteen.fits else ''}, the Ryzen {_names(largest['ryzen-ai-max-395-128gb'])}, an M4 Max {_names(largest['apple-m4-max'])}, an M3 Ultra {_names(largest['apple-m3-ultra'])}.",
+        figure,
+        rows,
+        "Tables 8 and 9: workstation and consumer cards",
+        claim=(
+            f"14B trains on one A6000 at {a6000.paper:g} TFLOPS and on one RTX 3090 at"
+            f" {rtx.paper:g}, where ZeRO-3 is out of memory. Host memory is 7 to 8 bytes per"
+            " parameter."
+        ),
+        finding=(
+            f"The published code is predicted at {_code(a6000)} and {_code(rtx)} TFLOPS. The"
+            " paper's host memory is less than fp32 moments need, and is met with bf16 moments"
+            " (PyTorch's own AdamW). In the paper ZeRO-3 has the same speed on both cards, one of"
+            " which has half the compute, so neither card limited it. Of the readers' cards, the"
+            f" RTX 3080 holds {_names(largest['rtx3080-10gb'])}, the RTX 4090"
+            f" {_names(largest['rtx4090'])}{speed_of_14b}, the Ryzen"
+            f" {_names(largest['ryzen-ai-max-395-128gb'])}, an M4 Max"
+            f" {_names(largest['apple-m4-max'])}, an M3 Ultra {_names(largest['apple-m3-ultra'])}."
+        ),
         made=made,
-    )  # fmt: skip
+    )
 
 
-def _code(record: Record) -> str:
+def _code(record: BenchmarkRecord) -> str:
     return f"{record.code.value:.0f}" if record.code else "nothing"
 
 

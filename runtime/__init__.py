@@ -1,4 +1,5 @@
-"""Execute a plan in PyTorch: host memory holds the training state, the GPU streams layers through a few buffers.
+"""Executes plans in PyTorch. Host memory holds the training state, and layers are streamed through
+a few buffers on the GPU.
 
 >>> from megatrain.runtime import Callback, Config, Executor, Trainer
 """
@@ -7,18 +8,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.runtime.executor import Executor
+    from megatrain.runtime.execution.executor import Executor
     from megatrain.runtime.training.callback import Callback
     from megatrain.runtime.training.config import Config
     from megatrain.runtime.training.trainer import Trainer
 
 __all__ = ["Callback", "Config", "Executor", "Trainer"]
 
-_HOMES = {"Callback": "training.callback", "Config": "training.config", "Executor": "executor", "Trainer": "training.trainer"}
+_HOMES = {
+    "Callback": "training.callback",
+    "Config": "training.config",
+    "Executor": "execution.executor",
+    "Trainer": "training.trainer",
+}
 
 
 def __getattr__(name: str) -> object:
-    """Loads a name's module when it is first asked for: importing the package does not load PyTorch."""
+    """Loads the module of `name` at its first use, so that importing the package does not load
+    PyTorch.
+    """
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

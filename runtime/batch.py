@@ -1,4 +1,4 @@
-"""Batch: what one micro-batch is trained on."""
+"""The tensors of one micro-batch, and checks of their shape and values."""
 
 from __future__ import annotations
 
@@ -6,37 +6,61 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 IGNORED = -100
-"""label of a position without loss, as in transformers"""
+"""Label of a position without loss, as in transformers."""
 
 
 class Batch(NamedTuple):
-    """One micro-batch, in host memory: each tensor [batch, sequence] int64."""
+    """One micro-batch in host memory. Each tensor is int64 of shape [batch, sequence]."""
 
     ids: torch.Tensor
+    """Input token ids."""
     labels: torch.Tensor
-    """the token that follows each position, or IGNORED: shifted already"""
+    """The id of the next token for each position, or IGNORED. Labels are already shifted."""
     documents: torch.Tensor | None = None
-    """which document of its row a position belongs to, from 0; -1 is padding. A position sees its own document alone, and counts its positions
-    from that document's start. None: every row is one document without padding
+    """Number of the document in its row that a position belongs to, from 0; -1 for padding. A
+    position attends only to its own document, and position numbers start at 0 in each document. If
+    None, every row is one document without padding.
     """
 
 
 def refuse_batch(batch: Batch, shape: tuple[int, int], vocabulary: int, where: str) -> None:
-    """Raises UserError where a tensor of `batch` is not `shape` int64, or has a number that means nothing. `vocabulary`: how many ids there are."""
+    """Raises UserError if a tensor of `batch` is not int64 of `shape`, or contains a number out of
+    range. Ids are below `vocabulary`. `where` starts the text of the error.
+    """
     for name, tensor in batch._asdict().items():
         if name != "documents" or tensor is not None:
             _refuse_kind(tensor, shape, f"{where}: {name}")
-    last, fix = vocabulary - 1, "tokenise with the model's own tokenizer"
+    last, fix = vocabulary - 1, "tokenize with the model's own tokenizer"
     _refuse_beyond(batch.ids, 0, last, f"{where}: ids", "ids", f"0 to {last}", fix)
-    labels = batch.labels if batch.documents is None else batch.labels.masked_fill(batch.documents < 0, IGNORED)
+    labels = (
+        batch.labels
+        if batch.documents is None
+        else batch.labels.masked_fill(batch.documents < 0, IGNORED)
+    )
     labelled = labels[labels != IGNORED]
-    _refuse_beyond(labelled, 0, last, f"{where}: labels", "ids", f"0 to {last}, or {IGNORED} where there is no loss", fix)
+    _refuse_beyond(
+        labelled,
+        0,
+        last,
+        f"{where}: labels",
+        "ids",
+        f"0 to {last}, or {IGNORED} where there is no loss",
+        fix,
+    )
     if batch.documents is not None:
         number_from_0 = "number each row's documents from 0"
-        _refuse_beyond(batch.documents, -1, shape[1] - 1, f"{where}: documents", "numbers", f"0 to {shape[1] - 1}, or -1 for padding", number_from_0)
+        _refuse_beyond(
+            batch.documents,
+            -1,
+            shape[1] - 1,
+            f"{where}: documents",
+            "numbers",
+            f"0 to {shape[1] - 1}, or -1 for padding",
+            number_from_0,
+        )
 
 
 def _refuse_kind(tensor: object, shape: tuple[int, int], where: str) -> None:
@@ -48,10 +72,17 @@ def _refuse_kind(tensor: object, shape: tuple[int, int], where: str) -> None:
         found = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     else:
         return
-    raise UserError(where, found=found, allowed=f"{list(shape)} int64, as planned", fix="give every micro-batch the plan's shape, or make another plan")
+    raise UserError(
+        where,
+        found=found,
+        allowed=f"{list(shape)} int64, as planned",
+        fix="give every micro-batch the plan's shape, or make another plan",
+    )
 
 
-def _refuse_beyond(numbers: torch.Tensor, least: int, most: int, where: str, what: str, allowed: str, fix: str) -> None:
+def _refuse_beyond(
+    numbers: torch.Tensor, least: int, most: int, where: str, what: str, allowed: str, fix: str
+) -> None:
     if numbers.numel():
         low, high = (int(bound) for bound in torch.aminmax(numbers))
         if low < least or high > most:

@@ -1,4 +1,4 @@
-"""What machine this is: the device to train on, and a description to stand beside every number."""
+"""This machine: its device, its memory, and a description for files of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 
 
 def default_device() -> torch.device:
-    """The first CUDA device; without one the CPU, with a capped pool of its memory as the device."""
+    """Returns the first CUDA device, or the CPU if there is none. On a CPU, a limited part of host
+    memory stands in for device memory.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.init()
@@ -23,30 +25,39 @@ def default_device() -> torch.device:
 
 
 def grow_segments() -> None:
-    """Tells PyTorch's CUDA allocator to grow its segments, unless the user tells it something: else it leaves pieces too small to use, of which a step died
-    on an H200 whose plan took 136.0 of 139.8 GiB, and which runs so. It listens until its first allocation in the process; later this changes nothing.
+    """Sets `expandable_segments:True` for PyTorch's CUDA allocator, unless the user configured the
+    allocator. Must be called before the first allocation on a GPU; later it has no effect.
+
+    Without expandable segments, fragmentation made a plan of 136.0 GiB run out of memory on an H200
+    with 139.8 GiB.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def cores() -> int:
-    """Processors this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of the device; of the whole machine without CUDA."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else psutil.virtual_memory().total
+    """Returns the memory of `device` in bytes; without CUDA, that of the whole machine."""
+    return (
+        int(torch.cuda.get_device_properties(device).total_memory)
+        if device.type == "cuda"
+        else psutil.virtual_memory().total
+    )
 
 
 _SLACK = 0.04
-"""Of a GPU's memory, for kernels, libraries and pieces too small to use. On an H200, 139.8 GiB, plans of 131.3 GiB held 135.8 and of 135.6 held 138.7; another of
-135.6 found no room for what it wanted in each of its first steps, and freed and took memory anew; of three of 137.3 and more two died."""
+"""Share of a GPU's memory for kernels, libraries and fragmentation. On an H200 with 139.8 GiB,
+plans of up to 135.6 GiB ran, and of larger plans most ran out of memory (`docs/lab_notes.md`)."""
 
 
 def usable_device_bytes(device: torch.device) -> int:
-    """What tensors can have of the device's memory: all that is free or ours, the CUDA context out, less what the allocator leaves in pieces."""
+    """Returns how many bytes of device memory tensors can have: what is free or held by this
+    process' allocator, less a share for kernels, libraries and fragmentation.
+    """
     if device.type != "cuda":
         return device_bytes(device)
     forget_device_memory(device)
@@ -55,9 +66,11 @@ def usable_device_bytes(device: torch.device) -> int:
 
 
 def host_bytes() -> int:
-    """Host memory this process may use: the machine's, or less where a control group says so.
+    """Returns the host memory in bytes that this process may use: that of the machine, or the limit
+    of its control group if that is lower.
 
-    A virtual machine whose memory grows on use shows too little here; then pass the limit to the command.
+    For a virtual machine that gets memory only when it uses it, the result is too low. In that case
+    pass the limit to the command.
     """
     total = psutil.virtual_memory().total
     try:
@@ -68,23 +81,29 @@ def host_bytes() -> int:
 
 
 def make_deterministic() -> None:
-    """This process' torch uses only kernels that give the same bits every time: attention's backward and cuBLAS otherwise may not, with CUDA."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, at the first product
+    """Makes PyTorch use only deterministic algorithms in this process, so that results have the
+    same bits in every run. With CUDA, the backward pass of attention and cuBLAS otherwise may not.
+    """
+    # cuBLAS reads this at the first matrix product
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def forget_device_memory(device: torch.device) -> None:
-    """Makes the next peak of device memory that of what comes next alone: frees what earlier work in this process left, cuBLAS' workspaces too."""
+    """Frees cached device memory, including cuBLAS workspaces, and resets the peak of device
+    memory. The next peak then contains nothing of earlier work in this process.
+    """
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # one of 8 to 32 MiB per thread and stream that multiplied
+        # 8 to 32 MiB for each thread and stream that has run a matrix product
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def processor() -> str:
-    """The processor's name, as the system gives it."""
+    """Returns the name of the processor, as reported by the system."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -95,13 +114,22 @@ def processor() -> str:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """The machine and the software, as plain values for a file."""
+    """Returns a description of the machine and the software, as plain values for a file."""
     described: dict[str, object] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, memory pool as device",
-        "device_bytes": device_bytes(device), "processor": processor(), "cores": cores(), "host_bytes": host_bytes(),
-        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(), "torch": str(torch.__version__),
+        "device": (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{processor()}, memory pool as device"
+        ),
+        "device_bytes": device_bytes(device),
+        "processor": processor(),
+        "cores": cores(),
+        "host_bytes": host_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-    }  # fmt: skip
+    }
     if device.type == "cuda":
         described["cuda"] = torch.version.cuda
     return described

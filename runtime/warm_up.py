@@ -1,4 +1,7 @@
-"""Warm-up: how many steps of a run are unlike those after it. Loads no torch, so that what reads a run's files may ask too."""
+"""The number of warm-up steps. This module does not import torch, so that code which only reads the
+files of a run can import it.
+"""
 
 WARM_UP_STEPS = 2
-"""not counted as steady: memory is touched and may be allocated, libraries start, layers are compiled, and our first step owes no update yet"""
+"""First steps that are left out of timings. In them, memory is touched and may be allocated,
+libraries start, layers are compiled, and a plan that defers updates has none to apply yet."""

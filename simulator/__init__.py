@@ -1,7 +1,10 @@
-"""Predict a training step: does it fit, how fast, what binds. Loads no torch.
+"""Predicts a training step: whether it fits in memory, how long it takes, and what limits it. It
+does not import torch.
 
 >>> from megatrain.simulator import HardwareSpec, ModelSpec, Workload, search
->>> best = search(ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200"), Workload(batch=32, sequence=1024), policies=["double_buffer"])[0]
+>>> model, machine = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")
+>>> workload = Workload(batch=32, sequence=1024)
+>>> best = search(model, machine, workload, policies=["double_buffer"])[0]
 >>> best.feasible, best.plan.policy
 (True, 'double_buffer')
 """
@@ -10,17 +13,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.simulator.engine import simulate
-    from megatrain.simulator.evaluator import bounds, evaluate
-    from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.plan import Knobs, Plan
-    from megatrain.simulator.planner import search
+    from megatrain.simulator.engine.discrete_event import simulate
+    from megatrain.simulator.engine.evaluator import bounds, evaluate
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.planner.search import search
     from megatrain.simulator.policies import lower
     from megatrain.simulator.schedule import Schedule
-    from megatrain.simulator.specs import ModelSpec
-    from megatrain.simulator.timeline import Timeline
-    from megatrain.simulator.verdict import Verdict, judge
-    from megatrain.simulator.workload import Workload
+    from megatrain.simulator.schedule.plan import Knobs, Plan
+    from megatrain.simulator.schedule.timeline import Timeline
+    from megatrain.simulator.verdict.verdict import Verdict, judge
 
 __all__ = [
     "HardwareSpec",
@@ -40,14 +43,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "engine": ("simulate",), "evaluator": ("bounds", "evaluate"), "hardware": ("HardwareSpec",), "plan": ("Knobs", "Plan"), "planner": ("search",),
-    "policies": ("lower",), "schedule": ("Schedule",), "specs": ("ModelSpec",), "timeline": ("Timeline",), "verdict": ("Verdict", "judge"),
-    "workload": ("Workload",),
-}  # fmt: skip
+    "engine.discrete_event": ("simulate",),
+    "engine.evaluator": ("bounds", "evaluate"),
+    "hardware.machine": ("HardwareSpec",),
+    "model.specs": ("ModelSpec",),
+    "model.workload": ("Workload",),
+    "planner.search": ("search",),
+    "policies": ("lower",),
+    "schedule": ("Schedule",),
+    "schedule.plan": ("Knobs", "Plan"),
+    "schedule.timeline": ("Timeline",),
+    "verdict.verdict": ("Verdict", "judge"),
+}
 
 
 def __getattr__(name: str) -> object:
-    """Loads a name's module when it is first asked for: the runtime imports the contract from here and must not pay for simpy and the planner."""
+    """Imports the module of a public name on first use. The runtime imports `Plan` and `Schedule`
+    from here and should not have to load simpy and the planner.
+    """
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)

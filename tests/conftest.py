@@ -1,4 +1,6 @@
-"""What every test shares: hypothesis without deadlines, `cuda` tests skipped where there is no GPU, and a maker of small plans."""
+"""What every test shares: hypothesis without deadlines, `cuda` tests skipped where there is no GPU,
+and a maker of small plans.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from typing import Any
 import hypothesis
 import pytest
 
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 pytest.register_assert_rewrite("whole_models", "reference_lengths")
-hypothesis.settings.register_profile("megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("megatrain")
 
 
@@ -29,22 +33,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 MODEL_KEYS = {
-    "family": "model_type", "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocabulary": "vocab_size", "tied": "tie_word_embeddings",
-}  # fmt: skip
+    "family": "model_type",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary": "vocab_size",
+    "tied": "tie_word_embeddings",
+}
 """short names of what the tests vary"""
 
 
 def small_model(name: str = "small", **changes: Any) -> ModelSpec:
-    """A model of a few thousand parameters. `changes`: short names (`MODEL_KEYS`) or keys of config.json."""
-    sizes = {"family": "llama", "layers": 4, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "vocabulary": 256, "tied": False, **changes}
+    """A model of a few thousand parameters. `changes`: short names (`MODEL_KEYS`) or keys of
+    config.json.
+    """
+    sizes = {
+        "family": "llama",
+        "layers": 4,
+        "hidden": 64,
+        "intermediate": 96,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocabulary": 256,
+        "tied": False,
+        **changes,
+    }
     if sizes["family"] == "mistral":
         sizes = {"sliding_window": 0, **sizes}
-    return ModelSpec.from_config({MODEL_KEYS.get(key, key): value for key, value in sizes.items()}, name, name)
+    return ModelSpec.from_config(
+        {MODEL_KEYS.get(key, key): value for key, value in sizes.items()}, name, name
+    )
 
 
 def small_plan(policy: str = "double_buffer", **changes: Any) -> Plan:
-    """A plan for a model of a few thousand parameters. `changes` may name any field of the model, the workload, the knobs or the plan."""
+    """A plan for a model of a few thousand parameters. `changes` may name any field of the model,
+    the workload, the knobs or the plan.
+    """
 
     def chosen(into: type, **defaults: Any) -> dict[str, Any]:
         return {key: changes.pop(key, value) for key, value in defaults.items()} | {
@@ -55,8 +82,15 @@ def small_plan(policy: str = "double_buffer", **changes: Any) -> Plan:
     model = changes.pop("model", None) or small_model(**{"hidden": 32, "head_dim": 8, **given})
     workload = Workload(**chosen(Workload, batch=2, sequence=16))
     knobs = Knobs(**chosen(Knobs, weight_slots={"sequential": 1}.get(policy, 2), chunk_bytes=4096))
-    defaults = {"hardware": "here.toml", "source": "small", "device_limit_bytes": 2**24, "host_limit_bytes": 2**26}
-    return Plan(policy=policy, model=model, workload=workload, knobs=knobs, **{**defaults, **changes})
+    defaults = {
+        "hardware": "here.toml",
+        "source": "small",
+        "device_limit_bytes": 2**24,
+        "host_limit_bytes": 2**26,
+    }
+    return Plan(
+        policy=policy, model=model, workload=workload, knobs=knobs, **{**defaults, **changes}
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""The worked example of docs/adding.md is a policy that works, and the targets that CONTRIBUTING.md names exist."""
+"""The worked examples of docs/adding.md are a policy and an optimizer that work, and the targets
+that CONTRIBUTING.md names exist.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +8,140 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-from pages import read
+from pages import read, saved_examples
 
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 GUIDE = "docs/adding.md"
 
 
+def saved(name: str, folder: Path) -> str:
+    code = saved_examples(GUIDE)[name]
+    assert code.count("\n") < 80
+    (folder / name).write_text(code, encoding="utf-8")
+    return str(folder / name)
+
+
 @pytest.fixture
 def example(tmp_path: Path) -> str:
-    """The guide's one block of Python, saved outside the package; its path."""
-    text = read(GUIDE)
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (name,) = re.findall(r"Saved as `(\w+\.py)`", text)
-    assert code.count("\n") < 80
-    (tmp_path / name).write_text(code, encoding="utf-8")
-    return str(tmp_path / name)
+    """The guide's policy, saved outside the package; its path."""
+    return saved("pinned.py", tmp_path)
+
+
+@pytest.fixture
+def lion(tmp_path: Path) -> str:
+    """The guide's optimizer, likewise."""
+    return saved("lion.py", tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("interval", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_the_example_lowers_to_a_sound_schedule(make_plan: Callable[..., Plan], example: str, accumulation: int, interval: int, tied: bool) -> None:
-    changes = {"layers": 7, "accumulation": accumulation, "checkpoint_interval": interval, "tied": tied}
+def test_the_example_lowers_to_a_sound_schedule(
+    make_plan: Callable[..., Plan], example: str, accumulation: int, interval: int, tied: bool
+) -> None:
+    changes = {
+        "layers": 7,
+        "accumulation": accumulation,
+        "checkpoint_interval": interval,
+        "tied": tied,
+    }
     assert policies.find(example).name == "pinned"
     schedule = policies.lower(make_plan(example, **changes))
     schedule.check()
     assert schedule.policy == example
     loads = [op.layer for op in schedule.ops if op.kind == "load_weights" and op.offset == 0]
     assert loads.count("0") == loads.count("1") == 1
-    plain = [op.layer for op in policies.lower(make_plan("k_buffer", **changes)).ops if op.kind == "load_weights" and op.offset == 0]
+    plain = [
+        op.layer
+        for op in policies.lower(make_plan("k_buffer", **changes)).ops
+        if op.kind == "load_weights" and op.offset == 0
+    ]
     assert len(loads) < len(plain)
     assert sorted(op.id for op in schedule.ops if op.lane == "compute") == sorted(
         op.id for op in policies.lower(make_plan("k_buffer", **changes)).ops if op.lane == "compute"
     )
 
 
-def test_the_example_executes_with_the_bits_of_another_policy(make_plan: Callable[..., Plan], example: str) -> None:
+def test_the_example_executes_with_the_bits_of_another_policy(
+    make_plan: Callable[..., Plan], example: str
+) -> None:
     import torch
 
     from megatrain.runtime.batch import Batch
-    from megatrain.runtime.executor import Executor
+    from megatrain.runtime.execution.executor import Executor
     from megatrain.runtime.files.model_files import random_weights
-    from megatrain.runtime.layers.templates import config_of
-    from megatrain.runtime.optimizer import AdamW
+    from megatrain.runtime.layers.functional_layers import config_of
+    from megatrain.runtime.optimizer.adamw import AdamW
 
     results = []
     for policy in (example, "k_buffer"):
         plan = make_plan(policy, layers=4, accumulation=2, dtype="fp32")
         threads = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
-        with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), schedule=policies.lower(plan), threads=threads) as executor:
+        with Executor(
+            plan,
+            config_of(plan.model),
+            AdamW(),
+            torch.device("cpu"),
+            schedule=policies.lower(plan),
+            threads=threads,
+        ) as executor:
             executor.state.load(random_weights(0))
             batch = torch.arange(64).view(2, 2, 16)
             results.append(
-                [(step.loss, step.gradient_norm) for step in (executor.step([Batch(batch[0], batch[1])] * 2, rate=1e-2, number=n) for n in (1, 2, 3))]
+                [
+                    (step.loss, step.gradient_norm)
+                    for step in (
+                        executor.step([Batch(batch[0], batch[1])] * 2, rate=1e-2, number=n)
+                        for n in (1, 2, 3)
+                    )
+                ]
             )
     assert results[0] == results[1]
     assert results[0][-1][0] < results[0][0][0], "it learns"
 
 
 def test_the_example_says_what_it_cannot_do(make_plan: Callable[..., Plan], example: str) -> None:
-    with pytest.raises(UserError, match="policy pinned: layers: found 2; allowed: >= 3; fix: use policy k_buffer"):
+    with pytest.raises(
+        UserError, match="policy pinned: layers: found 2; allowed: >= 3; fix: use policy k_buffer"
+    ):
         policies.lower(make_plan(example, layers=2))
+
+
+def test_the_optimizer_of_the_guide_learns_with_the_bits_of_any_plan(
+    make_plan: Callable[..., Plan], lion: str
+) -> None:
+    import torch
+
+    from megatrain.runtime.batch import Batch
+    from megatrain.runtime.execution.executor import Executor
+    from megatrain.runtime.files.model_files import random_weights
+    from megatrain.runtime.layers.functional_layers import config_of
+    from megatrain.runtime.optimizer.settings import AdamW
+
+    results = []
+    for policy in ("overlapped", "resident"):
+        plan = make_plan(policy, optimizer=lion)
+        plan = msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
+        threads = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
+        settings = AdamW(betas=(0.9, 0.99), weight_decay=0.1)
+        with Executor(
+            plan, config_of(plan.model), settings, torch.device("cpu"), threads=threads
+        ) as executor:
+            executor.state.load(random_weights(0))
+            ids = torch.arange(32).view(2, 16)
+            results.append(
+                [
+                    executor.step([Batch(ids, ids)], rate=1e-3, number=number).loss
+                    for number in range(1, 6)
+                ]
+            )
+    assert results[0] == results[1]
+    assert results[0][-1] < results[0][0] - 0.1
 
 
 def test_the_commands_of_the_guide_exist() -> None:

@@ -1,4 +1,5 @@
-"""README.md, CONTRIBUTING.md and docs/: their links lead somewhere, the files that they name exist, and the README stays short.
+"""README.md, CONTRIBUTING.md and docs/: their links lead somewhere, the files that they name exist,
+and the README stays short.
 
 `make docs` checks the links a second time, with those of the results' pages.
 """
@@ -12,7 +13,11 @@ import pytest
 from pages import PAGES, ROOT, blocks, name, read
 
 _NAMED = re.compile(r"`((?:simulator|runtime|experiments|paper_figures|tests|docs)/[\w./*-]*)`")
-_PLACES = {"simulator": ROOT / "simulator", "runtime": ROOT / "runtime", "experiments": ROOT / "experiments"}
+_PLACES = {
+    "simulator": ROOT / "simulator",
+    "runtime": ROOT / "runtime",
+    "experiments": ROOT / "experiments",
+}
 
 
 def prose(text: str) -> str:
@@ -46,18 +51,30 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_folders_of_the_architecture_exist() -> None:
-    tables = re.findall(r"^### `(\w+)/`.*?\n(\|.*?)\n\n", read("docs/architecture.md"), re.DOTALL | re.MULTILINE)
+    tables = re.findall(
+        r"^### `(\w+)/`.*?\n(\|.*?)\n\n", read("docs/architecture.md"), re.DOTALL | re.MULTILINE
+    )
     assert [folder for folder, _ in tables] == list(_PLACES)
     for folder, table in tables:
-        names = [named for row in table.splitlines()[2:] for named in re.findall(r"`([\w/]+)`", row.split("|")[1])]
+        names = [
+            named
+            for row in table.splitlines()[2:]
+            for named in re.findall(r"`([\w/]+)`", row.split("|")[1])
+        ]
         assert len(names) > 5
         for named in names:
             place = _PLACES[folder] / named
-            assert place.is_dir() if named.endswith("/") else place.with_suffix(".py").is_file(), f"{folder}/{named}"
+            assert place.is_dir() if named.endswith("/") else place.with_suffix(".py").is_file(), (
+                f"{folder}/{named}"
+            )
 
 
 def test_every_page_is_on_the_site() -> None:
-    listed = {entry for block in blocks("docs/index.md") for entry in re.findall(r"^(?:.*<)?([\w./]+)>?$", block.text, re.MULTILINE)}
+    listed = {
+        entry
+        for block in blocks("docs/index.md")
+        for entry in re.findall(r"^(?:.*<)?([\w./]+)>?$", block.text, re.MULTILINE)
+    }
     for page in PAGES:
         if page.name != "index.md":
             path = f"../{page.stem}" if page.parent == ROOT else page.stem
@@ -75,7 +92,9 @@ def test_the_readme_s_results_stand_in_their_sources() -> None:
 
 
 def test_the_errors_on_published_figures_are_those_of_the_stored_result() -> None:
-    rows = re.findall(r"^\| [^|]* (\| \d+ \| [\d.]+ % \| [\d.]+ % \|)$", read("docs/accuracy.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| [^|]* (\| \d+ \| [\d.]+ % \| [\d.]+ % \|)$", read("docs/accuracy.md"), re.MULTILINE
+    )
     assert len(rows) == 11
     source = read("experiments/results/published/README.md")
     assert all(row in source for row in rows)

@@ -1,1 +1,3 @@
-"""Other systems on the same machine, as their users would run them. A module has `NEEDS` (packages), `DEVICES`, and `prepare(plan, device)`: a step, notes."""
+"""Other systems on the same machine, run as their users would run them. A module has `NEEDS`
+(packages), `DEVICES`, and `prepare(plan, device)`, which returns a step and notes.
+"""

@@ -1,7 +1,9 @@
-"""PyTorch's FSDP2 with its CPU offload, and fused AdamW on the host: fp32 masters there, bf16 on the device, activations recomputed.
+"""PyTorch's FSDP2 with CPU offload and fused AdamW on the host. Masters are fp32 on the host,
+weights on the device are bf16, and activations are recomputed.
 
-Clipping has failed with CPU offload (pytorch #148532). It is tried before the first step; where it fails the steps run without, and the notes say so.
-Without a GPU the same runs with nothing to offload, which is good for tests alone.
+Clipping has failed with CPU offload (pytorch #148532). It is tried before the first step. If it
+fails, the steps run without clipping, and the notes have the reason. Without a GPU nothing is
+offloaded, which is useful only for tests.
 """
 
 from __future__ import annotations
@@ -11,60 +13,89 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.utils import clip_grad_norm_
 
-from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Parts, Reading, Step, alone_in_group, random_tokens
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.layers.templates import config_of
+from megatrain.experiments.benchmarks.steps import (
+    MAX_NORM,
+    RATE,
+    Parts,
+    Reading,
+    Step,
+    alone_in_group,
+    random_tokens,
+)
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.schedule.plan import Plan
 
 NEEDS = ()
 DEVICES = ("cuda", "cpu")
 
 
 def build(plan: Plan, device: torch.device) -> torch.nn.Module:
-    """The sharded model with random weights: matrices from N(0, 0.02), norms one, biases zero."""
+    """Returns the sharded model with random weights: matrices from N(0, 0.02), norms one, biases
+    zero.
+    """
     from transformers import AutoModelForCausalLM
 
-    config = config_of(plan.model, plan.workload)
+    refuse_unsupported(plan.model, plan.workload)
+    config = config_of(plan.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     dtype, cuda = TORCH_DTYPE[plan.workload.dtype], device.type == "cuda"
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (1,)), "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+        "mesh": init_device_mesh(device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=True) if cuda else OffloadPolicy(),
-    }  # fmt: skip
+    }
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its frequencies had no values on the meta device
+    # On the meta device its frequencies had no values.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = parameter.to_local()
             if local.dim() == 1:
                 local.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                local.copy_(torch.randn(local.shape, device=device).mul_(0.02))  # a GPU draws 7 G in a second, a core in a minute
+                # A GPU draws 7e9 numbers in a second, a CPU core in a minute.
+                local.copy_(torch.randn(local.shape, device=device).mul_(0.02))
     return model
 
 
 def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
-    """A step on random tokens from random weights, and what is to be known of it."""
+    """Returns a step on random tokens from random weights, and notes on the system."""
     alone_in_group()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     work, model, own = plan.workload, build(plan, device), AdamW()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=own.betas, eps=own.epsilon, weight_decay=own.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=RATE,
+        betas=own.betas,
+        eps=own.epsilon,
+        weight_decay=own.weight_decay,
+        fused=True,
+    )
     reason = "by choice" if work.clipping == "none" else _cannot_clip(model)
 
     def step(number: int) -> Reading:
-        micro_batches = [tokens[0].to(device) for tokens in random_tokens(plan.model.vocabulary, work, number)]
+        micro_batches = [
+            tokens[0].to(device) for tokens in random_tokens(plan.model.vocabulary, work, number)
+        ]
         parts, losses, norm = Parts(device), [], None
         for ids in micro_batches:
             with parts.time("forward"):
@@ -78,20 +109,33 @@ def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
         with parts.time("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
-        value = None if norm is None else float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        return Reading(seconds=sum(parts.seconds.values()), loss=float(torch.stack(losses).double().sum()), gradient_norm=value, parts=parts.seconds)
+        value = (
+            None
+            if norm is None
+            else float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        )
+        return Reading(
+            seconds=sum(parts.seconds.values()),
+            loss=float(torch.stack(losses).double().sum()),
+            gradient_norm=value,
+            parts=parts.seconds,
+        )
 
-    return step, f"PyTorch {torch.__version__}, eager layers, recompute, " + (f"no clipping: {reason}" if reason else "clipped")
+    return step, f"PyTorch {torch.__version__}, eager layers, recompute, " + (
+        f"no clipping: {reason}" if reason else "clipped"
+    )
 
 
 def _cannot_clip(model: torch.nn.Module) -> str:
-    """Why gradients of `model` cannot be clipped, in a line; empty where they can. Tried on zeros in its smallest parameter."""
+    """Returns in one line why gradients of `model` cannot be clipped, or an empty text if they can.
+    It clips zeros in the smallest parameter.
+    """
     parameter = min(model.parameters(), key=torch.Tensor.numel)
     parameter.grad = torch.zeros_like(parameter)
     try:
         norm = clip_grad_norm_([parameter], MAX_NORM)
         float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    except Exception as error:  # whatever PyTorch says, it is what its users meet
+    except Exception as error:  # PyTorch's own message is what its users see
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         parameter.grad = None

@@ -1,1 +1,1 @@
-"""Scripts that time the simulator itself; run by hand, never by the tests."""
+"""Scripts that time training systems and the simulator itself."""

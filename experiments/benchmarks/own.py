@@ -1,4 +1,6 @@
-"""Ours, and its ceiling: a plan executed on random tokens; the same plan's compute ops alone, no transfers, no updates."""
+"""Times our runtime and its ceiling. `ours` executes a plan on random tokens. `ceiling` executes
+only the plan's compute ops, without transfers and updates.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +9,50 @@ from contextlib import ExitStack
 import torch
 
 from megatrain.experiments.allocation_bar import allocation_bar
-from megatrain.experiments.benchmarks.steps import MAX_NORM, RATE, Measured, Reading, random_tokens, repeat
+from megatrain.experiments.benchmarks.steps import (
+    MAX_NORM,
+    RATE,
+    MeasuredSteps,
+    Reading,
+    random_tokens,
+    repeat,
+)
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import Weights, random_weights
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.layers.templates import config_of, layer_tensors
+from megatrain.runtime.layers.functional_layers import config_of, layer_tensors
 from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import host_peak_bytes
-from megatrain.simulator.hardware import COMPUTE_KINDS
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.policies import executable
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.hardware.machine import COMPUTE_KINDS
+from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.schedule import restricted
-from megatrain.simulator.specs import EMBEDDING
+from megatrain.simulator.schedule.plan import Plan
 
 
-def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measured:
-    """`ours` or its `ceiling`, from random weights. Raises UserError where the plan cannot be executed or does not fit."""
-    schedule, ceiling = executable(plan), system == "ceiling"
+def measure(system: str, plan: Plan, steps: int, device: torch.device) -> MeasuredSteps:
+    """Returns the steps of `ours` or its `ceiling`, from random weights. Raises UserError if the
+    plan cannot be executed or does not fit.
+    """
+    settings, ceiling = AdamW(max_norm=MAX_NORM), system == "ceiling"
+    schedule = preflight(plan, settings, device)
     if ceiling:
         schedule = restricted(schedule, COMPUTE_KINDS)
     forget_device_memory(device)
     with ExitStack() as stack:
         with allocation_bar() as on_allocate:
-            settings = AdamW(max_norm=MAX_NORM)
-            executor = stack.enter_context(Executor(plan, config_of(plan.model, plan.workload), settings, device, schedule=schedule, on_allocate=on_allocate))
+            executor = stack.enter_context(
+                Executor(
+                    plan,
+                    config_of(plan.model),
+                    settings,
+                    device,
+                    schedule=schedule,
+                    on_allocate=on_allocate,
+                )
+            )
         weights = random_weights(0, device)
         if ceiling:
             fill(executor, weights)
@@ -40,28 +60,55 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
             executor.state.load(weights)
 
         def step(number: int) -> Reading:
-            batches = [Batch(ids, labels) for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)]
+            batches = [
+                Batch(ids, labels)
+                for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)
+            ]
             result = executor.step(batches, rate=RATE, number=number)
-            return Reading(seconds=result.seconds, loss=result.loss, gradient_norm=result.gradient_norm)
+            return Reading(
+                seconds=result.seconds, loss=result.loss, gradient_norm=result.gradient_norm
+            )
 
         readings = repeat(step, steps, system)
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else executor.allocated("device")
-        notes = "compute ops alone" if ceiling else f"policy {plan.policy}, {'compiled' if plan.workload.compiled else 'eager'} layers"
-        return Measured(system=system, notes=notes, steps=readings, ops=len(schedule.ops), device_peak_bytes=peak, host_peak_bytes=host_peak_bytes())
+        peak = (
+            torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else executor.allocated("device")
+        )
+        notes = (
+            "compute ops alone"
+            if ceiling
+            else f"policy {plan.policy}, {'compiled' if plan.workload.compiled else 'eager'} layers"
+        )
+        return MeasuredSteps(
+            system=system,
+            notes=notes,
+            steps=readings,
+            ops=len(schedule.ops),
+            device_peak_bytes=peak,
+            host_peak_bytes=host_peak_bytes(),
+        )
 
 
 def fill(executor: Executor, weights: Weights) -> None:
-    """What loads would have brought: in each buffer that an op computes with, weights of that op's layer; where a layer's input is, normal numbers.
+    """Fills buffers that loads would have filled: each buffer of weights with the weights of an
+    op's layer, and each input of a layer with normal numbers.
 
-    Zeros would not do: a product on them runs 13 % faster (H200).
+    Zeros would falsify the times: a matrix product of zeros runs 13 % faster (H200).
     """
-    plan, arenas, dtype = executor.plan, executor.memory(), TORCH_DTYPE[executor.plan.workload.dtype]
+    plan, arenas, dtype = (
+        executor.plan,
+        executor.memory(),
+        TORCH_DTYPE[executor.plan.workload.dtype],
+    )
     filled: set[str] = set()
     for op in executor.schedule.ops:
         buffer, *others = op.reads
         if op.kind != "embed_backward" and buffer not in filled:
             layer = op.layer or {"embed": EMBEDDING, "head": plan.model.head}[op.kind]
-            for name, tensor in layer_tensors(arenas, plan.model.stack[layer], buffer, dtype).items():
+            for name, tensor in layer_tensors(
+                arenas, plan.model.stack[layer], buffer, dtype
+            ).items():
                 tensor.copy_(weights(layer, name, tuple(tensor.shape)))
             filled.add(buffer)
         if op.kind in ("forward", "recompute") and others[0] not in filled:

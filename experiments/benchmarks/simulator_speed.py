@@ -1,8 +1,10 @@
-"""How fast the simulator is on this machine: lowering, evaluator and engine, on one model with 1, 4 and 16 micro-batches a step.
+"""Times the simulator on this machine: lowering, evaluator and engine, for one model with 1, 4 and
+16 micro-batches per step.
 
     python -m megatrain.experiments.benchmarks.simulator_speed [MODEL [POLICY]]
 
-Times are CPU time of one core, the best of several turns; building a Timeline with its spans and digest is a column of its own.
+Times are CPU time of one core, the best of several turns. Building a Timeline with its spans and
+digest has its own column.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from typing import TypeVar
 
 import msgspec
 
-from megatrain.simulator import engine, evaluator, policies
+from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed, cost_model
-from megatrain.simulator.hardware import HardwareSpec, HostMemory
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.engine import discrete_event as engine
+from megatrain.simulator.engine import evaluator
+from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _TURNS = 5
 _MICRO_BATCHES = (1, 4, 16)
-_MEMORY = HostMemory(gb_per_s=220.0)  # of a host with 64 cores
+_MEMORY = HostMemorySpec(gb_per_s=220.0)  # of a host with 64 cores
 Result = TypeVar("Result")
 
 
 def seconds(work: Callable[[], Result]) -> tuple[float, Result]:
-    """CPU time of the fastest of a few turns, and what `work` returned last."""
+    """Returns the CPU time of the fastest turn, and the last result of `work`."""
     times = []
     for _ in range(_TURNS):
         gc.collect()
@@ -40,32 +44,50 @@ def seconds(work: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def row(plan: Plan, hardware: HardwareSpec) -> list[str]:
-    """One line of the table."""
+    """Returns one row of the table."""
     lowering, schedule = seconds(lambda: policies.lower_anew(plan))
     ops = len(schedule.ops)
-    compiling, _ = seconds(lambda: (fresh := msgspec.structs.replace(schedule)).compiled and fresh.sizes)
+    compiling, _ = seconds(
+        lambda: (fresh := msgspec.structs.replace(schedule)).compiled and fresh.sizes
+    )
     checking, _ = seconds(schedule.check)
     shared = cost_model(hardware, plan.model, plan.workload)
     alone = Replayed(evaluator.evaluate(schedule, shared))
-    static, _ = seconds(lambda: evaluator.makespan_ns(schedule, shared))
+    static, _ = seconds(lambda: evaluator.uncontended_makespan_ns(schedule, shared))
     free, _ = seconds(lambda: engine.makespan_ns(schedule, alone))
     together, _ = seconds(lambda: engine.makespan_ns(schedule, shared))
     timeline, _ = seconds(lambda: engine.simulate(msgspec.structs.replace(schedule), shared))
     per_op = [f"{1e6 * spent / ops:.2f}" for spent in (lowering, compiling, checking)]
-    return [str(plan.workload.accumulation), str(ops), *per_op, *(f"{ops / spent / 1e6:.2f}" for spent in (static, free, together, timeline))]
+    return [
+        str(plan.workload.accumulation),
+        str(ops),
+        *per_op,
+        *(f"{ops / spent / 1e6:.2f}" for spent in (static, free, together, timeline)),
+    ]
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     model, policy = [*arguments, *("qwen2.5-14b", "double_buffer")[len(arguments) :]]
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), host_memory=_MEMORY)
     head = ["micro-batches", "ops", "lower us/op", "compile us/op", "check us/op"]
-    head += ["evaluator M ops/s", "engine, free", "engine, contended", "the same, with timeline and digest"]
+    head += [
+        "evaluator M ops/s",
+        "engine, free",
+        "engine, contended",
+        "engine, with timeline and digest",
+    ]
     rows = [head]
     for accumulation in _MICRO_BATCHES:
         plan = Plan(
-            policy=policy, hardware="h200", source=model, device_limit_bytes=hardware.device_bytes, host_limit_bytes=hardware.host_bytes,
-            model=ModelSpec.load(model), workload=Workload(batch=8, sequence=1024, accumulation=accumulation), knobs=Knobs(),
-        )  # fmt: skip
+            policy=policy,
+            hardware="h200",
+            source=model,
+            device_limit_bytes=hardware.device_bytes,
+            host_limit_bytes=hardware.host_bytes,
+            model=ModelSpec.load(model),
+            workload=Workload(batch=8, sequence=1024, accumulation=accumulation),
+            knobs=Knobs(),
+        )
         rows.append(row(plan, hardware))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{model}, {policy}, 64 MiB copies")

@@ -1,9 +1,12 @@
-"""Speed of the command and of planning on this machine, against a stored result.
+"""Compares the speed of the command and of planning on this machine with a stored result.
 
-    python -m megatrain.experiments.benchmarks.speed [--stored FILE] [--tolerance 1.25] [--write FILE] [CASE ...]
+    python -m megatrain.experiments.benchmarks.speed [--stored FILE] [--tolerance 1.25]
+        [--write FILE] [CASE ...]
 
-Each case is timed in turn with a fixed piece of Python, the reference. The ratio of the two processor times depends much less on the machine and its load
-than seconds do. Prints a table of ratios, now and stored. The exit status is 1 where a ratio is more than `--tolerance` times the stored one.
+Each case is timed in turn with a fixed piece of Python, the reference. The ratio of the two
+processor times depends much less on the machine and its load than seconds do. Prints a table of
+the new and the stored ratios. The exit status is 1 if a ratio is more than `--tolerance` times the
+stored one.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ import msgspec
 from megatrain.experiments.script import ended
 from megatrain.experiments.sweep import grid
 from megatrain.experiments.sweep.simulated import Simulator, likeness
-from megatrain.simulator.files import read_json, write_json
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import candidates, search
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.splits import best_split
-from megatrain.simulator.verdict import in_full
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.base.files import read_json, write_json
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.batch_splits import best_split
+from megatrain.simulator.planner.search import candidates, search
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict.verdict import explain
 
 STORED = Path(__file__).parents[1] / "results" / "speed" / "speed.json"
 _TURNS = 3
@@ -40,17 +43,21 @@ _CLI = [sys.executable, "-m", "megatrain.experiments.cli"]
 Timed = Callable[[], float]
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one run of this command found."""
+class SpeedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of one run of this command."""
 
     machine: str
+    """Processor, cores and version of Python."""
     date: str
+    """Day of the run, as YYYY-MM-DD."""
     ratios: dict[str, float]
-    """processor time of each case divided by that of the reference"""
+    """Processor time of each case divided by that of the reference."""
 
 
 def reference() -> float:
-    """Processor seconds of a fixed piece of work of the kinds that planning does: dictionaries, tuples, a heap, integers."""
+    """Returns the processor time of a fixed piece of work like that of planning, with dictionaries,
+    tuples, a heap and integers.
+    """
     start = time.process_time()
     heap: list[tuple[int, int]] = []
     seen: dict[int, tuple[int, int]] = {}
@@ -65,7 +72,7 @@ def reference() -> float:
 
 
 def _command(*words: str) -> Timed:
-    """Times `megatrain words` in a process of its own, its start included."""
+    """Returns a function that times `megatrain words` in a process of its own, with its start."""
 
     def run() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -77,7 +84,7 @@ def _command(*words: str) -> Timed:
 
 
 def _here(prepare: Callable[[], Callable[[], object]]) -> Timed:
-    """Times in this process what `prepare` returns; what `prepare` does itself is not timed."""
+    """Returns a function that times the work that `prepare` returns, without `prepare` itself."""
 
     def run() -> float:
         work = prepare()
@@ -91,34 +98,57 @@ def _here(prepare: Callable[[], Callable[[], object]]) -> Timed:
 
 def _search() -> Callable[[], object]:
     model, hardware = ModelSpec.load("qwen2.5-14b"), HardwareSpec.load("h200")
-    return lambda: search(model, hardware, Workload(batch=32, sequence=1024), host_limit=256 * 2**30)
+    return lambda: search(
+        model, hardware, Workload(batch=32, sequence=1024), host_limit=256 * 2**30
+    )
 
 
 def _split(tokens: int) -> Callable[[], Callable[[], object]]:
     def prepare() -> Callable[[], object]:
         model, hardware = ModelSpec.load("qwen2.5-14b"), HardwareSpec.load("h200")
-        return lambda: in_full(best_split(model, hardware, Workload(batch=1, sequence=1024), tokens)[0], hardware)
+        return lambda: explain(
+            best_split(model, hardware, Workload(batch=1, sequence=1024), tokens)[0], hardware
+        )
 
     return prepare
 
 
 def _explain() -> Callable[[], object]:
-    """A dense model of 120 billion parameters: the layers of Qwen2.5-72B, 134 of them."""
-    config = {key: value for key, value in ModelSpec.load("qwen2.5-72b").config.items() if key not in ("layer_types", "max_window_layers")}
-    model, hardware = ModelSpec(name="dense", config={**config, "num_hidden_layers": 134}), HardwareSpec.load("h200")
+    """Explains a plan of a dense 120B model, which has 134 layers of Qwen2.5-72B."""
+    config = {
+        key: value
+        for key, value in ModelSpec.load("qwen2.5-72b").config.items()
+        if key not in ("layer_types", "max_window_layers")
+    }
+    model, hardware = (
+        ModelSpec(name="dense", config={**config, "num_hidden_layers": 134}),
+        HardwareSpec.load("h200"),
+    )
     choice = candidates(model, hardware, Workload(batch=32, sequence=1024), host_limit=2**41)[0]
-    return lambda: in_full(choice, hardware)
+    return lambda: explain(choice, hardware)
 
 
 def _sweep() -> Callable[[], object]:
-    """24 plans of a 14B model."""
+    """Simulates 24 plans of a 14B model."""
     hardware = HardwareSpec.load("h200")
     base = Plan(
-        policy="overlapped", hardware="h200", source="qwen2.5-14b", model=ModelSpec.load("qwen2.5-14b"), workload=Workload(batch=32, sequence=1024),
-        device_limit_bytes=hardware.device_bytes, host_limit_bytes=2**39,
-    )  # fmt: skip
-    values = {"policy": ["k_buffer", "overlapped"], "chunk_bytes": ["64MiB", "256MiB"], "batch": ["4", "8", "16"], "device_memory": ["24GiB", "80GiB"]}
-    plans = grid.plans(base, [dict(grid.axis(name, found, "speed") for name, found in values.items())])
+        policy="overlapped",
+        hardware="h200",
+        source="qwen2.5-14b",
+        model=ModelSpec.load("qwen2.5-14b"),
+        workload=Workload(batch=32, sequence=1024),
+        device_limit_bytes=hardware.device_bytes,
+        host_limit_bytes=2**39,
+    )
+    values = {
+        "policy": ["k_buffer", "overlapped"],
+        "chunk_bytes": ["64MiB", "256MiB"],
+        "batch": ["4", "8", "16"],
+        "device_memory": ["24GiB", "80GiB"],
+    }
+    plans = grid.plans(
+        base, [dict(grid.axis(name, found, "speed") for name, found in values.items())]
+    )
     assert len(plans) == 24
 
     def simulate() -> None:
@@ -133,7 +163,18 @@ CASES: dict[str, Timed] = {
     "megatrain --help": _command("--help"),
     "megatrain train --help": _command("train", "--help"),
     "check 7B": _command("check", "qwen2.5-7b", "--hardware", "h200"),
-    "check gpt-oss-120b": _command("check", "gpt-oss-120b", "--hardware", "h200", "--host-memory", "2TB", "--tokens", "1B", "--gpus", "8"),
+    "check gpt-oss-120b": _command(
+        "check",
+        "gpt-oss-120b",
+        "--hardware",
+        "h200",
+        "--host-memory",
+        "2TB",
+        "--tokens",
+        "1B",
+        "--gpus",
+        "8",
+    ),
     "search 14B": _here(_search),
     "plan 14B, 32,768 tokens a step": _here(_split(32768)),
     "plan 14B, 131,072 tokens a step": _here(_split(131072)),
@@ -143,7 +184,9 @@ CASES: dict[str, Timed] = {
 
 
 def ratio(case: Timed) -> tuple[float, float]:
-    """The median ratio of `case` to the reference over a few turns, and the least processor seconds of `case`."""
+    """Returns the median ratio of `case` to the reference over a few turns, and the least processor
+    time of `case` in seconds.
+    """
     ratios, times = [], []
     for _ in range(_TURNS):
         around = [reference()]
@@ -155,32 +198,52 @@ def ratio(case: Timed) -> tuple[float, float]:
 
 def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="speed", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"one or more of: {'; '.join(CASES)}")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"one or more of: {'; '.join(CASES)}"
+    )
     parser.add_argument("--stored", type=Path, default=STORED, help="the result to compare with")
-    parser.add_argument("--tolerance", type=float, default=1.25, help="how many times the stored ratio is still accepted")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1.25,
+        help="largest accepted ratio, as a multiple of the stored one (default 1.25)",
+    )
     parser.add_argument("--write", type=Path, help="store the result of this run in a file")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.cases if name not in CASES]:
         parser.error(f"found case {unknown[0]!r}; allowed: {', '.join(CASES)}")
-    stored = msgspec.convert(read_json(given.stored), Result).ratios if given.stored.exists() else {}
+    stored = (
+        msgspec.convert(read_json(given.stored), SpeedResult).ratios
+        if given.stored.exists()
+        else {}
+    )
     print(f"{'case':34} {'seconds':>8} {'ratio':>8} {'stored':>8} {'change':>7}")
     ratios, slower = {}, []
     for name in given.cases or CASES:
         ratios[name], seconds = ratio(CASES[name])
         change = ratios[name] / stored[name] if name in stored else None
         shown = ("-", "-") if change is None else (f"{stored[name]:.2f}", f"{change - 1:+.0%}")
-        print(f"{name:34} {seconds:8.3f} {ratios[name]:8.2f} {shown[0]:>8} {shown[1]:>7}", flush=True)
+        print(
+            f"{name:34} {seconds:8.3f} {ratios[name]:8.2f} {shown[0]:>8} {shown[1]:>7}", flush=True
+        )
         slower += [name] if change is not None and change > given.tolerance else []
     if given.write:
         given.write.parent.mkdir(parents=True, exist_ok=True)
-        write_json(given.write, Result(machine=_machine(), date=time.strftime("%Y-%m-%d"), ratios={name: round(found, 3) for name, found in ratios.items()}))
+        write_json(
+            given.write,
+            SpeedResult(
+                machine=_machine(),
+                date=time.strftime("%Y-%m-%d"),
+                ratios={name: round(found, 3) for name, found in ratios.items()},
+            ),
+        )
     if slower:
         print(f"slower than {given.tolerance:g} times the stored ratio: {', '.join(slower)}")
     return int(bool(slower))
 
 
 def _machine() -> str:
-    """The processor's name, as the system gives it."""
+    """Returns the processor's name, its cores and the version of Python."""
     from megatrain.runtime.machine import cores, processor
 
     return f"{processor()}, {cores()} cores, Python {platform.python_version()}"

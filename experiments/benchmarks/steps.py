@@ -1,4 +1,6 @@
-"""What every system that is timed gives back: its steps, all work of each finished, and the most memory that its process took."""
+"""The result of every timed system: its steps, each with all of its work finished, and the peak
+memory of its process.
+"""
 
 from __future__ import annotations
 
@@ -13,67 +15,85 @@ from typing import Any
 import msgspec
 import torch
 
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.model.workload import Workload
 
 RATE = 1e-5
-"""learning rate, warm from the first step on"""
+"""Learning rate of every step, without warm-up."""
 MAX_NORM = 1.0
-"""of the gradient, where the workload clips"""
+"""Largest gradient norm, if the workload clips."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step."""
 
     seconds: float
-    """wall time, from an idle device to an idle device"""
+    """Wall time of the step. The device is idle before and after it."""
     loss: float
+    """Mean loss of the step."""
     gradient_norm: float | None = None
-    """before clipping; None where the system does not clip"""
+    """Gradient norm before clipping, or None if the system does not clip."""
     parts: dict[str, float] = {}
-    """seconds of forward, backward, ..., the device idle between them; empty where they overlap"""
+    """Seconds of forward, backward and other parts, with the device idle between them. Empty if
+    they overlap.
+    """
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
     """One system in its own process."""
 
     system: str
+    """The system's name."""
     failure: str = ""
-    """why there is nothing to read; empty for one that ran"""
+    """Why there are no steps. Empty if the system ran."""
     notes: str = ""
+    """Version and settings of the system."""
     steps: tuple[Reading, ...] = ()
-    """warm-up included"""
+    """All steps, with the warm-up."""
     ops: int | None = None
-    """of the schedule, where the system has one"""
+    """Number of ops in the schedule, if the system has one."""
     device_peak_bytes: int | None = None
-    """the most that PyTorch's allocator held; without CUDA the pool that stands for the device"""
+    """Peak of PyTorch's allocator. Without CUDA, the pool that stands for the device."""
     host_peak_bytes: int | None = None
-    """the most that was resident in the process"""
+    """Peak of the process's resident memory."""
     machine: dict[str, Any] = {}
+    """The machine, from `runtime.machine.describe`."""
 
 
 Step = Callable[[int], Reading]
-"""runs step `number`, from 1"""
+"""Runs step `number`, counted from 1."""
 
 
 def repeat(step: Step, steps: int, system: str) -> tuple[Reading, ...]:
-    """So many steps, each told on standard error when it is done."""
+    """Runs `steps` steps and prints each of them on standard error when it is done."""
     readings = []
     for number in range(1, steps + 1):
         readings.append(reading := step(number))
-        norm = "" if reading.gradient_norm is None else f", gradient norm {reading.gradient_norm:.3f}"
+        norm = (
+            "" if reading.gradient_norm is None else f", gradient norm {reading.gradient_norm:.3f}"
+        )
         parts = "".join(f", {name} {seconds:.3f} s" for name, seconds in reading.parts.items())
-        print(f"{system} step {number}: {reading.seconds:.3f} s{parts}, loss {reading.loss:.4f}{norm}", file=sys.stderr, flush=True)
+        print(
+            f"{system} step {number}: {reading.seconds:.3f} s{parts}, loss"
+            f" {reading.loss:.4f}{norm}",
+            file=sys.stderr,
+            flush=True,
+        )
     return tuple(readings)
 
 
 def random_tokens(vocabulary: int, workload: Workload, number: int) -> list[torch.Tensor]:
-    """Of step `number`, for each micro-batch: ids and labels, [2, batch, sequence] int64 in host memory."""
+    """Returns, for each micro-batch of step `number`, input ids and labels as int64 [2, batch,
+    sequence] in host memory.
+    """
     generator = torch.Generator().manual_seed(number)
-    return [torch.randint(vocabulary, (2, workload.batch, workload.sequence), generator=generator) for _ in range(workload.accumulation)]
+    return [
+        torch.randint(vocabulary, (2, workload.batch, workload.sequence), generator=generator)
+        for _ in range(workload.accumulation)
+    ]
 
 
 class Parts:
-    """Seconds by name, each taken with the device idle before and after."""
+    """Measures seconds by name, with the device idle before and after each part."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,6 +101,7 @@ class Parts:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
+        """Adds the time of the `with` block to the part `name`."""
         self._wait()
         start = time.perf_counter()
         yield
@@ -93,8 +114,10 @@ class Parts:
 
 
 def alone_in_group() -> None:
-    """Says to `torch.distributed` that this process is all there is, on a port that is free."""
+    """Configures `torch.distributed` for a group of this process alone, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )

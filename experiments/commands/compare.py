@@ -1,4 +1,4 @@
-"""Predicted against measured, op by op: what a run's plan foretold and what happened."""
+"""Compare the predictions for a run with its measurements: step time, operations and memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `megatrain train`")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a folder written by `megatrain train`"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,21 +19,31 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.experiments.compared_run import compare_run
     from megatrain.experiments.pictures import draw_run
-    from megatrain.simulator.error_table import format_report
-    from megatrain.simulator.files import write_json
-    from megatrain.simulator.trace import save_trace
+    from megatrain.simulator.base.files import write_json
+    from megatrain.simulator.compare.error_table import format_report
+    from megatrain.simulator.plots.perfetto import save_trace
 
     folder: Path = args.run
     run = compare_run(folder)
     run.predicted.save(folder / "predicted.json")
     write_json(folder / "comparison.json", run.errors)
     save_trace(folder / "trace.json", [run.predicted, run.measured], run.schedule)
-    draw_run(folder, run.record, run.plan, run.schedule, run.predicted, run.measured, run.costs, run.errors)
+    draw_run(
+        folder,
+        run.record,
+        run.plan,
+        run.schedule,
+        run.predicted,
+        run.measured,
+        run.costs,
+        run.errors,
+    )
     if args.json:
         print(json.dumps(msgspec.to_builtins(run.errors)))
         return 0
     print(format_report(run.errors).rstrip())
     print(
-        f"\nwrote predicted.json, comparison.json, trace.json (open it at https://ui.perfetto.dev), timeline.png, errors.png, memory.png and loss.png into {folder}"
+        "\nwrote predicted.json, comparison.json, trace.json (open it at https://ui.perfetto.dev),"
+        f" timeline.png, errors.png, memory.png and loss.png into {folder}"
     )
     return 0

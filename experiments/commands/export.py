@@ -1,6 +1,8 @@
-"""Write a checkpoint as a Hugging Face folder: config, tokenizer, generation config, safetensors. No GPU, and hardly any memory.
+"""Write a checkpoint as a Hugging Face model folder, which transformers loads.
 
-From a run's folder the newest checkpoint that is as it was written; `AutoModelForCausalLM.from_pretrained` loads what comes out.
+The folder has the config, the tokenizer, the generation config, and the weights as safetensors.
+Given a run's folder, the newest checkpoint that passes its checksums is written. This needs no GPU
+and little memory.
 """
 
 from __future__ import annotations
@@ -12,16 +14,45 @@ from megatrain.experiments import options
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `megatrain train`, or one of its checkpoints")
-    parser.add_argument("--out", type=Path, required=True, metavar="MODEL", help="a folder that does not exist")
-    parser.add_argument("--from-step", type=options.whole("--from-step"), metavar="N", help="this checkpoint of the run, not the newest")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="fp32 are the masters (default: as the run's config says, else what it computes in)")
-    parser.add_argument("--model", metavar="SOURCE", help="config, tokenizer and generation config from this folder or hub name, not from the plan's")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a folder written by `megatrain train`, or one of its checkpoints",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="MODEL", help="the new folder to write"
+    )
+    parser.add_argument(
+        "--from-step",
+        type=options.whole("--from-step"),
+        metavar="N",
+        help="the checkpoint after step N (default: the newest)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="dtype of the weights; fp32 writes the master weights (default: as in the run's"
+        " config, or else the dtype that layers compute in)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="SOURCE",
+        help=(
+            "folder or hub name from which config, tokenizer and generation config are copied"
+            " (default: the plan's model)"
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.training.exporting import export_run
 
-    done = export_run(args.run, args.out, step=args.from_step, dtype=args.dtype, model=args.model, on_note=print)
-    print(f"wrote {args.out}: the weights after step {done.step}, {done.parameters:,} parameters in {done.dtype}")
+    done = export_run(
+        args.run, args.out, step=args.from_step, dtype=args.dtype, model=args.model, on_note=print
+    )
+    print(
+        f"wrote {args.out}: the weights after step {done.step}, {done.parameters:,} parameters in"
+        f" {done.dtype}"
+    )
     return 0

@@ -1,4 +1,8 @@
-"""Chooses policy, slots, copy size and checkpoint interval for a model on a machine, and writes the plan."""
+"""Choose the fastest plan for a model on a machine, and write it to a file.
+
+A plan has the policy, the placement, the number of slots, the size of copies and the checkpoint
+interval.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +13,66 @@ from pathlib import Path
 from megatrain.experiments import options, report
 from megatrain.experiments.commands import check
 from megatrain.experiments.uncollected import uncollected
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b",
+    )
     options.add_hardware(parser)
     options.add_policy(parser)
     options.add_workload(parser)
     options.add_step_tokens(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="PLAN", help="the plan to write, e.g. plan.toml")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PLAN",
+        help="the plan file to write, e.g. plan.toml",
+    )
 
 
 @uncollected()
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
-    from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.verdict import brief, in_full
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.verdict.verdict import explain, summarize
 
     if args.policy == "all":
         args.policy = "best"
     options.check_writable(args.out)
     hardware = HardwareSpec.load(args.hardware)
-    source = options.relative(Path(args.model), args.out.parent) if os.path.exists(args.model) else args.model
-    named = options.relative(Path(args.hardware), args.out.parent) if os.path.exists(args.hardware) else args.hardware
+    source = (
+        options.relative(Path(args.model), args.out.parent)
+        if os.path.exists(args.model)
+        else args.model
+    )
+    named = (
+        options.relative(Path(args.hardware), args.out.parent)
+        if os.path.exists(args.hardware)
+        else args.hardware
+    )
     found = check.choices(args, hardware, source, named)
-    verdicts, best = [brief(choice, hardware) for choice in found], found[0]
-    print(report.text(in_full(best, hardware, check.policies(args.policy))))
+    verdicts, best = [summarize(choice, hardware) for choice in found], found[0]
+    print(report.text(explain(best, hardware, check.policies(args.policy))))
     if len(found) > 1:
-        print("\nevery policy at its best:\n" + report.table(verdicts))
+        print("\nthe best plan of each policy:\n" + report.table(verdicts))
     if not best.feasible:
-        raise UserError(str(args.out), found="no plan that fits, so none is written", allowed=report.limits(verdicts[0]), fix=best.account.advice)
+        raise UserError(
+            str(args.out),
+            found="no plan that fits; nothing was written",
+            allowed=report.limits(verdicts[0]),
+            fix=best.account.advice,
+        )
     best.plan.save(args.out)
     try:
         refuse_unsupported(best.plan.model, best.plan.workload)
         if os.path.isdir(args.model):
             refuse_multimodal(Path(args.model), best.plan.model)
     except UserError as error:
-        print(f"\npredicted only, `megatrain train` will refuse it: {error}")
+        print(f"\nfor prediction only, `megatrain train` will refuse this plan: {error}")
     print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
     return 0

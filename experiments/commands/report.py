@@ -1,4 +1,8 @@
-"""One HTML file that shows a run: plan and why, both timelines, memory, errors, loss, machine. It works offline."""
+"""Write a run as one HTML page, which needs no network.
+
+The page shows the plan and the reasons for it, the predicted and the measured timeline, memory,
+prediction errors, the loss, and the machine.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,22 @@ from pathlib import Path
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `megatrain train`")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default RUN/report.html)")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a folder written by `megatrain train`"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page to write (default RUN/report.html)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments import options
     from megatrain.experiments.compared_run import compare_run
-    from megatrain.experiments.page.page import write_page
+    from megatrain.experiments.html_report.page import write_page
 
     path: Path = args.out or args.run / "report.html"
     compared = compare_run(args.run)
     options.check_writable(path)
     write_page(compared, path)
-    print(f"wrote {path}: open it in a browser, no network needed")
+    print(f"wrote {path}: open it in a browser; it needs no network")
     return 0

@@ -1,4 +1,4 @@
-"""Plays a plan in the simulator: the predicted step, lane by lane and kind by kind."""
+"""Simulate one optimizer step of a plan and print its time by lane and by kind of operation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ from megatrain.experiments import options
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan written by `megatrain plan`")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline for Perfetto")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
+    parser.add_argument(
+        "plan", type=Path, metavar="PLAN", help="a plan written by `megatrain plan`"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write the timeline to a file for https://ui.perfetto.dev",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.commands.check import as_json
+    from megatrain.simulator.base.units import format_bytes, format_seconds
     from megatrain.simulator.costs import cost_model
-    from megatrain.simulator.engine import makespan_ns, simulate
-    from megatrain.simulator.plan import Plan
-    from megatrain.simulator.planner import assess
+    from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
+    from megatrain.simulator.planner.search import assess
+    from megatrain.simulator.plots.perfetto import save_trace
     from megatrain.simulator.policies import evaluation, is_prediction_only, verified
-    from megatrain.simulator.trace import save_trace
-    from megatrain.simulator.units import format_bytes, format_seconds
-    from megatrain.simulator.verdict import brief
+    from megatrain.simulator.schedule.plan import Plan
+    from megatrain.simulator.verdict.verdict import summarize
 
     plan = Plan.load(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
@@ -38,27 +45,65 @@ def run(args: argparse.Namespace) -> int:
         count, seconds = kinds.get(span.kind, (0, 0.0))
         kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
     choice = assess(plan, costs)
-    evaluation_seconds = None if is_prediction_only(plan.policy) else makespan_ns(evaluation(plan), costs) / 1e9
+    evaluation_seconds = (
+        None if is_prediction_only(plan.policy) else makespan_ns(evaluation(plan), costs) / 1e9
+    )
     if args.json:
-        report = as_json(brief(choice, hardware)) | {
+        report = as_json(summarize(choice, hardware)) | {
             "ops": len(schedule.ops),
             "digest": schedule.digest,
             "lane_busy_seconds": lanes,
             "evaluation_seconds": evaluation_seconds,
         }
-        print(json.dumps(report | {"kinds": {kind: {"ops": count, "seconds": seconds} for kind, (count, seconds) in kinds.items()}}))
+        print(
+            json.dumps(
+                report
+                | {
+                    "kinds": {
+                        kind: {"ops": count, "seconds": seconds}
+                        for kind, (count, seconds) in kinds.items()
+                    }
+                }
+            )
+        )
         return 0
-    print(f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}: {len(schedule.ops)} ops")
-    print(f"step {format_seconds(choice.step_seconds)}, of which {format_seconds(timeline.makespan_ns / 1e9)} in the schedule")
-    print("\n".join(f"  lane {lane:<8} busy {format_seconds(busy):>11}  {busy * 1e9 / timeline.makespan_ns:6.1%}" for lane, busy in lanes.items()))
-    print("\n".join(f"  {kind:<22}{count:>6} ops {format_seconds(seconds):>11}" for kind, (count, seconds) in kinds.items()))
+    print(
+        f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}:"
+        f" {len(schedule.ops)} ops"
+    )
+    print(
+        f"step {format_seconds(choice.step_seconds)}, including"
+        f" {format_seconds(timeline.makespan_ns / 1e9)} for the schedule's operations"
+    )
+    print(
+        "\n".join(
+            f"  lane {lane:<8} busy {format_seconds(busy):>11} "
+            f" {busy * 1e9 / timeline.makespan_ns:6.1%}"
+            for lane, busy in lanes.items()
+        )
+    )
+    print(
+        "\n".join(
+            f"  {kind:<22}{count:>6} ops {format_seconds(seconds):>11}"
+            for kind, (count, seconds) in kinds.items()
+        )
+    )
     if evaluation_seconds is not None:
-        print(f"evaluation {format_seconds(evaluation_seconds)} for as many tokens as a step has, forward only")
+        print(
+            f"evaluation {format_seconds(evaluation_seconds)}: the forward pass over as many tokens"
+            " as a step has"
+        )
     account = choice.account
-    for place, peak, limit in (("device", account.device_peak_bytes, account.device_limit_bytes), ("host", account.host_peak_bytes, account.host_limit_bytes)):
-        print(f"  {place:<6} memory {format_bytes(peak):>12} of {format_bytes(limit)}{'' if peak <= limit else ': DOES NOT FIT'}")
+    for place, peak, limit in (
+        ("device", account.device_peak_bytes, account.device_limit_bytes),
+        ("host", account.host_peak_bytes, account.host_limit_bytes),
+    ):
+        print(
+            f"  {place:<6} memory {format_bytes(peak):>12} of"
+            f" {format_bytes(limit)}{'' if peak <= limit else ': DOES NOT FIT'}"
+        )
     if not choice.feasible:
-        print(f"  {account.binding} binds: {account.advice}")
+        print(f"  limited by {account.binding}: {account.advice}")
     if args.trace:
         print(f"wrote {args.trace}: open it at https://ui.perfetto.dev")
     return 0

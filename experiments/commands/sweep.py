@@ -1,4 +1,8 @@
-"""Tries every plan of a grid, simulated or executed: a table, a figure of time against device memory with its Pareto front, and all rows as JSON lines."""
+"""Simulate or execute every plan of a grid, and compare their time and memory.
+
+The result is a table, a figure of step time against device memory with its Pareto front, and all
+rows as JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -9,88 +13,173 @@ from typing import TYPE_CHECKING
 
 from megatrain.experiments import options
 from megatrain.experiments.commands import check
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
     from megatrain.experiments.sweep.grid import Axes
-    from megatrain.simulator.plan import Plan
+    from megatrain.simulator.schedule.plan import Plan
 
 _EXECUTED_STEPS = 5
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-14b")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-14b",
+    )
     options.add_hardware(parser)
     options.add_policy(parser)
     parser.add_argument(
-        "--over", action="append", nargs="+", default=[], metavar=("AXIS", "VALUE"),
-        help="an axis of the grid and its values, e.g. --over weight_slots 1 2 4 --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11; "
-        "a policy, any knob, any field of the workload, device_memory or host_memory; may be given for several axes",
-    )  # fmt: skip
-    parser.add_argument("--grid", type=Path, metavar="FILE", help="grids in TOML: [[grid]], and under it lines like weight_slots = [1, 2]; --over adds to each")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for rows.jsonl and the figure; rows that are there are not done again")
-    parser.add_argument("--jobs", type=options.whole("--jobs"), metavar="N", help="processes that simulate (default: every core)")
-    parser.add_argument("--execute", action="store_true", help="run each plan on this machine, on random tokens, one after the other")
+        "--over",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("AXIS", "VALUE"),
+        help=(
+            "an axis of the grid and its values, once for each axis, e.g. --over weight_slots 1 2 4"
+            " --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11. An axis is policy,"
+            " a knob, a field of the workload, device_memory or host_memory"
+        ),
+    )
+    parser.add_argument(
+        "--grid",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "TOML file with grids: [[grid]], and under it lines like weight_slots = [1, 2]. --over"
+            " adds its axes to each grid"
+        ),
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for rows.jsonl and the figure; plans that have a row there are skipped",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=options.whole("--jobs"),
+        metavar="N",
+        help="number of processes that simulate (default: one for each core)",
+    )
+    parser.add_argument(
+        "--execute",
+        action="store_true",
+        help="execute the plans on this machine with random tokens instead of simulating them",
+    )
     steps = options.whole("--steps", 3)
-    parser.add_argument("--steps", type=steps, default=_EXECUTED_STEPS, help=f"of each run, the first 2 do not count (default {_EXECUTED_STEPS})")
+    parser.add_argument(
+        "--steps",
+        type=steps,
+        default=_EXECUTED_STEPS,
+        help=(
+            "with --execute, steps of each plan; the first 2 are not counted"
+            f" (default {_EXECUTED_STEPS})"
+        ),
+    )
     options.add_device(parser)
     options.add_workload(parser)
 
 
 def grids_of(args: argparse.Namespace) -> list[Axes]:
-    """From the file and the options. Raises UserError where an axis is given twice."""
+    """Returns the grids of the file and the options.
+
+    Raises UserError if `--over` names an axis twice.
+    """
     from megatrain.experiments.sweep.grid import axis, read_grids
 
     given: Axes = {}
     for name, *values in args.over:
         key, chosen = axis(name, values, "--over")
         if key in given:
-            raise UserError("--over", found=f"{key} twice", allowed="an axis once", fix="give all of its values in one")
+            raise UserError(
+                "--over",
+                found=f"{key} twice",
+                allowed="each axis once",
+                fix="give all of its values in one --over",
+            )
         given[key] = chosen
     return [{**grid, **given} for grid in (read_grids(args.grid) if args.grid else [{}])]
 
 
 def plans_of(args: argparse.Namespace) -> list[Plan]:
-    """Every plan of the sweep. Raises UserError for a policy, a model or a value that there is not."""
+    """Returns every plan of the sweep.
+
+    Raises UserError for an unknown policy or model, or a value that its axis does not allow.
+    """
     from megatrain.experiments.sweep.grid import plans
     from megatrain.simulator import policies
-    from megatrain.simulator.hardware import HardwareSpec
-    from megatrain.simulator.plan import Plan
-    from megatrain.simulator.specs import ModelSpec
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.schedule.plan import Plan
 
     hardware = HardwareSpec.load(args.hardware)
-    grids = [grid if "policy" in grid else {"policy": tuple(check.policies(args.policy)), **grid} for grid in grids_of(args)]
+    grids = [
+        grid if "policy" in grid else {"policy": tuple(check.policies(args.policy)), **grid}
+        for grid in grids_of(args)
+    ]
     for name in [name for grid in grids for name in grid["policy"]]:
         policies.find(name)
     model = ModelSpec.load(args.model)
     base = Plan(
-        policy=policies.names()[0], hardware=args.hardware, source=args.model, model=model, workload=options.workload(args, model),
-        device_limit_bytes=args.device_memory or hardware.device_bytes, host_limit_bytes=args.host_memory or hardware.host_bytes,
-    )  # fmt: skip
+        policy=policies.names()[0],
+        hardware=args.hardware,
+        source=args.model,
+        model=model,
+        workload=options.workload(args, model),
+        device_limit_bytes=args.device_memory or hardware.device_bytes,
+        host_limit_bytes=args.host_memory or hardware.host_bytes,
+    )
     return plans(base, grids)
 
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     from megatrain.experiments.sweep import running
-    from megatrain.experiments.sweep.store import Keys, Row, Store, sources_digest
+    from megatrain.experiments.sweep.store import Keys, Store, SweepRow, sources_digest
     from megatrain.experiments.sweep.table import table
-    from megatrain.simulator.hardware import HardwareSpec
+    from megatrain.simulator.hardware.machine import HardwareSpec
 
     found, hardware = plans_of(args), HardwareSpec.load(args.hardware)
     options.check_writable(args.out / "rows.jsonl")
-    keys = Keys(found[0], hardware, [sources_digest(), *(["executed", args.steps, args.device] if args.execute else [])])
-    entries = [running.Entry(plan, keys.of(plan)) for plan in found]
+    keys = Keys(
+        found[0],
+        hardware,
+        [sources_digest(), *(["executed", args.steps, args.device] if args.execute else [])],
+    )
+    entries = [running.SweepEntry(plan, keys.of(plan)) for plan in found]
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     begun = time.perf_counter()
-    with Store(args.out / "rows.jsonl") as store, Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with (
+        Store(args.out / "rows.jsonl") as store,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bars,
+    ):
         todo = [entry for entry in entries if entry.key not in store.rows]
-        bar = bars.add_task("execute" if args.execute else "simulate", total=len(entries), completed=len(entries) - len(todo))
+        bar = bars.add_task(
+            "execute" if args.execute else "simulate",
+            total=len(entries),
+            completed=len(entries) - len(todo),
+        )
 
-        def tell(rows: list[Row]) -> None:
+        def tell(rows: list[SweepRow]) -> None:
             bars.advance(bar, len(rows))
 
         if args.execute:
@@ -100,11 +189,20 @@ def run(args: argparse.Namespace) -> int:
         rows = [store.rows[entry.key] for entry in entries]
     print(table(rows))
     seconds = time.perf_counter() - begun
-    print(f"\n{len(todo):,} plans in {seconds:.1f} s, {len(entries) - len(todo):,} were there; wrote {args.out / 'rows.jsonl'}")
+    print(
+        f"\n{len(todo):,} plans in {seconds:.1f} s, {len(entries) - len(todo):,} had been done"
+        f" before; wrote {args.out / 'rows.jsonl'}"
+    )
     if any(row.timed for row in rows):
         from megatrain.experiments.sweep.picture import draw
 
         title = f"{len(rows):,} plans of {found[0].model.name} on {hardware.name}"
-        made = f"{sum(row.timed for row in rows):,} fit; {'executed' if args.execute else 'predicted'}, {time.strftime('%Y-%m-%d')}"
-        print("wrote " + " and ".join(str(path) for path in draw(rows, args.out / "sweep", title, made)))
+        made = (
+            f"{sum(row.timed for row in rows):,} fit;"
+            f" {'executed' if args.execute else 'predicted'}, {time.strftime('%Y-%m-%d')}"
+        )
+        print(
+            "wrote "
+            + " and ".join(str(path) for path in draw(rows, args.out / "sweep", title, made))
+        )
     return 0

@@ -1,1 +1,1 @@
-"""Sweeps: every plan of a grid, simulated or executed; what `megatrain sweep` does."""
+"""Sweeps: simulates or executes every plan of a grid, as `megatrain sweep` does."""

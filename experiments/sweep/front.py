@@ -1,28 +1,38 @@
-"""Front: of a sweep's rows, those that no other beats in both device memory and time a token."""
+"""The Pareto front of a sweep: rows that no other row beats in both device memory and time per
+token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatrain.experiments.sweep.store import Row
+from megatrain.experiments.sweep.store import SweepRow
 
 
-def front(rows: Iterable[Row], least_gain: float = 0.0) -> list[Row]:
-    """By device memory, each faster than the one before, in time by more than `least_gain`. Of equals the one of smaller limits."""
-    kept: list[Row] = []
-    for row in sorted((row for row in rows if row.timed), key=lambda row: (row.device_peak_bytes, row.seconds_per_token, *_limits(row))):
+def front(rows: Iterable[SweepRow], least_gain: float = 0.0) -> list[SweepRow]:
+    """Returns the front by ascending device memory. Each row is faster than the one before by more
+    than the share `least_gain`. Among equal rows, the one with smaller limits is kept.
+    """
+    kept: list[SweepRow] = []
+    for row in sorted(
+        (row for row in rows if row.timed),
+        key=lambda row: (row.device_peak_bytes, row.seconds_per_token, *_limits(row)),
+    ):
         if not kept or row.seconds_per_token < (1 - least_gain) * kept[-1].seconds_per_token:
             kept.append(row)
     return kept
 
 
-def _limits(row: Row) -> tuple[int, int, str]:
+def _limits(row: SweepRow) -> tuple[int, int, str]:
     return row.device_limit_bytes, row.host_limit_bytes, row.key
 
 
-def fastest(rows: Iterable[Row]) -> list[Row]:
-    """The fastest row of each policy, fastest first."""
-    best: dict[str, Row] = {}
-    for row in sorted((row for row in rows if row.timed), key=lambda row: (row.seconds_per_token, row.device_peak_bytes, *_limits(row))):
+def fastest(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    """Returns the fastest row of each policy, with the fastest first."""
+    best: dict[str, SweepRow] = {}
+    for row in sorted(
+        (row for row in rows if row.timed),
+        key=lambda row: (row.seconds_per_token, row.device_peak_bytes, *_limits(row)),
+    ):
         best.setdefault(row.policy, row)
     return list(best.values())

@@ -1,7 +1,9 @@
-"""Grid: which plans a sweep tries: the product of axes, each a name with its values, from the command line or from TOML.
+"""The grid of a sweep: plans are the product of axes. An axis is a name with its values, from the
+command line or from TOML.
 
-An axis is `policy`, a knob (`weight_slots`, `placement.weights`, ...), a field of the workload (`batch`, `clipping`, ...), or a limit
-(`device_memory`, `host_memory`). Sizes may be written as `24GiB`. A file may hold several grids, whose plans are joined:
+An axis is `policy`, a knob (`weight_slots`, `placement.weights`, ...), a field of the workload
+(`batch`, `clipping`, ...), or a limit (`device_memory`, `host_memory`). Sizes may be written as
+`24GiB`. A file may hold several grids. The sweep has the plans of all of them:
 
     [[grid]]
     policy = ["k_buffer"]
@@ -23,42 +25,64 @@ from typing import Any
 
 import msgspec
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import read_toml
-from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.units import parse_bytes
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import read_toml
+from megatrain.simulator.base.units import parse_bytes
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _MOST = 1_000_000
 _LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
 _SIZES = {"chunk_bytes", *_LIMITS}
 _ALIASES = {"seq": "sequence", "compile": "compiled"}
 _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
-AXES = ("policy", *(name for name in Knobs.__struct_fields__ if name != "placement"), *_PLACED, *Workload.__struct_fields__, *_LIMITS)
-"""every name that an axis may have"""
+AXES = (
+    "policy",
+    *(name for name in Knobs.__struct_fields__ if name != "placement"),
+    *_PLACED,
+    *Workload.__struct_fields__,
+    *_LIMITS,
+)
+"""Every name that an axis may have."""
 
 Axes = dict[str, tuple[Any, ...]]
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of a grid file."""
+
     grid: list[dict[str, list[Any]]]
 
 
 def read_grids(path: Path) -> list[Axes]:
-    """The grids of a TOML file. Raises UserError for what is no grid."""
+    """Returns the grids of a TOML file. Raises UserError if the file is not a list of grids."""
     found = read_toml(path, _File).grid
     if not found:
-        raise UserError(str(path), found="no [[grid]]", allowed="one or more", fix="write [[grid]] and under it lines like weight_slots = [1, 2]")
+        raise UserError(
+            str(path),
+            found="no [[grid]]",
+            allowed="one or more",
+            fix="write [[grid]] and under it lines like weight_slots = [1, 2]",
+        )
     return [dict(axis(name, values, str(path)) for name, values in grid.items()) for grid in found]
 
 
 def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, ...]]:
-    """An axis from its name and values, each a text or what TOML reads. Raises UserError for a name or a value that there is not."""
+    """Returns an axis from its name and its values, which are texts or TOML values. Raises
+    UserError for an unknown name or a value that the axis cannot have.
+    """
     name = _ALIASES.get(name, name)
     if name not in AXES:
-        raise UserError(where, found=f"an axis {name!r}", allowed=", ".join(AXES), fix="name one of these")
+        raise UserError(
+            where, found=f"an axis {name!r}", allowed=", ".join(AXES), fix="name one of these"
+        )
     if not values:
-        raise UserError(f"{where}: {name}", found="no value", allowed="one or more", fix=f"give values to {name}, or leave it out")
+        raise UserError(
+            f"{where}: {name}",
+            found="no value",
+            allowed="one or more",
+            fix=f"give values to {name}, or leave it out",
+        )
     return name, tuple(dict.fromkeys(_value(name, value, f"{where}: {name}") for value in values))
 
 
@@ -66,11 +90,19 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in _SIZES and isinstance(value, str):
         return parse_bytes(value, where)
     into = Workload if name in Workload.__struct_fields__ else Knobs
-    wanted = int if name in _LIMITS else str if name == "policy" or name in _PLACED else _type_of(into, name)
+    wanted = (
+        int
+        if name in _LIMITS
+        else str
+        if name == "policy" or name in _PLACED
+        else _type_of(into, name)
+    )
     try:
         return msgspec.convert(value, wanted, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        raise UserError(where, found=repr(value), allowed=str(error).lower(), fix="write another value") from None
+        raise UserError(
+            where, found=repr(value), allowed=str(error).lower(), fix="write another value"
+        ) from None
 
 
 def _type_of(into: type[msgspec.Struct], name: str) -> Any:
@@ -78,16 +110,29 @@ def _type_of(into: type[msgspec.Struct], name: str) -> Any:
 
 
 def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
-    """Every plan of the grids, once each, `base` where a grid says nothing. Raises UserError where a value cannot be, or for more than a million plans."""
+    """Returns every plan of the grids once. Fields that a grid does not name are those of `base`.
+    Raises UserError for a value that a plan cannot have, or for more than a million plans.
+    """
     count = sum(math.prod(len(values) for values in grid.values()) for grid in grids)
     if count > _MOST:
-        raise UserError("sweep", found=f"{count:,} plans", allowed=f"at most {_MOST:,}", fix="give fewer values, or sweep in parts")
+        raise UserError(
+            "sweep",
+            found=f"{count:,} plans",
+            allowed=f"at most {_MOST:,}",
+            fix="give fewer values, or sweep in parts",
+        )
     found: dict[bytes, Plan] = {}
     for grid in grids:
         for values in itertools.product(*grid.values()):
             plan = _changed(base, dict(zip(grid, values, strict=True)))
-            told = (plan.policy, plan.workload, plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes)
-            found.setdefault(msgspec.msgpack.encode(told), plan)
+            identity = (
+                plan.policy,
+                plan.workload,
+                plan.knobs,
+                plan.device_limit_bytes,
+                plan.host_limit_bytes,
+            )
+            found.setdefault(msgspec.msgpack.encode(identity), plan)
     return list(found.values())
 
 
@@ -97,7 +142,9 @@ def _changed(base: Plan, values: dict[str, Any]) -> Plan:
     work = {name: value for name, value in values.items() if name in Workload.__struct_fields__}
     if placed:
         knobs["placement"] = msgspec.structs.replace(base.knobs.placement, **placed)
-    changes: dict[str, Any] = {field: values[name] for name, field in _LIMITS.items() if name in values}
+    changes: dict[str, Any] = {
+        field: values[name] for name, field in _LIMITS.items() if name in values
+    }
     if "policy" in values:
         changes["policy"] = values["policy"]
     if knobs:

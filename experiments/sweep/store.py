@@ -1,7 +1,9 @@
-"""Store: a sweep's rows as JSON lines, appended as they are found, so that what is interrupted can go on.
+"""The store of a sweep: rows as JSON lines, appended as soon as they are known, so that an
+interrupted sweep can continue.
 
-A row is found again by its key, a digest of all that decides it: plan, machine, and for a simulation the simulator's own sources, so that a policy
-that was edited since is tried anew. Where a key stands twice the later line counts.
+A row is found by its key. The key is a digest of everything that decides the row: the plan, the
+machine, and for a simulation the simulator's sources, so that a sweep with an edited policy is
+simulated again. If a key occurs twice, the later line counts.
 """
 
 from __future__ import annotations
@@ -19,75 +21,111 @@ import xxhash
 import megatrain.simulator
 from megatrain.experiments.code_digest import code_digest
 from megatrain.experiments.row_file import parse_rows, write_rows
-from megatrain.runtime.file_lock import FileLock
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.workload import Workload
+from megatrain.runtime.files.file_lock import FileLock
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one plan. Sizes in bytes, times in seconds."""
+class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one plan. Sizes in bytes, times in seconds."""
 
     key: str
+    """Digest of everything that decides the row."""
     model: str
+    """The model's name."""
     hardware: str
+    """The machine's name."""
     policy: str
+    """The plan's policy: a name, or the path of a file."""
     knobs: Knobs
+    """The plan's knobs."""
     workload: Workload
+    """The plan's workload."""
     device_limit_bytes: int
+    """The plan's limit of device memory."""
     host_limit_bytes: int
+    """The plan's limit of host memory."""
     decided_by: Decided
-    """`refused`: the policy, or the run, cannot do it; `memory`: it does not fit; `evaluator`: no op slows another, so the engine would say the same;
-    `engine`; `execution`: run on a machine"""
+    """How the result was found. `refused`: the policy or the run cannot do the plan. `memory`: the
+    plan does not fit. `evaluator`: no op slows another, so the evaluator is as exact as the engine.
+    `engine`: simulated by the engine. `execution`: run on a machine.
+    """
     reason: str = ""
-    """why it was refused"""
+    """Why the plan was refused. Empty if it was not."""
     binding: str = ""
-    """the lane with the most work, or the pool of the place that is too small"""
+    """The lane with the most work. If the plan does not fit, the pool that binds."""
     device_peak_bytes: int = 0
+    """Peak of device memory, or 0 if the plan was refused."""
     host_peak_bytes: int = 0
+    """Peak of host memory, or 0 if the plan was refused."""
     step_seconds: float | None = None
-    """None where there is none; of an execution the median of the steps after the warm-up"""
+    """Time of a step, or None if there is none. For an execution, the median of the steps after the
+    warm-up.
+    """
     tokens_per_second: float | None = None
+    """Tokens of a step divided by `step_seconds`."""
     predicted_seconds: float | None = None
-    """of an execution: what the engine said"""
+    """For an execution, the predicted step time."""
 
     @property
     def timed(self) -> bool:
+        """Returns whether the plan has a step time."""
         return self.step_seconds is not None
 
     @property
     def seconds_per_token(self) -> float:
-        """Infinite where it was not timed."""
+        """Returns the time per token, which is infinite if the plan was not timed."""
         return 1 / self.tokens_per_second if self.tokens_per_second else float("inf")
 
 
 def sources_digest() -> str:
-    """Of every source of the simulator, a policy that somebody added included."""
+    """Returns a digest of all source files of the simulator, also of policies that a user added."""
     return code_digest(Path(str(megatrain.simulator.__file__)).parent.rglob("*.py"))
 
 
 class Keys:
-    """Keys of one model's plans on one machine. `context`: whatever else decides a row."""
+    """Makes keys for one model's plans on one machine. `context` holds everything else that decides
+    a row.
+    """
 
     def __init__(self, plan: Plan, hardware: HardwareSpec, context: Iterable[Any]) -> None:
-        self._common = xxhash.xxh3_128(msgspec.msgpack.encode((plan.model, hardware, list(context)), order="sorted")).digest()
+        self._common = xxhash.xxh3_128(
+            msgspec.msgpack.encode((plan.model, hardware, list(context)), order="sorted")
+        ).digest()
 
     def of(self, plan: Plan) -> str:
-        source = Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
-        told = (plan.policy, source, plan.workload, plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes)
-        return xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(told))
+        """Returns the key of a plan."""
+        source = (
+            Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
+        )
+        identity = (
+            plan.policy,
+            source,
+            plan.workload,
+            plan.knobs,
+            plan.device_limit_bytes,
+            plan.host_limit_bytes,
+        )
+        return xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(identity))
 
 
 class Store:
-    """The rows of a file, and the file open to take more; by one process at a time."""
+    """The rows of a file, which is open for more. One process at a time may use it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError for a file that holds something else, or that another sweep writes."""
+        """Raises UserError if the file holds other content or another sweep writes it."""
         self._path = path
         with contextlib.ExitStack() as stack:
-            stack.enter_context(FileLock(path.with_name(f".{path.name}.lock"), what=f"{path.name}", fix="wait for that sweep, or name another --out"))
+            stack.enter_context(
+                FileLock(
+                    path.with_name(f".{path.name}.lock"),
+                    what=f"{path.name}",
+                    fix="wait for that sweep, or choose another --out",
+                )
+            )
             self._file = stack.enter_context(path.open("a+b"))
             self.rows = self._read()
             self._held = stack.pop_all()
@@ -95,19 +133,24 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._held:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read(self) -> dict[str, Row]:
+    def _read(self) -> dict[str, SweepRow]:
         self._file.seek(0)
-        rows, whole = parse_rows(self._file.read(), Row, str(self._path))
+        rows, whole = parse_rows(self._file.read(), SweepRow, str(self._path))
         self._file.truncate(whole)
         return {row.key: row for row in rows}
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Appends them."""
+    def add(self, rows: Iterable[SweepRow]) -> None:
+        """Appends the rows to the file."""
         rows = list(rows)
         self.rows.update((row.key, row) for row in rows)
         write_rows(self._file, rows)

@@ -1,4 +1,6 @@
-"""Table: what a sweep found, as text: how many plans became what, the fastest of each policy, the Pareto front."""
+"""Formats a sweep as text: the number of plans by result, the fastest plan of each policy, and the
+Pareto front.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +8,79 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatrain.experiments.sweep.front import fastest, front
-from megatrain.experiments.sweep.store import Row
-from megatrain.simulator.plan import Placement
-from megatrain.simulator.units import format_bytes, format_seconds
+from megatrain.experiments.sweep.store import SweepRow
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.schedule.plan import Placement
 
 _MEANINGS = {
-    "engine": "timed by the engine", "evaluator": "timed by the evaluator, exactly: no lane slows another", "execution": "executed",
-    "memory": "do not fit", "refused": "refused",
-}  # fmt: skip
+    "engine": "timed by the engine",
+    "evaluator": "timed exactly by the evaluator (no lane slows another)",
+    "execution": "executed",
+    "memory": "do not fit",
+    "refused": "refused",
+}
 _REASONS = 3
-_LEAST_GAIN = 0.01  # of a row of the front against the one before, to be worth a line
+_LEAST_GAIN = 0.01  # a printed row of the front is faster than the one before by this share
 
 
-def table(rows: Sequence[Row]) -> str:
-    """For people; the rows themselves are in the JSONL file."""
+def table(rows: Sequence[SweepRow]) -> str:
+    """Returns the text. The rows themselves are in the JSONL file."""
     counts = Counter[str](row.decided_by for row in rows)
-    lines = [f"{len(rows):,} plans: " + ", ".join(f"{counts[name]:,} {meaning}" for name, meaning in _MEANINGS.items() if counts[name])]
+    lines = [
+        f"{len(rows):,} plans: "
+        + ", ".join(
+            f"{counts[name]:,} {meaning}" for name, meaning in _MEANINGS.items() if counts[name]
+        )
+    ]
     reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
-    lines += [f"  refused, {count:,} plans: {reason}" for reason, count in reasons.most_common(_REASONS)]
-    lines += [f"  and for {len(reasons) - _REASONS:,} other reasons"] if len(reasons) > _REASONS else []
+    lines += [
+        f"  refused, {count:,} plans: {reason}" for reason, count in reasons.most_common(_REASONS)
+    ]
+    lines += (
+        [f"  refused for {len(reasons) - _REASONS:,} other reasons"]
+        if len(reasons) > _REASONS
+        else []
+    )
     if not any(row.timed for row in rows):
         return "\n".join(lines)
     for title, chosen in (
         ("fastest of each policy", fastest(rows)),
-        (f"Pareto front of device memory and time, in gains of {_LEAST_GAIN:.0%}", front(rows, _LEAST_GAIN)),
+        (
+            f"Pareto front of device memory and time, in gains of {_LEAST_GAIN:.0%}",
+            front(rows, _LEAST_GAIN),
+        ),
     ):
         lines += ["", f"{title}:", *_lines(chosen)]
     return "\n".join(lines)
 
 
-def settings(row: Row) -> dict[str, str]:
-    """Every axis of the row, as text."""
-    knobs = {name: _told(name, getattr(row.knobs, name)) for name in row.knobs.__struct_fields__ if name != "placement"}
-    placed = {f"placement.{name}": getattr(row.knobs.placement, name) or "-" for name in Placement.__struct_fields__}
+def settings(row: SweepRow) -> dict[str, str]:
+    """Returns every axis of the row as text."""
+    knobs = {
+        name: _text(name, getattr(row.knobs, name))
+        for name in row.knobs.__struct_fields__
+        if name != "placement"
+    }
+    placed = {
+        f"placement.{name}": getattr(row.knobs.placement, name) or "-"
+        for name in Placement.__struct_fields__
+    }
     work = {name: str(getattr(row.workload, name)) for name in row.workload.__struct_fields__}
-    return {**knobs, **placed, **work, "device_memory": format_bytes(row.device_limit_bytes), "host_memory": format_bytes(row.host_limit_bytes)}
+    return {
+        **knobs,
+        **placed,
+        **work,
+        "device_memory": format_bytes(row.device_limit_bytes),
+        "host_memory": format_bytes(row.host_limit_bytes),
+    }
 
 
-def _told(name: str, value: object) -> str:
+def _text(name: str, value: object) -> str:
     return format_bytes(int(str(value))) if name == "chunk_bytes" else str(value)
 
 
-def _varied(rows: Sequence[Row]) -> list[str]:
-    """The axes in which the rows differ."""
+def _varied(rows: Sequence[SweepRow]) -> list[str]:
+    """Returns the axes in which the rows differ."""
     seen: dict[str, set[str]] = {}
     for row in rows:
         for name, value in settings(row).items():
@@ -56,17 +88,42 @@ def _varied(rows: Sequence[Row]) -> list[str]:
     return [name for name, values in seen.items() if len(values) > 1]
 
 
-def _lines(rows: Sequence[Row]) -> list[str]:
+def _lines(rows: Sequence[SweepRow]) -> list[str]:
     varied = _varied(rows)
     executed = any(row.predicted_seconds is not None for row in rows)
-    head = ["policy", *(name.removeprefix("placement.") for name in varied), "step", *(["predicted"] if executed else []), "tokens/s", "device", "host", "by"]
+    head = [
+        "policy",
+        *(name.removeprefix("placement.") for name in varied),
+        "step",
+        *(["predicted"] if executed else []),
+        "tokens/s",
+        "device",
+        "host",
+        "by",
+    ]
     cells = [head]
     for row in rows:
-        told = settings(row)
+        values = settings(row)
         predicted = [format_seconds(row.predicted_seconds or 0)] if executed else []
-        cells.append([
-            row.policy, *(told[name] for name in varied), format_seconds(row.step_seconds or 0), *predicted, f"{row.tokens_per_second or 0:,.0f}",
-            format_bytes(row.device_peak_bytes), format_bytes(row.host_peak_bytes), row.decided_by,
-        ])  # fmt: skip
+        cells.append(
+            [
+                row.policy,
+                *(values[name] for name in varied),
+                format_seconds(row.step_seconds or 0),
+                *predicted,
+                f"{row.tokens_per_second or 0:,.0f}",
+                format_bytes(row.device_peak_bytes),
+                format_bytes(row.host_peak_bytes),
+                row.decided_by,
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]).rstrip() for line in cells]
+    return [
+        "  ".join(
+            [
+                line[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for line in cells
+    ]

@@ -1,1 +1,3 @@
-"""Published figures against what the policies predict of them: the rows, their predictions, and the report."""
+"""Compares published figures with the policies' predictions: the rows, their predictions, and the
+report.
+"""

@@ -1,4 +1,6 @@
-"""Predict: what the policies say of a published row, with the simulator's own costs, engine and memory account."""
+"""Predicts published rows with the policies and the simulator's own costs, engine and memory
+account.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +8,43 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatrain.experiments.validation.rows import Row, Setting
+from megatrain.experiments.validation.rows import PublishedRow, Setting
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import Account
-from megatrain.simulator.metrics import tflops_6n, tokens_per_second
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import plan_account
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import plan_account
 from megatrain.simulator.policies import megatrain_code
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import Op, OpId, Schedule
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
 
 GIB = 2**30
-_MOST_BATCH, _MOST_STEPS = 1024, 128  # bounds of `fill`; sequences in steps of _SEQUENCE
+_MOST_BATCH, _MOST_STEPS = 1024, 128  # bounds of `fill`; a sequence grows by _SEQUENCE tokens
 _SEQUENCE = 256
 _COPY = 256 * 2**20
-_TIMES = 200  # ops of each lane in a rate: the window ends within 1 % of an op
+_TIMES = 200  # ops of each lane; more would change a rate by less than 1 %
 
 
 class Predicted(NamedTuple):
-    """A row's figure, and the workload that it was predicted for."""
+    """The predicted figure of a row, and the workload that it was predicted for."""
 
     value: float
+    """The figure, in the row's unit."""
     batch: int
+    """Sequences in a micro-batch."""
     sequence: int
+    """Tokens in a sequence."""
     fits: bool
+    """Whether the plan fits into the machine's memory."""
 
 
 class _Case(NamedTuple):
-    """A step: what many rows ask of."""
+    """One step. Several rows may report figures of it."""
 
     setting: Setting
     policy: str
@@ -50,13 +56,21 @@ class _Case(NamedTuple):
     def plan(self, hardware: HardwareSpec) -> Plan:
         work = Workload(batch=self.batch, sequence=self.sequence)
         return Plan(
-            policy=self.policy, hardware=hardware.name, source=self.model.name, model=self.model, workload=work,
-            device_limit_bytes=hardware.device_bytes, host_limit_bytes=hardware.host_bytes,
-        )  # fmt: skip
+            policy=self.policy,
+            hardware=hardware.name,
+            source=self.model.name,
+            model=self.model,
+            workload=work,
+            device_limit_bytes=hardware.device_bytes,
+            host_limit_bytes=hardware.host_bytes,
+        )
 
     def schedule(self, plan: Plan) -> Schedule:
         if self.policy == "megatrain_code":
-            return megatrain_code.lower_ablated(plan, megatrain_code.Ablation(**dict(self.ablation), copies=self.setting.pinned_copies))
+            return megatrain_code.lower_ablated(
+                plan,
+                megatrain_code.Ablation(**dict(self.ablation), copies=self.setting.pinned_copies),
+            )
         return policies.lower(plan)
 
 
@@ -74,20 +88,33 @@ def _machine(setting: Setting) -> HardwareSpec:
 @functools.cache
 def _account(case: _Case) -> Account:
     plan = case.plan(_machine(case.setting))
-    return plan_account(plan, case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload))
+    return plan_account(
+        plan, case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload)
+    )
 
 
 @functools.cache
 def _step(case: _Case) -> _Step:
     plan = case.plan(_machine(case.setting))
-    schedule, costs = case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload)
-    spans = {op.id: (op, span) for op, span in zip(schedule.ops, simulate(schedule, costs).spans, strict=True)}
+    schedule, costs = (
+        case.schedule(plan),
+        cost_model(_machine(case.setting), plan.model, plan.workload),
+    )
+    spans = {
+        op.id: (op, span)
+        for op, span in zip(schedule.ops, simulate(schedule, costs).spans, strict=True)
+    }
     end = max(span.end_ns for _, span in spans.values())
     late = [(op, span) for op, span in spans.values() if _of_the_update(op)]
     optimizer = min((span.start_ns for _, span in late), default=end)
     head = spans["H.m0"][1]
-    forward = head.start_ns + (0 if case.policy == "megatrain_code" else head.duration_ns / 3)  # the peers' timers close after the loss's forward
-    parts = {"forward_s": forward, "backward_s": optimizer - forward, "optimizer_s": end - optimizer}
+    # The other systems stop their forward timer after the loss, a third of the head's work.
+    forward = head.start_ns + (0 if case.policy == "megatrain_code" else head.duration_ns / 3)
+    parts = {
+        "forward_s": forward,
+        "backward_s": optimizer - forward,
+        "optimizer_s": end - optimizer,
+    }
     if case.policy == "megatrain_code":
         for name, ids in (
             ("clip_s", ("TP", "HP.c0")),
@@ -96,16 +123,24 @@ def _step(case: _Case) -> _Step:
             ("zero_s", ("HP.c2", "TP.c3")),
         ):
             parts[name] = sum(spans[key][1].duration_ns for key in ids if key in spans)
-    return _Step((end + costs.step_overhead_ns) / 1e9, {name: time / 1e9 for name, time in parts.items()}, _account(case))
+    return _Step(
+        (end + costs.step_overhead_ns) / 1e9,
+        {name: time / 1e9 for name, time in parts.items()},
+        _account(case),
+    )
 
 
 def _of_the_update(op: Op) -> bool:
-    """After the last backward, on behalf of the whole model: its id names no micro-batch."""
-    return ".m" not in op.id and (op.kind in ("cpu_adam", "load_weights") or (op.kind.endswith("pass") and not op.layer))
+    """Returns whether the op belongs to the update of the whole model, after the last backward
+    pass. The id of such an op has no micro-batch.
+    """
+    return ".m" not in op.id and (
+        op.kind in ("cpu_adam", "load_weights") or (op.kind.endswith("pass") and not op.layer)
+    )
 
 
-def predict(row: Row, setting: Setting) -> Predicted | None:
-    """None for a row without a policy."""
+def predict(row: PublishedRow, setting: Setting) -> Predicted | None:
+    """Returns the prediction of a row, or None if the row has no policy."""
     if not row.policy:
         return None
     if row.policy == "engine":
@@ -124,7 +159,7 @@ def _figure(quantity: str, case: _Case, account: Account) -> float:
         return account.device_peak_bytes / GIB
     if quantity == "host_gib":
         return account.host_peak_bytes / GIB
-    if quantity == "rss_gib":  # the published code reads it when the step's gradients are freed
+    if quantity == "rss_gib":  # the published code reads it after it frees the step's gradients
         moments = account.held("host", "moments") * (8 - case.setting.moments_bytes) // 8
         return (account.host_peak_bytes - account.held("host", "gradients") - moments) / GIB
     if quantity == "state_gb":
@@ -132,13 +167,17 @@ def _figure(quantity: str, case: _Case, account: Account) -> float:
     step = _step(case)
     work = Workload(batch=case.batch, sequence=case.sequence)
     speeds = {
-        "step_s": step.seconds, "tflops": tflops_6n(case.model, work, step.seconds), "tokens_per_s": tokens_per_second(work, step.seconds)
-    }  # fmt: skip
+        "step_s": step.seconds,
+        "tflops": tflops_6n(case.model, work, step.seconds),
+        "tokens_per_s": tokens_per_second(work, step.seconds),
+    }
     return (speeds | step.parts)[quantity]
 
 
-def _filled(row: Row, setting: Setting) -> _Case:
-    """The row's step; a batch or sequence that its source does not tell by the setting's rule."""
+def _filled(row: PublishedRow, setting: Setting) -> _Case:
+    """Returns the step of a row. A batch or sequence that the source does not report is chosen by
+    the setting's rule.
+    """
     batch, sequence = row.batch or setting.batch, row.sequence or setting.sequence
 
     def case(batch: int, sequence: int) -> _Case:
@@ -152,8 +191,8 @@ def _filled(row: Row, setting: Setting) -> _Case:
     if sequence == "fill":
         if batch == "fill":
             raise ValueError(f"row {row.item}: batch and sequence cannot both fill the memory")
-        told = batch
-        sequence = _SEQUENCE * _largest(_MOST_STEPS, lambda steps: fits(told, _SEQUENCE * steps))
+        known = batch
+        sequence = _SEQUENCE * _largest(_MOST_STEPS, lambda steps: fits(known, _SEQUENCE * steps))
     if batch == "fill":
         each = sequence
         batch = _largest(_MOST_BATCH, lambda size: fits(size, each))
@@ -161,7 +200,9 @@ def _filled(row: Row, setting: Setting) -> _Case:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest of 1 to `most` that fits, or 1: bytes grow with tokens, so halving finds it."""
+    """Returns the largest number from 1 to `most` that fits, or 1. Bisection finds it, because
+    memory grows with the number of tokens.
+    """
     low, high = 1, most + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -172,15 +213,21 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 def _layer_ms(case: _Case, quantity: str) -> float:
     plan = case._replace(model=case.model.with_layers(1)).plan(_machine(case.setting))
     costs = cost_model(_machine(case.setting), plan.model, plan.workload)
-    times = {op.kind: costs.duration_ns(op) / 1e6 for op in policies.lower(plan).ops if op.kind in ("forward", "backward")}
+    times = {
+        op.kind: costs.duration_ns(op) / 1e6
+        for op in policies.lower(plan).ops
+        if op.kind in ("forward", "backward")
+    }
     return times["forward"] + (times["backward"] if quantity == "layer_both_ms" else 0)
 
 
-# ---- rates, of lanes at work together
+# ---- rates of lanes that work at the same time
 
 
-def _rate(row: Row, setting: Setting) -> float:
-    """Of the lanes in `changes`, each kept busy; in the row's unit."""
+def _rate(row: PublishedRow, setting: Setting) -> float:
+    """Returns the rate of a lane in the row's unit, while all lanes in the row's `changes` are kept
+    busy.
+    """
     lanes, hardware = row.changes["lanes"].split("+"), _machine(setting)
     model, work = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=1, sequence=1024)
     costs = cost_model(hardware, model, work)
@@ -192,19 +239,46 @@ def _rate(row: Row, setting: Setting) -> float:
         buffer = builder.persistent(f"host.{lane}", "all", _COPY, "workspace")
         for index in range(_TIMES):
             if lane == "cpu":
-                builder.op(OpId("cpu_adam", str(index)), "cpu", [], [buffer], parameters=parameters, bytes=adam_bytes * parameters)
+                builder.op(
+                    OpId("cpu_adam", str(index)),
+                    "cpu",
+                    [],
+                    [buffer],
+                    parameters=parameters,
+                    bytes=adam_bytes * parameters,
+                )
             else:
-                builder.op(OpId({"h2d": "load_weights", "d2h": "save_gradients"}[lane], str(index), "f", 0, 0), lane, [], [buffer], bytes=_COPY)
+                builder.op(
+                    OpId(
+                        {"h2d": "load_weights", "d2h": "save_gradients"}[lane],
+                        str(index),
+                        "f",
+                        0,
+                        0,
+                    ),
+                    lane,
+                    [],
+                    [buffer],
+                    bytes=_COPY,
+                )
     schedule = builder.build()
     timeline = simulate(schedule, costs)
-    asked = "cpu" if row.quantity.startswith("adam") else row.quantity[:3]
+    wanted = "cpu" if row.quantity.startswith("adam") else row.quantity[:3]
     window = min(max(span.end_ns for span in timeline.spans if span.lane == lane) for lane in lanes)
-    done = [op for op, span in zip(schedule.ops, timeline.spans, strict=True) if op.lane == asked and span.end_ns <= window]
-    return sum(op.parameters if asked == "cpu" else op.bytes for op in done) / max(timeline.by_op[op.id].end_ns for op in done)
+    done = [
+        op
+        for op, span in zip(schedule.ops, timeline.spans, strict=True)
+        if op.lane == wanted and span.end_ns <= window
+    ]
+    return sum(op.parameters if wanted == "cpu" else op.bytes for op in done) / max(
+        timeline.by_op[op.id].end_ns for op in done
+    )
 
 
 def _streamed(costs: CostModel) -> float:
-    """The optimizer on the device, its fp32 moments streamed through four slots of 64 MiB: 10^9 parameters a second."""
+    """Returns the rate of AdamW on the device in 10^9 parameters per second. Its fp32 moments are
+    streamed through four slots of 64 MiB.
+    """
     builder, size = Builder("rates"), 64 * 2**20
     builder.slots("device.state", 4, size, "workspace")
     held: list[str] = []

@@ -1,8 +1,11 @@
-"""Report: errors of predicted against published figures, their summary, and tables of both.
+"""Errors of predicted against published figures, their summary, and tables of
+both.
 
-An error is predicted minus published, over published. The mean of its absolute values (MAPE) leaves out figures that stand in a machine's file or
-a policy themselves, and `runs`, which is right or wrong. Rows are split by how sure the figure is, and sure ones by whether their source tells batch and
-sequence: what is assumed for the rest decides more than any model of the machine does.
+An error is (predicted - published) / published. MAPE is the mean of absolute errors. It leaves out
+figures that are themselves inputs of a machine's file or a policy, and `runs`, which is right or
+wrong. Rows are classified by how certain the figure is. Certain rows are classified by whether
+their source reports batch and sequence, because an assumed workload changes the error more than any
+model of the machine does.
 """
 
 from __future__ import annotations
@@ -15,79 +18,128 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from megatrain.experiments.validation.predict import Predicted
-from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, Row
+from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, PublishedRow
 
 MISSED = 0.20
-TOLD, ASSUMED, SINGLE, DOUBTFUL = "sure, workload told", "sure, workload assumed", "one reader", "doubtful"
+TOLD, ASSUMED, SINGLE, DOUBTFUL = (
+    "sure, workload told",
+    "sure, workload assumed",
+    "one reader",
+    "doubtful",
+)
 CLASSES = (TOLD, ASSUMED, SINGLE, DOUBTFUL)
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A row and what was predicted of it."""
+class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A row and its prediction."""
 
-    row: Row
+    row: PublishedRow
+    """The published figure."""
     predicted: Predicted | None
+    """The prediction, or None for a row without a policy."""
 
     @property
     def error(self) -> float | None:
-        """Signed, of 1; None where nothing was predicted or the figure is a yes or no."""
+        """Returns the signed error as a share, or None if there is no prediction or the figure is a
+        yes or no.
+        """
         if self.predicted is None or self.row.quantity == "runs" or not self.row.value:
             return None
         return self.predicted.value / self.row.value - 1
 
     @property
     def missed(self) -> bool:
-        """By more than MISSED, or the wrong one of runs and does not."""
+        """Returns whether the error exceeds MISSED or, for `runs`, whether the
+        prediction is wrong.
+        """
         if self.row.quantity == "runs":
             return self.predicted is not None and self.predicted.value != self.row.value
         return self.error is not None and abs(self.error) > MISSED
 
     @property
     def group(self) -> str:
-        return next((name for name, quantities in GROUPS.items() if self.row.quantity in quantities), "other")
+        """Returns the key of GROUPS that has the row's quantity."""
+        return next(
+            (name for name, quantities in GROUPS.items() if self.row.quantity in quantities),
+            "other",
+        )
 
     @property
     def sureness(self) -> str:
+        """Returns the row's class, one of CLASSES."""
         row = self.row
         if row.sure != "++":
             return SINGLE if row.sure == "+" else DOUBTFUL
-        needless = row.quantity in (*HOST, *RATES, *LAYERS)  # the host's memory does not depend on the workload
+        needless = row.quantity in (*HOST, *RATES, *LAYERS)  # independent of the workload
         return TOLD if needless or (row.batch and row.sequence) else ASSUMED
 
     @property
     def counted(self) -> bool:
+        """Returns whether the result counts in MAPE."""
         return self.error is not None and not self.row.used
 
 
-def mape(results: Iterable[Result]) -> float | None:
-    """Mean absolute error of those that count, of 1; None without any."""
-    errors = [abs(result.error) for result in results if result.counted and result.error is not None]
+def mape(results: Iterable[ValidationResult]) -> float | None:
+    """Returns the mean absolute error, as a share, of the results that count,
+    or None if none does.
+    """
+    errors = [
+        abs(result.error) for result in results if result.counted and result.error is not None
+    ]
     return sum(errors) / len(errors) if errors else None
 
 
-def summary(results: Sequence[Result]) -> dict[str, object]:
-    """MAPE, median and number of rows by sureness, and by quantity within it; how many of runs or not are right."""
+def summary(results: Sequence[ValidationResult]) -> dict[str, object]:
+    """Returns MAPE, median error and number of rows by class and group, and how many predictions of
+    `runs` are right.
+    """
     table: dict[str, dict[str, dict[str, float | int | None]]] = {}
     for name in ("all sure", *CLASSES):
-        members = [result for result in results if result.counted and (result.sureness == name or (name == "all sure" and result.row.sure == "++"))]
-        parts = {"all": members} | {group: [result for result in members if result.group == group] for group in GROUPS if group != "runs or not"}
+        members = [
+            result
+            for result in results
+            if result.counted
+            and (result.sureness == name or (name == "all sure" and result.row.sure == "++"))
+        ]
+        parts = {"all": members} | {
+            group: [result for result in members if result.group == group]
+            for group in GROUPS
+            if group != "runs or not"
+        }
         table[name] = {group: _numbers(part) for group, part in parts.items() if part}
-    runs = [result for result in results if result.row.quantity == "runs" and result.predicted and not result.row.used]
+    runs = [
+        result
+        for result in results
+        if result.row.quantity == "runs" and result.predicted and not result.row.used
+    ]
     return {
-        "classes": table, "runs": {"rows": len(runs), "right": sum(not result.missed for result in runs)},
-        "rows": len(results), "not_predicted": sum(result.predicted is None for result in results), "used": sum(result.row.used for result in results),
+        "classes": table,
+        "runs": {"rows": len(runs), "right": sum(not result.missed for result in runs)},
+        "rows": len(results),
+        "not_predicted": sum(result.predicted is None for result in results),
+        "used": sum(result.row.used for result in results),
         "missed": sum(result.missed for result in results),
-    }  # fmt: skip
+    }
 
 
-def _numbers(members: Sequence[Result]) -> dict[str, float | int | None]:
+def _numbers(members: Sequence[ValidationResult]) -> dict[str, float | int | None]:
     errors = [result.error for result in members if result.error is not None]
-    return {"rows": len(errors), "mape": mape(members), "median": statistics.median(map(abs, errors)), "mean_signed": sum(errors) / len(errors)}
+    return {
+        "rows": len(errors),
+        "mape": mape(members),
+        "median": statistics.median(map(abs, errors)),
+        "mean_signed": sum(errors) / len(errors),
+    }
 
 
-def as_text(results: Sequence[Result]) -> str:
-    """Every row, then the summary, the ten worst, and the rows missed with their reasons."""
-    lines = [f"{'what':<38} {'setting':<13} {'quantity':<16} {'batch x seq':>12} {'predicted':>10} {'published':>10} {'error':>8}  sure"]
+def as_text(results: Sequence[ValidationResult]) -> str:
+    """Returns every row, then the summary, the ten largest errors, and the missed rows with their
+    reasons.
+    """
+    lines = [
+        f"{'what':<38} {'setting':<13} {'quantity':<16} {'batch x seq':>12} {'predicted':>10}"
+        f" {'published':>10} {'error':>8}  sure"
+    ]
     lines += [_line(result) for result in results]
     found = summary(results)
     lines += ["", f"{'MAPE':<24} {'group':<16} {'rows':>5} {'MAPE':>8} {'median':>8} {'signed':>8}"]
@@ -95,52 +147,97 @@ def as_text(results: Sequence[Result]) -> str:
     assert isinstance(classes, dict)
     for name, groups in classes.items():
         for group, numbers in groups.items():
-            lines.append(f"{name:<24} {group:<16} {numbers['rows']:>5} {numbers['mape']:>8.1%} {numbers['median']:>8.1%} {numbers['mean_signed']:>+8.1%}")
-    lines += ["", f"runs or out of memory: {found['runs']}; rows {found['rows']}, not predicted {found['not_predicted']}, inputs themselves {found['used']}"]
-    worst = sorted((result for result in results if result.counted), key=lambda result: -abs(result.error or 0))[:10]
-    lines += ["", "the ten worst:", *map(_line, worst), "", "missed by more than 20 %:"]
-    lines += [f"  {_name(result)}: {_error(result)}. {result.row.note}" for result in results if result.missed]
-    lines += ["", "not predicted:", *(f"  {_name(result)}: {result.row.note}" for result in results if result.predicted is None)]
+            lines.append(
+                f"{name:<24} {group:<16} {numbers['rows']:>5} {numbers['mape']:>8.1%}"
+                f" {numbers['median']:>8.1%} {numbers['mean_signed']:>+8.1%}"
+            )
+    lines += [
+        "",
+        (
+            f"runs or out of memory: {found['runs']}; rows {found['rows']}, not predicted"
+            f" {found['not_predicted']}, inputs of the prediction {found['used']}"
+        ),
+    ]
+    worst = sorted(
+        (result for result in results if result.counted), key=lambda result: -abs(result.error or 0)
+    )[:10]
+    lines += ["", "the ten largest errors:", *map(_line, worst), "", "missed by more than 20 %:"]
+    lines += [
+        f"  {_name(result)}: {_error(result)}. {result.row.note}"
+        for result in results
+        if result.missed
+    ]
+    lines += [
+        "",
+        "not predicted:",
+        *(
+            f"  {_name(result)}: {result.row.note}"
+            for result in results
+            if result.predicted is None
+        ),
+    ]
     return "\n".join(lines)
 
 
-def _name(result: Result) -> str:
+def _name(result: ValidationResult) -> str:
     return f"{result.row.item} ({result.row.quantity}, {result.row.source})"
 
 
-def _error(result: Result) -> str:
+def _error(result: ValidationResult) -> str:
     if result.row.quantity == "runs" and result.predicted:
         return "wrong" if result.missed else "right"
     return "" if result.error is None else f"{result.error:+.1%}"
 
 
-def _line(result: Result) -> str:
+def _line(result: ValidationResult) -> str:
     row, predicted = result.row, result.predicted
     shape = f"{predicted.batch} x {predicted.sequence}" if predicted else ""
     value = f"{predicted.value:.4g}" if predicted else "-"
-    told = "-" if row.value is None else f"{row.value:g}"
-    marks = row.sure + (", input" if row.used else "") + ("" if not predicted or predicted.fits or row.quantity == "runs" else ", does not fit by our account")
-    return f"{row.item[:38]:<38} {row.setting:<13} {row.quantity:<16} {shape:>12} {value:>10} {told:>10} {_error(result):>8}  {marks}"
+    published = "-" if row.value is None else f"{row.value:g}"
+    marks = (
+        row.sure
+        + (", input" if row.used else "")
+        + (
+            ""
+            if not predicted or predicted.fits or row.quantity == "runs"
+            else ", does not fit by our memory account"
+        )
+    )
+    return (
+        f"{row.item[:38]:<38} {row.setting:<13} {row.quantity:<16} {shape:>12} {value:>10}"
+        f" {published:>10} {_error(result):>8}  {marks}"
+    )
 
 
-_COLUMNS: dict[str, Callable[[Result], object]] = {
-    "item": lambda result: result.row.item, "setting": lambda result: result.row.setting, "policy": lambda result: result.row.policy,
-    "model": lambda result: result.row.model, "quantity": lambda result: result.row.quantity, "unit": lambda result: result.row.unit,
-    "batch": lambda result: result.predicted.batch if result.predicted else "", "sequence": lambda result: result.predicted.sequence if result.predicted else "",
+_COLUMNS: dict[str, Callable[[ValidationResult], object]] = {
+    "item": lambda result: result.row.item,
+    "setting": lambda result: result.row.setting,
+    "policy": lambda result: result.row.policy,
+    "model": lambda result: result.row.model,
+    "quantity": lambda result: result.row.quantity,
+    "unit": lambda result: result.row.unit,
+    "batch": lambda result: result.predicted.batch if result.predicted else "",
+    "sequence": lambda result: result.predicted.sequence if result.predicted else "",
     "predicted": lambda result: f"{result.predicted.value:.6g}" if result.predicted else "",
     "published": lambda result: "" if result.row.value is None else f"{result.row.value:g}",
-    "error": lambda result: "" if result.error is None else f"{result.error:.4f}", "missed": lambda result: "yes" if result.missed else "",
+    "error": lambda result: "" if result.error is None else f"{result.error:.4f}",
+    "missed": lambda result: "yes" if result.missed else "",
     "fits": lambda result: "" if not result.predicted else "yes" if result.predicted.fits else "no",
-    "sure": lambda result: result.row.sure, "class": lambda result: result.sureness, "input": lambda result: "yes" if result.row.used else "",
-    "source": lambda result: result.row.source, "note": lambda result: result.row.note,
-}  # fmt: skip
+    "sure": lambda result: result.row.sure,
+    "class": lambda result: result.sureness,
+    "input": lambda result: "yes" if result.row.used else "",
+    "source": lambda result: result.row.source,
+    "note": lambda result: result.row.note,
+}
 
 
-def records(results: Sequence[Result]) -> list[dict[str, object]]:
+def records(results: Sequence[ValidationResult]) -> list[dict[str, object]]:
+    """Returns the columns of every row as plain values."""
     return [{name: column(result) for name, column in _COLUMNS.items()} for result in results]
 
 
-def as_csv(results: Sequence[Result]) -> str:
+def as_csv(results: Sequence[ValidationResult]) -> str:
+    """Returns every row as CSV, with a line of column names."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(_COLUMNS), lineterminator="\n")
     writer.writeheader()

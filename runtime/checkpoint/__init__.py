@@ -1,1 +1,1 @@
-"""Checkpoints: everything that a run needs to go on, bit for bit, whole or absent."""
+"""Checkpoints, from which a run can be resumed with the same result bit for bit."""

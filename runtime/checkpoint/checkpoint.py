@@ -1,6 +1,8 @@
-"""One checkpoint: a folder of safetensors files and a manifest, written aside, synced and renamed; read back into any plan of the same workload.
+"""Saves and restores one checkpoint: a folder of safetensors files with a manifest.
 
-What is stored is the state's content by layer and class (bf16 weights, the low plane of the master, moments), not where a plan keeps it.
+The folder is written under a temporary name, synced and renamed. It contains the state by layer and
+class (weights, low halves of the masters, moments), independently of where a plan keeps it. So it
+can be restored with any plan of the same model and workload.
 """
 
 from __future__ import annotations
@@ -15,50 +17,70 @@ from typing import Any
 import msgspec
 import torch
 
-from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, Run, Shard
+from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, RunState, Shard
 from megatrain.runtime.checkpoint.randomness import RandomState
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.tensor_file import MalformedFile
-from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
-from megatrain.runtime.hyperparameters import AdamW
+from megatrain.runtime.files.tensor_stream import (
+    TensorSource,
+    checksum_of,
+    read_tensors,
+    write_tensors,
+)
 from megatrain.runtime.layers.model_config import differences
-from megatrain.simulator.errors import RunError, UserError
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.schedule.plan import Plan
 
 SHARD_BYTES = 4 * 10**9
 ASIDE = ".saving-"
-"""what a folder's name begins with until it is whole"""
+"""prefix of a folder's name until it is complete"""
 REPLACED = ".replaced-"
-"""what its name begins with while another one takes its place"""
+"""prefix of an old folder's name while a new folder replaces it"""
 _OVERHEAD_BYTES = 2**20  # manifest and headers
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; what was there before is as it was."""
+    """The error for a checkpoint that could not be written. Earlier checkpoints are unchanged."""
 
 
-def save(executor: Executor, run: Run, folder: Path) -> None:
-    """Writes the checkpoint `folder`, replacing one of that name: whole, or not at all.
+def save(executor: Executor, run: RunState, folder: Path) -> None:
+    """Writes the checkpoint `folder`, completely or not at all. Replaces a folder of that name.
 
-    Holds one piece of a tensor in host memory besides what is there. Raises CheckpointError where it cannot be written.
+    Needs additional host memory for one piece of a tensor.
+
+    Raises CheckpointError if the checkpoint cannot be written.
     """
     tensors = executor.state.tensors()
     try:
         if not folder.parent.is_dir():
             folder.parent.mkdir(parents=True)
             sync(folder.parent.parent)
-        needed, free = sum(tensor.nbytes for tensor in tensors.values()) + _OVERHEAD_BYTES, shutil.disk_usage(folder.parent).free
+        needed, free = (
+            sum(tensor.nbytes for tensor in tensors.values()) + _OVERHEAD_BYTES,
+            shutil.disk_usage(folder.parent).free,
+        )
         if needed > free:
-            raise OSError(28, f"no space left on device: {needed} bytes are needed, {free} are free")
+            raise OSError(
+                28, f"no space left on device: {needed} bytes are needed, {free} are free"
+            )
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{ASIDE}{folder.name}-"))
     except OSError as error:
         raise _failed(folder, error) from None
     try:
-        shards = [_write(aside / f"state-{number:05d}.safetensors", part) for number, part in enumerate(_parts(tensors), 1)]
+        shards = [
+            _write(aside / f"state-{number:05d}.safetensors", part)
+            for number, part in enumerate(_parts(tensors), 1)
+        ]
         manifest = Manifest(
-            format=FORMAT, run=run, model=executor.plan.model, workload=executor.plan.workload, optimizer=_described(executor.settings),
-            random=RandomState.take(executor.device), shards=tuple(shards),
-        )  # fmt: skip
+            format=FORMAT,
+            run=run,
+            model=executor.plan.model,
+            workload=executor.plan.workload,
+            optimizer=_described(executor.settings),
+            random=RandomState.take(executor.device),
+            shards=tuple(shards),
+        )
         manifest.save(aside)
         aside.chmod(0o755)
         sync(aside)
@@ -71,33 +93,54 @@ def save(executor: Executor, run: Run, folder: Path) -> None:
         raise
 
 
-def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Run:
-    """Fills weights and moments and sets the random generators; returns where the run stood. The executor's plan may be another one of the same workload.
+def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> RunState:
+    """Restores weights, moments and random generators. Returns the state of the run.
 
-    Raises MalformedFile where the checkpoint is not as it was written, and UserError where it is another model's, workload's, optimizer's or of other
-    `settings`, before anything is changed. Files are verified while they are read: after a MalformedFile the state is undefined until another restore.
+    The executor's plan may differ from the one that wrote the checkpoint, if model and workload are
+    the same.
+
+    Raises:
+        MalformedFile: if the checkpoint is damaged. Files are verified while they are read, so the
+            state is undefined after this error until another restore.
+        UserError: if model, workload, optimizer or `settings` differ from those of the checkpoint.
+            Nothing has been changed then.
     """
     manifest = Manifest.load(folder)
     refuse_another(manifest, executor.plan, executor.settings, settings, folder)
     tensors = executor.state.tensors()
     named = [name for shard in manifest.shards for name in shard.tensors]
     if sorted(named) != sorted(tensors):
-        differs = sorted(set(named) ^ set(tensors)) or sorted(name for name in set(named) if named.count(name) > 1)
-        raise MalformedFile(f"{folder}: tensors", found=", ".join(differs)[:200], allowed="each tensor of the state once", fix="use another checkpoint")
+        differs = sorted(set(named) ^ set(tensors)) or sorted(
+            name for name in set(named) if named.count(name) > 1
+        )
+        raise MalformedFile(
+            f"{folder}: tensors",
+            found=", ".join(differs)[:200],
+            allowed="each tensor of the state once",
+            fix="use another checkpoint",
+        )
     check_sizes(folder, manifest)
     for shard in manifest.shards:
         path = folder / shard.file
         try:
             found = read_tensors(path, {name: tensors[name] for name in shard.tensors})
         except OSError as error:
-            raise MalformedFile(str(path), found=(error.strerror or str(error)).lower(), allowed="a readable file", fix="use another checkpoint") from None
+            raise MalformedFile(
+                str(path),
+                found=(error.strerror or str(error)).lower(),
+                allowed="a readable file",
+                fix="use another checkpoint",
+            ) from None
         _refuse_checksum(path, found, shard)
     manifest.random.put(executor.device)
     return manifest.run
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads all of a checkpoint. Raises MalformedFile, by name, for the first file that is not as it was written."""
+    """Reads all files of a checkpoint and compares their checksums. Returns the manifest.
+
+    Raises MalformedFile for the first file that is damaged.
+    """
     manifest = Manifest.load(folder)
     check_sizes(folder, manifest)
     for shard in manifest.shards:
@@ -106,23 +149,31 @@ def verify(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises MalformedFile where a file is missing, is a link, or is not of its size: at the cost of looking."""
+    """Raises MalformedFile if a file is missing, is a link, or has another size than it should.
+
+    Does not read the files.
+    """
     for shard in manifest.shards:
         path = folder / shard.file
         found: object
         if path.is_symlink():
-            found = "a link, which may leave the checkpoint's folder"
+            found = "a link, which may point outside the checkpoint's folder"
         elif not path.is_file():
             found = "no such file"
         elif (size := path.stat().st_size) != shard.bytes:
             found = f"{size} bytes"
         else:
             continue
-        raise MalformedFile(str(path), found=found, allowed=f"a file of {shard.bytes} bytes", fix="use another checkpoint")
+        raise MalformedFile(
+            str(path),
+            found=found,
+            allowed=f"a file of {shard.bytes} bytes",
+            fix="use another checkpoint",
+        )
 
 
 def sync(folder: Path) -> None:
-    """Makes the folder's list of names durable."""
+    """Syncs the entries of `folder` to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -131,7 +182,10 @@ def sync(folder: Path) -> None:
 
 
 def replace(aside: Path, folder: Path) -> None:
-    """Renames `aside` to `folder`; one that stands there is moved away first, under a name from which `put_back` moves it back after a crash."""
+    """Renames `aside` to `folder`, and removes the folder that was there before.
+
+    The old folder is first renamed, so that `put_back` can restore it after a crash.
+    """
     old = _moved_away(folder)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -147,7 +201,10 @@ def replace(aside: Path, folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Undoes a `replace` that was cut off: the folder that stood there before is there again, unless the new one is there."""
+    """Cleans up after a `replace` that was interrupted.
+
+    Renames the old folder back if the new one is not there, and removes it otherwise.
+    """
     old = _moved_away(folder)
     if old.exists() and not folder.exists():
         old.rename(folder)
@@ -159,12 +216,14 @@ def _moved_away(folder: Path) -> Path:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
-    size, checksum = write_tensors(path, {name: Source.of(tensor) for name, tensor in tensors.items()})
+    size, checksum = write_tensors(
+        path, {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
+    )
     return Shard(file=path.name, bytes=size, checksum=checksum, tensors=tuple(tensors))
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Runs of tensors of at most `SHARD_BYTES`, or of one tensor that is larger."""
+    """Splits tensors into shards of at most `SHARD_BYTES`. A larger tensor has its own shard."""
     parts: list[dict[str, torch.Tensor]] = []
     held = SHARD_BYTES
     for name, tensor in tensors.items():
@@ -182,35 +241,76 @@ def _described(optimizer: AdamW) -> dict[str, Any]:
 
 def _refuse_checksum(path: Path, found: str, shard: Shard) -> None:
     if found != shard.checksum:
-        raise MalformedFile(str(path), found=f"checksum {found}", allowed=f"{shard.checksum}, as it was written", fix="use another checkpoint")
+        raise MalformedFile(
+            str(path),
+            found=f"checksum {found}",
+            allowed=f"{shard.checksum}, as it was written",
+            fix="use another checkpoint",
+        )
 
 
-def refuse_another(manifest: Manifest, plan: Plan, optimizer: AdamW, settings: Mapping[str, Any], folder: Path, *, known: bool = True) -> None:
-    """Raises UserError that names each value which is not as it was. `known`: `settings` are all there; otherwise those that it has are looked at."""
+def refuse_another(
+    manifest: Manifest,
+    plan: Plan,
+    optimizer: AdamW,
+    settings: Mapping[str, Any],
+    folder: Path,
+    *,
+    known: bool = True,
+) -> None:
+    """Raises UserError if the checkpoint belongs to another run. The error names all differences.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        plan: plan of the run.
+        optimizer: optimizer of the run.
+        settings: settings of the run.
+        folder: folder of the checkpoint, for the error message.
+        known: whether `settings` are complete. If not, only those that are there are compared.
+    """
     model = plan.model
-    pairs: list[tuple[str, Any, Any]] = [(f"model.{key}", was, now) for key, was, now in differences(manifest.model, model)]
+    pairs: list[tuple[str, Any, Any]] = [
+        (f"model.{key}", was, now) for key, was, now in differences(manifest.model, model)
+    ]
     pairs.append(("model", _tensor_names(manifest.model.stack), _tensor_names(model.stack)))
-    before = {key: value for key, value in manifest.run.settings.items() if known or key in settings}
+    before = {
+        key: value for key, value in manifest.run.settings.items() if known or key in settings
+    }
     for prefix, was, now in (
-        ("workload", manifest.workload, plan.workload), ("optimizer", manifest.optimizer, _described(optimizer)), ("settings", before, dict(settings)),
-    ):  # fmt: skip
+        ("workload", manifest.workload, plan.workload),
+        ("optimizer", manifest.optimizer, _described(optimizer)),
+        ("settings", before, dict(settings)),
+    ):
         old, new = (_plain(values) for values in (was, now))
-        pairs += [(f"{prefix}.{key}", old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
+        pairs += [
+            (f"{prefix}.{key}", old.get(key), new.get(key))
+            for key in sorted(old.keys() | new.keys())
+        ]
     differing = [(name, was, now) for name, was, now in pairs if was != now]
     if differing:
         raise UserError(
-            str(folder), found=", ".join(f"{name} {_short(was)}" for name, was, _ in differing),
-            allowed=f"{', '.join(f'{name} {_short(now)}' for name, _, now in differing)}, as in this run",
-            fix="resume with what the checkpoint was made with, or start a new run from its weights",
-        )  # fmt: skip
+            str(folder),
+            found=", ".join(f"{name} {_short(was)}" for name, was, _ in differing),
+            allowed=(
+                f"{', '.join(f'{name} {_short(now)}' for name, _, now in differing)}, as in"
+                " this run"
+            ),
+            fix=(
+                "resume with what the checkpoint was made with, or start a new run from its weights"
+            ),
+        )
 
 
 def _tensor_names(stack: Mapping[str, Any]) -> list[str]:
-    return [f"{layer.name}.{tensor.name}{list(tensor.shape)}" for layer in stack.values() for tensor in layer.tensors]
+    return [
+        f"{layer.name}.{tensor.name}{list(tensor.shape)}"
+        for layer in stack.values()
+        for tensor in layer.tensors
+    ]
 
 
 def _plain(values: object) -> dict[str, Any]:
-    """As it is after a file."""
+    """Returns `values` as they are after writing them to a file and reading them back."""
     made: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
     return made
 
@@ -220,5 +320,10 @@ def _short(value: object) -> str:
 
 
 def _failed(folder: Path, error: OSError | UserError) -> CheckpointError:
-    reason = str(error.found) if isinstance(error, UserError) else (error.strerror or str(error)).lower()
-    return CheckpointError(f"checkpoint {folder} was not saved: {reason}; the ones before it are as they were; free some space or name another folder")
+    reason = (
+        str(error.found) if isinstance(error, UserError) else (error.strerror or str(error)).lower()
+    )
+    return CheckpointError(
+        f"checkpoint {folder} was not saved: {reason}; earlier checkpoints are unchanged; free"
+        " some space or name another folder"
+    )

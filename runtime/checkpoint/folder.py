@@ -1,4 +1,4 @@
-"""Checkpoints: a run's folder of them, `step-00000123` and so on: saved, found, pruned."""
+"""Checkpoints: the folder with a run's checkpoints, which have names like `step-00000123`."""
 
 from __future__ import annotations
 
@@ -10,42 +10,73 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.runtime.checkpoint.checkpoint import ASIDE, REPLACED, check_sizes, put_back, refuse_another, restore, save, verify
-from megatrain.runtime.checkpoint.manifest import Manifest, Run
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.checkpoint.checkpoint import (
+    ASIDE,
+    REPLACED,
+    check_sizes,
+    put_back,
+    refuse_another,
+    restore,
+    save,
+    verify,
+)
+from megatrain.runtime.checkpoint.manifest import Manifest, RunState
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.tensor_file import MalformedFile
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 _NAME = re.compile(r"step-(\d{8})")
 _REMOVING = ".removing-"
+"""prefix of a checkpoint's name while it is removed"""
 
 
 class Checkpoints:
-    """Of one run, which alone writes there."""
+    """Saves, restores and removes the checkpoints of one run. No other process may write there."""
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
-        """Kept are the `keep_last` newest and the `keep_best` of least loss."""
+        """Uses the folder `folder`, which need not exist.
+
+        Args:
+            folder: the folder.
+            keep_last: number of newest checkpoints to keep, at least 1.
+            keep_best: number of checkpoints with the lowest loss to keep as well.
+
+        Raises UserError if one of these numbers is too small.
+        """
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value < least:
-                raise UserError(f"checkpoints: {name}", found=value, allowed=f">= {least}", fix=f"set {name} = {least}")
+                raise UserError(
+                    f"checkpoints: {name}",
+                    found=value,
+                    allowed=f">= {least}",
+                    fix=f"set {name} = {least}",
+                )
         self.folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
         self._current: int | None = None
 
     def steps(self) -> list[int]:
-        """Of every checkpoint, in order; whether one is sound is seen when it is read."""
+        """Returns the steps of all checkpoints in ascending order, including damaged ones."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir())
+        return sorted(
+            int(match[1])
+            for path in self.folder.iterdir()
+            if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+        )
 
     def path(self, step: int) -> Path:
+        """Returns the folder of the checkpoint of `step`, which need not exist."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, executor: Executor, run: Run) -> Path:
-        """Saves, then removes what is no longer kept, and what is of a later step: it was left behind when the run went back to an earlier one.
+    def save(self, executor: Executor, run: RunState) -> Path:
+        """Saves a checkpoint, then removes those that are not to be kept. Returns its folder.
 
-        A step that was just saved or restored is not saved again. Raises CheckpointError.
+        Checkpoints of later steps are also removed. They are there if the run was resumed from an
+        earlier step. A step that was just saved or restored is not saved again.
+
+        Raises CheckpointError if the checkpoint cannot be written.
         """
         path = self.path(run.step)
         if self._current != run.step:
@@ -55,62 +86,98 @@ class Checkpoints:
             self._prune()
         return path
 
-    def refuse(self, plan: Plan, optimizer: AdamW, settings: Mapping[str, Any], step: int | None = None, *, known: bool = True) -> None:
-        """What `restore` would raise, as far as it can be seen without reading the tensors: before memory is allocated.
+    def refuse(
+        self,
+        plan: Plan,
+        optimizer: AdamW,
+        settings: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        known: bool = True,
+    ) -> None:
+        """Raises the errors of `restore` that can be found without reading the tensors.
 
-        `known`: `settings` are all there; otherwise those that it has are looked at.
+        Called before memory is allocated.
+
+        Args:
+            plan: plan of the run.
+            optimizer: optimizer of the run.
+            settings: settings of the run.
+            step: step of the checkpoint to restore; None for the newest one.
+            known: whether `settings` are complete. If not, only those that are there are compared.
         """
         self._recover()
         chosen = self._choose(step)
         if chosen is None:
             return
-        with self._offering(chosen):
+        with self._suggesting_earlier(chosen):
             path = self.path(chosen)
             manifest = self._manifest(path, chosen)
             check_sizes(path, manifest)
             refuse_another(manifest, plan, optimizer, settings, path, known=known)
 
-    def restore(self, executor: Executor, settings: Mapping[str, Any], step: int | None = None) -> Run | None:
-        """The newest checkpoint, or that of `step`, into the executor; None where there is none yet.
+    def restore(
+        self, executor: Executor, settings: Mapping[str, Any], step: int | None = None
+    ) -> RunState | None:
+        """Restores the newest checkpoint, or that of `step`. Returns None if there is none.
 
-        Raises UserError for one that is not as it was written, and offers the newest sound one before it, for one of another run, and for a `step`
-        that is not there.
+        Raises UserError if there is no checkpoint of `step`, if it belongs to another run, or if it
+        is damaged. In the last case, the error names the newest undamaged checkpoint before it.
         """
         self._recover()
         chosen = self._choose(step)
         if chosen is None:
             return None
-        with self._offering(chosen):
+        with self._suggesting_earlier(chosen):
             self._manifest(self.path(chosen), chosen)
             run = restore(executor, self.path(chosen), settings)
         self._current = chosen
         return run
 
     def _choose(self, step: int | None) -> int | None:
-        """The step whose checkpoint is meant; None where there is none yet. Raises UserError for a `step` that has none."""
+        """Returns `step`, or the newest step if it is None. Returns None without checkpoints.
+
+        Raises UserError if there is no checkpoint of `step`.
+        """
         steps = self.steps()
         if step is not None and step not in steps:
-            raise UserError(str(self.folder), found=f"no checkpoint of step {step}", allowed=", ".join(map(str, steps)) or "none yet", fix="name one of these")
+            raise UserError(
+                str(self.folder),
+                found=f"no checkpoint of step {step}",
+                allowed=", ".join(map(str, steps)) or "none yet",
+                fix="name one of these",
+            )
         return step if step is not None else max(steps, default=None)
 
     @staticmethod
     def _manifest(path: Path, step: int) -> Manifest:
         manifest = Manifest.load(path)
         if manifest.run.step != step:
-            raise MalformedFile(str(path), found=f"a checkpoint of step {manifest.run.step}", allowed=f"step {step}", fix="rename it back")
+            raise MalformedFile(
+                str(path),
+                found=f"a checkpoint of step {manifest.run.step}",
+                allowed=f"step {step}",
+                fix="rename it back",
+            )
         return manifest
 
     @contextlib.contextmanager
-    def _offering(self, step: int) -> Iterator[None]:
-        """A MalformedFile of the checkpoint of `step` names the newest sound one before it as the way out."""
+    def _suggesting_earlier(self, step: int) -> Iterator[None]:
+        """Makes a MalformedFile suggest the newest undamaged checkpoint before `step`."""
         try:
             yield
         except MalformedFile as error:
-            sound = self._sound_before(step)
-            fix = "there is no sound one before it: start anew" if sound is None else f"resume from step {sound}, the newest sound one before it"
-            raise MalformedFile(error.where, found=error.found, allowed=error.allowed, fix=fix) from None
+            undamaged = self._undamaged_before(step)
+            fix = (
+                "start a new run, since there is no undamaged checkpoint before it"
+                if undamaged is None
+                else f"resume from step {undamaged}, the newest undamaged checkpoint before it"
+            )
+            raise MalformedFile(
+                error.where, found=error.found, allowed=error.allowed, fix=fix
+            ) from None
 
-    def _sound_before(self, step: int) -> int | None:
+    def _undamaged_before(self, step: int) -> int | None:
         for other in reversed([found for found in self.steps() if found < step]):
             try:
                 if verify(self.path(other)).run.step == other:
@@ -125,13 +192,18 @@ class Checkpoints:
         kept = set(mine[-self._keep_last :])
         if self._keep_best:
             losses = {step: self._loss(step) for step in mine}
-            kept.update(sorted((step for step in mine if losses[step] < math.inf), key=lambda step: (losses[step], -step))[: self._keep_best])
+            kept.update(
+                sorted(
+                    (step for step in mine if losses[step] < math.inf),
+                    key=lambda step: (losses[step], -step),
+                )[: self._keep_best]
+            )
         for step in self.steps():
             if step not in kept:
                 path = self.path(step)
-                doomed = path.with_name(f"{_REMOVING}{path.name}")
-                path.rename(doomed)  # half of a checkpoint never has a checkpoint's name
-                shutil.rmtree(doomed, ignore_errors=True)
+                renamed = path.with_name(f"{_REMOVING}{path.name}")
+                path.rename(renamed)  # an incomplete checkpoint must not have a checkpoint's name
+                shutil.rmtree(renamed, ignore_errors=True)
 
     def _loss(self, step: int) -> float:
         try:
@@ -143,7 +215,10 @@ class Checkpoints:
         return math.inf if loss is None or math.isnan(loss) else loss
 
     def _recover(self) -> None:
-        """Removes what a save or a removal that was cut off has left, and moves back what it had moved away."""
+        """Cleans up after a save or a removal that was interrupted.
+
+        Removes incomplete folders, and renames a checkpoint back if its replacement is missing.
+        """
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             if path.name.startswith(REPLACED):
                 put_back(path.with_name(path.name.removeprefix(REPLACED)))

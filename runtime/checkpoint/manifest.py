@@ -1,4 +1,7 @@
-"""Manifest: what a checkpoint holds and what it belongs to. Written last, with a checksum of itself; without it a folder is no checkpoint."""
+"""Manifest: the description of a checkpoint's files, and of the run that they belong to.
+
+It is written last and includes its own checksum. A folder without a manifest is not a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,86 +14,139 @@ import xxhash
 
 from megatrain.runtime.checkpoint.randomness import RandomState
 from megatrain.runtime.files.tensor_file import MalformedFile
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert, read_text, write_bytes
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_text, write_bytes
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 
 FORMAT = 1
 NAME = "manifest.json"
 _SHARD = re.compile(r"state-\d{5,9}\.safetensors")
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run stands: the trainer's part of a checkpoint. Plain values only (numbers, texts, lists, dicts)."""
+class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The state of the trainer, as plain values: numbers, texts, lists and dicts."""
 
     step: int
-    """optimizer steps done; the data's position too, since a step's batches are a function of seed and number"""
+    """number of optimizer steps done. It is also the position in the data, because the batches of a
+    step depend only on the seed and the step's number"""
     loss: float | None = None
-    """by which the best are kept: lower is better, None never is"""
+    """loss that `keep_best` compares; a checkpoint without a loss is never one of the best"""
     settings: dict[str, Any] = {}
-    """what must be the same at resume, or the run would not be the same: learning-rate schedule, seed, data"""
+    """settings that must not change when the run is resumed: learning-rate schedule, seed, data"""
     progress: dict[str, Any] = {}
-    """what the trainer wants back: position in its schedule, patience left, tokens seen"""
+    """further values that the trainer restores, such as whether an evaluation is pending"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < 10**8:
-            raise UserError("checkpoint: step", found=self.step, allowed="0 to 99999999", fix="count steps from 1")
+            raise UserError(
+                "checkpoint: step",
+                found=self.step,
+                allowed="0 to 99999999",
+                fix="count steps from 1",
+            )
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of tensors."""
+    """A file with some of a checkpoint's tensors."""
 
     file: str
+    """name of the file"""
     bytes: int
+    """size of the file"""
     checksum: str
-    """xxh3, 128 bits, of all of it"""
+    """xxh3 checksum of the file, 128 bits, hexadecimal"""
     tensors: tuple[str, ...]
-    """`LAYER.CLASS`, in the order of their bytes"""
+    """names of its tensors, `LAYER.CLASS`, in the order of their data"""
 
     def __post_init__(self) -> None:
         if not _SHARD.fullmatch(self.file):
-            raise UserError("file", found=repr(self.file), allowed="state-00001.safetensors and so on, beside the manifest", fix="use another checkpoint")
+            raise UserError(
+                "file",
+                found=repr(self.file),
+                allowed="state-00001.safetensors and so on, next to the manifest",
+                fix="use another checkpoint",
+            )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A checkpoint's index."""
+    """The content of a checkpoint's manifest."""
 
     format: int
-    run: Run
+    """version of the format, `FORMAT`"""
+    run: RunState
+    """state of the trainer"""
     model: ModelSpec
+    """model of the run"""
     workload: Workload
+    """workload of the run"""
     optimizer: dict[str, Any]
-    """its name and hyperparameters"""
+    """name and hyperparameters of the optimizer"""
     random: RandomState
+    """states of the random generators"""
     shards: tuple[Shard, ...]
+    """files of the checkpoint"""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise UserError("format", found=self.format, allowed=FORMAT, fix="resume with the version that wrote the checkpoint")
+            raise UserError(
+                "format",
+                found=self.format,
+                allowed=FORMAT,
+                fix="resume with the version that wrote the checkpoint",
+            )
 
     def save(self, folder: Path) -> None:
-        """Into `folder`, atomically. Raises UserError where the disk has no room."""
+        """Writes the manifest to `folder`, atomically. Raises UserError if it cannot be written."""
         content = msgspec.json.encode(self)
-        write_bytes(folder / NAME, msgspec.json.encode(_Sealed(checksum=xxhash.xxh3_128_hexdigest(content), content=msgspec.Raw(content))))
+        write_bytes(
+            folder / NAME,
+            msgspec.json.encode(
+                _Sealed(checksum=xxhash.xxh3_128_hexdigest(content), content=msgspec.Raw(content))
+            ),
+        )
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Raises MalformedFile where there is none, it was altered, or says what cannot be."""
+        """Reads the manifest of the checkpoint `folder`.
+
+        Raises MalformedFile if there is none, or if it is damaged or not valid.
+        """
         path = folder / NAME
         try:
             if folder.is_symlink() or path.is_symlink():
-                raise UserError(str(path), found="a link", allowed="a file in the checkpoint's own folder", fix="copy the checkpoint, not a link to it")
+                raise UserError(
+                    str(path),
+                    found="a link",
+                    allowed="a file in the checkpoint's own folder",
+                    fix="copy the checkpoint, not a link to it",
+                )
             sealed = msgspec.json.decode(read_text(path).encode(), type=_Sealed)
             if xxhash.xxh3_128_hexdigest(sealed.content) != sealed.checksum:
-                raise UserError(str(path), found="another checksum than it was written with", allowed="a file as it was written", fix="use another checkpoint")
+                raise UserError(
+                    str(path),
+                    found="a checksum that differs from the one in the file",
+                    allowed="a file as it was written",
+                    fix="use another checkpoint",
+                )
             return convert(msgspec.json.decode(sealed.content), cls, str(path))
         except UserError as error:
-            raise MalformedFile(error.where, found=error.found, allowed=error.allowed, fix=error.fix) from None
+            raise MalformedFile(
+                error.where, found=error.found, allowed=error.allowed, fix=error.fix
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise MalformedFile(str(path), found=f"no manifest ({error})", allowed="a file as it was written", fix="use another checkpoint") from None
+            raise MalformedFile(
+                str(path),
+                found=f"not a manifest ({error})",
+                allowed="a file as it was written",
+                fix="use another checkpoint",
+            ) from None
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file's content: a manifest with its checksum."""
+
     checksum: str
+    """xxh3 checksum of `content`, 128 bits, hexadecimal"""
     content: msgspec.Raw
+    """the manifest as JSON"""

@@ -1,4 +1,8 @@
-"""The process' random generators, in and out. Training draws from generators of its own, seeded by step; a callback or a module may use these."""
+"""RandomState: saves and restores the states of the process's random generators.
+
+Training itself uses separate generators, seeded for each step. Callbacks and modules may use the
+global ones.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +13,64 @@ import msgspec
 import numpy as np
 import torch
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 _WORDS = 624  # of a Mersenne twister
 
 
 class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """torch's generators of the CPU and of the device that trains, Python's and numpy's."""
+    """The states of the global random generators of torch, Python and numpy."""
 
     cpu: bytes
+    """state of torch's generator for the CPU"""
     cuda: bytes | None = None
+    """state of torch's generator for the device that trains; None if that is the CPU"""
     python: tuple[int, tuple[int, ...], float | None]
+    """result of `random.getstate()`"""
     numpy: tuple[str, tuple[int, ...], int, int, float]
+    """result of `numpy.random.get_state()`"""
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
-        """As they are now."""
+        """Returns the current states. `device` is the device that trains."""
         state: Any = np.random.get_state()  # noqa: NPY002 (what others may draw from)
         return cls(
-            cpu=_bytes(torch.get_rng_state()), cuda=_bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-            python=random.getstate(), numpy=(str(state[0]), tuple(state[1].tolist()), int(state[2]), int(state[3]), float(state[4])),
-        )  # fmt: skip
+            cpu=_bytes(torch.get_rng_state()),
+            cuda=_bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+            python=random.getstate(),
+            numpy=(
+                str(state[0]),
+                tuple(state[1].tolist()),
+                int(state[2]),
+                int(state[3]),
+                float(state[4]),
+            ),
+        )
 
     def put(self, device: torch.device) -> None:
-        """Sets them to this state; the device's stays where it was taken on another kind. Raises UserError where it is none."""
+        """Sets the generators to these states.
+
+        The generator of `device` is not changed if the states were saved on a device of another
+        type. Raises UserError if a state is not valid.
+        """
         try:
             name, words, position, has_gauss, gauss = self.numpy
-            if len(words) != _WORDS or not 0 <= position <= _WORDS:  # numpy would read beside its words
-                raise ValueError("no state of numpy's generator")
+            # numpy does not check this, and would read outside its array.
+            if len(words) != _WORDS or not 0 <= position <= _WORDS:
+                raise ValueError("not a state of numpy's generator")
             random.setstate(self.python)
-            np.random.set_state((name, np.array(words, dtype=np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+            np.random.set_state(  # noqa: NPY002
+                (name, np.array(words, dtype=np.uint32), position, has_gauss, gauss)
+            )
             torch.set_rng_state(_tensor(self.cpu))
             if self.cuda is not None and device.type == "cuda":
                 torch.cuda.set_rng_state(_tensor(self.cuda), device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise UserError(
-                "random state", found=str(error).partition("\n")[0], allowed="the state of a generator", fix="resume from another checkpoint"
+                "random state",
+                found=str(error).partition("\n")[0],
+                allowed="the state of a generator",
+                fix="resume from another checkpoint",
             ) from None
 
 

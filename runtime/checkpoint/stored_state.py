@@ -1,4 +1,7 @@
-"""StoredState: a checkpoint's weights where they lie on disk, read a piece at a time. No arenas, no GPU, no executor."""
+"""StoredState: reads the weights of a checkpoint from disk, one piece at a time.
+
+It needs no arenas, GPU or executor.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +14,64 @@ import torch
 
 from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.files.model_files import weight_sources
-from megatrain.runtime.files.tensor_file import Entry, MalformedFile, read_entries
-from megatrain.runtime.files.tensor_stream import Source
+from megatrain.runtime.files.tensor_file import MalformedFile, TensorEntry, read_entries
+from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.specs import LayerSpec
+from megatrain.simulator.model.specs import LayerSpec
 
 
 class StoredState:
-    """Of the checkpoint `folder`, whose `manifest` has been read; what `files.model_files.export` writes from."""
+    """The weights of a checkpoint on disk, in the form that `files.model_files.export` needs."""
 
-    def __init__(self, folder: Path, manifest: Manifest, buffers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """`buffers`: what decoder layers have besides parameters, by layer and name, which no step changes and no checkpoint holds.
+    def __init__(
+        self, folder: Path, manifest: Manifest, buffers: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Reads the headers of the checkpoint's files.
 
-        Raises MalformedFile where a plane of a layer is missing or is not of its size.
+        Args:
+            folder: folder of the checkpoint.
+            manifest: its manifest.
+            buffers: buffers of the decoder layers, by layer and name. A checkpoint does not contain
+                them, because no step changes them.
+
+        Raises MalformedFile if a layer's tensor is missing or has another dtype or size.
         """
         self._folder, self._buffers = folder, buffers
-        self._found: dict[str, tuple[Path, Entry]] = {}
+        self._found: dict[str, tuple[Path, TensorEntry]] = {}
         for shard in manifest.shards:
             path = folder / shard.file
             self._found |= {name: (path, entry) for name, entry in read_entries(path).items()}
         dtype = TORCH_DTYPE[manifest.workload.dtype]
-        self._planes = {"weights": dtype, "low": torch.int16} if dtype == torch.bfloat16 else {"weights": dtype}
+        self._dtypes = (
+            {"weights": dtype, "master_low": torch.int16}
+            if dtype == torch.bfloat16
+            else {"weights": dtype}
+        )
         for layer in manifest.model.stack.values():
-            for plane, kind in self._planes.items():
-                name, expected = f"{layer.name}.{plane}", (kind, (layer.elements,))
-                found = (self._found[name][1].dtype, self._found[name][1].shape) if name in self._found else None
+            for half, kind in self._dtypes.items():
+                name, expected = f"{layer.name}.{half}", (kind, (layer.elements,))
+                found = (
+                    (self._found[name][1].dtype, self._found[name][1].shape)
+                    if name in self._found
+                    else None
+                )
                 if found != expected:
-                    raise MalformedFile(f"{folder}: {name}", found=found or "no such tensor", allowed=expected, fix="use another checkpoint")
+                    raise MalformedFile(
+                        f"{folder}: {name}",
+                        found=found or "no such tensor",
+                        allowed=expected,
+                        fix="use another checkpoint",
+                    )
 
-    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
-        """The layer's weights by tensor name, to be written in `dtype`, bf16 or fp32."""
-        high, *low = (functools.partial(self._read, f"{layer.name}.{plane}") for plane in self._planes)
+    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:
+        """Returns the layer's weights by tensor name, to be written in `dtype`, bf16 or fp32."""
+        high, *low = (
+            functools.partial(self._read, f"{layer.name}.{half}") for half in self._dtypes
+        )
         return weight_sources(layer, dtype, high, low[0] if low else None)
 
     def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
-        """The layer's buffers by name."""
+        """Returns the layer's buffers by name."""
         return self._buffers.get(layer.name, {})
 
     def _read(self, name: str, first: int, end: int) -> torch.Tensor:
@@ -54,7 +80,17 @@ class StoredState:
         try:
             data = np.fromfile(path, dtype=np.uint8, count=count, offset=entry.start + offset)
         except OSError as error:
-            raise MalformedFile(str(path), found=(error.strerror or str(error)).lower(), allowed="a readable file", fix="use another checkpoint") from None
+            raise MalformedFile(
+                str(path),
+                found=(error.strerror or str(error)).lower(),
+                allowed="a readable file",
+                fix="use another checkpoint",
+            ) from None
         if data.nbytes != count:
-            raise MalformedFile(str(path), found="an end before the last tensor's", allowed="a file that stays as it is", fix="export it again")
+            raise MalformedFile(
+                str(path),
+                found="an end before that of the last tensor",
+                allowed="a file that does not change",
+                fix="export it again",
+            )
         return torch.from_numpy(data).view(entry.dtype)

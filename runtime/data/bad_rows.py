@@ -1,4 +1,4 @@
-"""BadRows: the rows that were left out, counted by the kind of reason."""
+"""Counts the rows that were left out, by the kind of reason."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class BadRows:
-    """Reasons are of one kind if they differ only in numbers and in quoted text."""
+    """Number of bad rows, with one example for each kind of reason.
+
+    Reasons that differ only in numbers and in quoted text are of the same kind.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        """Number of bad rows."""
         self._kinds: dict[str, tuple[str, int]] = {}
-        """by kind: the first row, and how many"""
+        """Kind of reason -> the first row of this kind, and the number of its rows."""
 
     def add(self, row: BadRow) -> None:
+        """Counts a bad row. Only the first 1,000 kinds keep an example."""
         self.count += 1
         kind = _VARIES.sub("", row.reason)
         if kind in self._kinds or len(self._kinds) < _KINDS:
@@ -28,13 +33,19 @@ class BadRows:
 
     @property
     def shown(self) -> tuple[tuple[str, int], ...]:
-        """The first row of each kind, and how many rows are of that kind: the first kinds, of which the very first row is one."""
+        """The first row of each kind and the number of its rows, for the first 5 kinds."""
         return tuple(self._kinds.values())[:_SHOWN]
 
 
 def in_words(count: int, shown: tuple[tuple[str, int], ...]) -> str:
-    """`count` bad rows, of which `shown` is known."""
-    kinds = [f"{row}{f' (and {number - 1:,} more like it)' if number > 1 else ''}" for row, number in shown]
+    """Returns a line that describes `count` bad rows, with the examples `shown`."""
+    kinds = [
+        f"{row}{f' (and {number - 1:,} more like it)' if number > 1 else ''}"
+        for row, number in shown
+    ]
     others = count - sum(number for _, number in shown)
     kinds += [f"{others:,} for other reasons"] if others else []
-    return f"{count:,} bad row{'' if count == 1 else 's'} left out, the first of each kind: {'; '.join(kinds)}"
+    return (
+        f"{count:,} bad row{'' if count == 1 else 's'} left out, the first of each kind:"
+        f" {'; '.join(kinds)}"
+    )

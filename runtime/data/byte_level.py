@@ -1,4 +1,8 @@
-"""Plain text without a tokenizer: token 0 to 255 is the byte, 256 ends a document. For tries, so it takes 64 MiB and keeps them in memory."""
+"""Reads plain text as bytes, for a model without a tokenizer.
+
+Token ids 0 to 255 are bytes, and 256 ends a document. This is meant for experiments: at most 64 MiB
+are read, and they are kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,27 @@ import zlib
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents
-from megatrain.runtime.data.sources import Source
+from megatrain.runtime.data.sources import DataSource
 from megatrain.runtime.data.streams import opened
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
 MOST_BYTES = 2**26
 
 
-def byte_documents(source: Source, vocabulary: int) -> Documents:
-    """A document a file, any bytes, up to `MOST_BYTES` of all files. Raises UserError where a file cannot be read, or `vocabulary` is too small for bytes."""
+def byte_documents(source: DataSource, vocabulary: int) -> Documents:
+    """Returns one document per file, up to `MOST_BYTES` bytes in total.
+
+    Raises UserError if a file cannot be read, or if `vocabulary` is smaller than `VOCABULARY`.
+    """
     if vocabulary < VOCABULARY:
-        raise UserError("model: vocabulary", found=vocabulary, allowed=f">= {VOCABULARY} for byte-level text", fix="use a model with a larger vocabulary")
+        raise UserError(
+            "model: vocabulary",
+            found=vocabulary,
+            allowed=f">= {VOCABULARY} for byte-level text",
+            fix="use a model with a larger vocabulary",
+        )
     pieces, lengths, total = [], [], 0
     for file in source.files:
         try:
@@ -39,4 +51,9 @@ def byte_documents(source: Source, vocabulary: int) -> Documents:
             break
     ends = np.cumsum(lengths)
     tokens = np.concatenate(pieces)
-    return Documents(tokens=tokens, begins=ends - lengths, ends=ends, digest=f"{zlib.crc32(tokens.tobytes()):08x}-{len(tokens)}")
+    return Documents(
+        tokens=tokens,
+        begins=ends - lengths,
+        ends=ends,
+        digest=f"{zlib.crc32(tokens.tobytes()):08x}-{len(tokens)}",
+    )

@@ -1,7 +1,14 @@
-"""Cache: tokenised documents in one file that is mapped into memory and checked before it is believed.
+"""Stores tokenized documents in one file, which is verified and then mapped into memory.
 
-tokens | padding to 8 bytes | offsets of documents, int64 [documents + 1] | Stored, as JSON | its length and CRC-32 | MAGIC. `Stored` has the CRC-32
-of all that stands before it. A file is written aside, synced and renamed; one whose sums are wrong counts as none.
+The parts of the file, in order:
+
+* the tokens, padded to a multiple of 8 bytes
+* the offsets of documents, int64 [documents + 1]
+* `_Stored` as JSON, which includes the CRC-32 of the parts before it
+* the length and the CRC-32 of this JSON, and MAGIC
+
+A file is written under a temporary name, synced and renamed. A file with a wrong checksum is
+ignored.
 """
 
 from __future__ import annotations
@@ -18,53 +25,71 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents
-from megatrain.simulator.aside import Aside
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.atomic_files import AtomicWrite
+from megatrain.simulator.base.errors import UserError
 
 MAGIC = b"MGTRTOK1"
 _FOOT = struct.Struct("<QI8s")
 _CHUNK_BYTES = 2**24
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of tokenised data besides its tokens."""
+class TokenSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts about tokenized data that are stored with its tokens."""
 
     layout: str
-    """what rows were taken for, in words"""
+    """How rows were interpreted, as a phrase for the user."""
     flagged: bool
+    """Whether tokens are flagged, see `Documents.flagged`."""
     whole: bool
+    """Whether documents are kept whole, see `Documents.whole`."""
     largest_id: int
+    """The largest token id."""
     rows: int
-    """read, bad ones included"""
+    """Number of rows that were read, including bad ones."""
     bad: int
+    """Number of bad rows."""
     shown: tuple[tuple[str, int], ...]
-    """the first bad row of each kind, and how many are of that kind"""
+    """The first bad row of each kind, and the number of rows of this kind."""
     empty: int
-    """rows of text without any"""
+    """Number of rows whose text is empty."""
     templated: bool = False
-    """whether rows went through a chat template"""
+    """Whether rows were rendered by a chat template."""
     elsewhere: dict[str, int] = {}
-    """layout -> bad rows that have its columns, and not those of the first rows"""
+    """Layout -> number of bad rows that have its columns instead of those of the first rows."""
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The header of a file of the cache."""
+
     key: str
+    """Key under which the file was stored."""
     dtype: str
+    """Name of the dtype of tokens."""
     tokens: int
+    """Number of tokens."""
     documents: int
+    """Number of documents."""
     crc: int
-    summary: Summary
+    """CRC-32 of tokens, padding and offsets."""
+    summary: TokenSummary
+    """Facts about the tokenized data."""
 
 
 class CacheWriter:
-    """Takes documents piece by piece; `finish` puts the file where `load` finds it. Left without, nothing stays."""
+    """Writes documents piece by piece to a file of the cache.
+
+    `finish` makes the file available to `load`. If the context ends without it, nothing is left.
+    """
 
     def __init__(self, folder: Path, key: str, dtype: np.dtype) -> None:
-        """`dtype` of the stored tokens. Raises UserError where `folder` cannot be written."""
+        """Creates a file for the key `key`, with tokens of type `dtype`.
+
+        Raises UserError if `folder` cannot be written.
+        """
         self._path, self._key, self._dtype = _path(folder, key), key, dtype
         self._offsets, self._tokens, self._crc = array("q", [0]), 0, 0
         try:
-            self._aside = Aside(self._path)
+            self._aside = AtomicWrite(self._path)
         except OSError as error:
             raise _unwritable(folder, error) from None
         self._file: IO[bytes] = self._aside.path.open("wb")
@@ -72,31 +97,49 @@ class CacheWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._aside.__exit__(kind, error, trace)
         try:
-            self._file.close()  # which may write what is left in its buffer
+            self._file.close()  # can fail, because it may write the rest of the buffer
         except OSError:
             if kind is None:
                 raise
 
     @property
     def documents(self) -> int:
-        """Closed so far."""
+        """Number of documents that have been closed."""
         return len(self._offsets) - 1
 
     def add(self, tokens: np.ndarray, *, closes: bool) -> None:
-        """Appends `tokens` to the open document, and ends it; a document without any is none. Raises UserError where the disk is full."""
+        """Appends `tokens` to the open document, and closes it if `closes` is set.
+
+        A document without tokens is dropped. Raises UserError if the disk is full.
+        """
         self._write(tokens.astype(self._dtype).tobytes())
         self._tokens += len(tokens)
         if closes and self._tokens > self._offsets[-1]:
             self._offsets.append(self._tokens)
 
-    def finish(self, summary: Summary) -> None:
-        """Raises UserError where the disk is full."""
+    def finish(self, summary: TokenSummary) -> None:
+        """Writes the offsets and `summary`, and moves the file to its place in the cache.
+
+        Raises UserError if the disk is full.
+        """
         assert self._offsets[-1] == self._tokens, "a document is still open"
         self._write(bytes(-self._tokens * self._dtype.itemsize % 8) + self._offsets.tobytes())
-        stored = _Stored(key=self._key, dtype=self._dtype.name, tokens=self._tokens, documents=self.documents, crc=self._crc, summary=summary)
+        stored = _Stored(
+            key=self._key,
+            dtype=self._dtype.name,
+            tokens=self._tokens,
+            documents=self.documents,
+            crc=self._crc,
+            summary=summary,
+        )
         text = msgspec.json.encode(stored)
         self._write(text + _FOOT.pack(len(text), zlib.crc32(text), MAGIC))
         try:
@@ -114,8 +157,11 @@ class CacheWriter:
             raise _unwritable(self._path, error) from None
 
 
-def load(folder: Path, key: str) -> tuple[Documents, Summary] | None:
-    """What was stored under `key`, mapped into memory; None where there is nothing, or a damaged file."""
+def load(folder: Path, key: str) -> tuple[Documents, TokenSummary] | None:
+    """Returns what was stored under `key`, with the tokens mapped into memory.
+
+    Returns None if there is no such file, or if it is damaged.
+    """
     path = _path(folder, key)
     try:
         with path.open("rb") as file:
@@ -128,12 +174,23 @@ def load(folder: Path, key: str) -> tuple[Documents, Summary] | None:
             offsets = np.fromfile(file, dtype=np.int64, count=stored.documents + 1)
     except (OSError, ValueError, TypeError, msgspec.MsgspecError):
         return None
-    digest = f"{stored.crc:08x}-{stored.tokens}"  # over the documents' borders too
+    digest = f"{stored.crc:08x}-{stored.tokens}"  # the CRC includes the offsets of documents
     known = stored.summary
-    return Documents(tokens=tokens, begins=offsets[:-1], ends=offsets[1:], flagged=known.flagged, whole=known.whole, digest=digest), known
+    return (
+        Documents(
+            tokens=tokens,
+            begins=offsets[:-1],
+            ends=offsets[1:],
+            flagged=known.flagged,
+            whole=known.whole,
+            digest=digest,
+        ),
+        known,
+    )
 
 
 def _stored(file: IO[bytes], key: str) -> _Stored | None:
+    """Returns the header of a file, or None if the file is damaged or has another key."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - _FOOT.size)
     length, text_crc, magic = _FOOT.unpack(file.read(_FOOT.size))
@@ -143,7 +200,9 @@ def _stored(file: IO[bytes], key: str) -> _Stored | None:
         return None
     stored = msgspec.json.decode(text, type=_Stored)
     left = size - _FOOT.size - length
-    if stored.key != key or left != _aligned(stored.tokens * np.dtype(stored.dtype).itemsize) + 8 * (stored.documents + 1):
+    if stored.key != key or left != _aligned(
+        stored.tokens * np.dtype(stored.dtype).itemsize
+    ) + 8 * (stored.documents + 1):
         return None
     file.seek(0)
     crc = 0
@@ -161,6 +220,10 @@ def _aligned(size: int) -> int:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
+    """Returns the error for a file of the cache that cannot be written."""
     return UserError(
-        f"cache {path}", found=str(error.strerror).lower(), allowed="a folder with room that can be written", fix="name another one as the data's cache"
+        f"cache {path}",
+        found=str(error.strerror).lower(),
+        allowed="a writable folder with enough free space",
+        fix="choose another folder with --data-cache",
     )

@@ -1,9 +1,11 @@
-"""Chat: conversations -> ids, and which of them the model is to learn, by a chat template.
+"""Renders conversations with a chat template, and finds the tokens that the model should learn.
 
-A turn is what the model generates when it is asked for that message: it begins after the generation prompt, and ends with the token that stops the
-model. A template that marks this itself (`{% generation %}`) is believed. For other templates, a marked copy of the template
-(`marked_template`) says which text is whose message, and rendering the messages before a turn with the generation prompt says how much of the turn's text
-is the prompt's. It does not matter whether earlier messages look different once the conversation goes on.
+A turn is the text that the model generates for a message. It begins after the generation prompt,
+and ends with the token that stops the model. If a template marks this text with `{% generation %}`,
+its marks are used. For other templates, a marked copy of the template (`marked_template`) shows
+which text belongs to which message. The messages before a turn are rendered again with the
+generation prompt, which shows how much of the turn's text is the prompt. A template may render
+earlier messages differently when a conversation continues.
 """
 
 from __future__ import annotations
@@ -21,31 +23,47 @@ from megatrain.runtime.data import tool_calls
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
-from megatrain.runtime.data.marked_template import MARK, MarkedTemplate, Rendering, Span, marked_template, numbered, unmarked
-from megatrain.runtime.training.data_options import Loss
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.data.marked_template import (
+    MARK,
+    MarkedTemplate,
+    Rendering,
+    TextSpan,
+    marked_template,
+    numbered,
+    unmarked,
+)
+from megatrain.runtime.data.options import Loss
+from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_UNSHOWN = "the chat template does not show which text is which message's; {% generation %} in it would mark what the model generates"
+_UNSHOWN = (
+    "the chat template does not show which text belongs to which message; {% generation %} in it"
+    " would mark the text that the model generates"
+)
 
 
 class _Undetermined(Exception):
-    """It cannot be said which text of a conversation the model generates; the text says why."""
+    """Raised if it is unclear which text of a conversation the model generates, with the reason."""
 
 
 class _Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    learned: list[Span]
-    silent: Sequence[Span] = ()
-    """without loss, although in `learned`"""
+    """The whole conversation."""
+    learned: list[TextSpan]
+    """Text with loss."""
+    silent: Sequence[TextSpan] = ()
+    """Text without loss, although it is in `learned`."""
 
     def flagged(self, piece: Piece) -> np.ndarray:
-        """Every token that has a character in `learned` is a target: one across a turn's beginning too, as transformers counts it."""
+        """Returns the ids of `piece` with TARGET set on tokens with a character in `learned`.
+
+        This includes a token that begins before a turn and ends in it, as in transformers.
+        """
         for spans, flag in ((self.learned, TARGET), (self.silent, 0)):
             for span in spans:
                 tokens = piece.between(*span)
@@ -54,33 +72,55 @@ class _Rendered(NamedTuple):
 
 
 class Chat:
-    """The chat template of `tokenizer`, which has one."""
+    """Encodes conversations with the chat template of `tokenizer`, which must have one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: Loss, where: str) -> None:
-        """Raises UserError for several templates without a default, for one that is not Jinja, and for a tokenizer that cannot say where in the text its
-        tokens are.
+        """Prepares the template. `where` names the tokenizer in errors.
+
+        Raises UserError if there are several templates and no default, or if the tokenizer does
+        not report the places of its tokens in the text.
         """
         self._tokenizer, self._loss = tokenizer, loss
         self._long = LongText(tokenizer)
         self._marked: dict[tuple[str, bool], MarkedTemplate] = {}
         self._prompts: dict[tuple[str, bytes], str] = {}
-        """generation prompts that are the same after every message, by the template and its further arguments"""
+        """Generation prompts that are the same after every message, by the template and its other
+        arguments."""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
-            """whether the template says what the model generates"""
-        except ValueError as error:  # several templates, none of them the default
-            raise UserError(f"chat template of {where}", found=str(error), allowed="a default template", fix="name one of them `default`") from None
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]  # some are special in tokenizer.json alone
-        self._special = tuple(sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True))
-        self._stops = re.compile("|".join(re.escape(token) for token in self._special if token != tokenizer.bos_token) or r"(?!)")
+            """Whether the template marks the text that the model generates."""
+        except ValueError as error:  # several templates, and none of them is the default
+            raise UserError(
+                f"chat template of {where}",
+                found=str(error),
+                allowed="a default template",
+                fix="name one of them `default`",
+            ) from None
+        # Some tokens are declared special in tokenizer.json only.
+        added = [
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        ]
+        self._special = tuple(
+            sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        )
+        self._stops = re.compile(
+            "|".join(re.escape(token) for token in self._special if token != tokenizer.bos_token)
+            or r"(?!)"
+        )
         self._without_tools = self._without_thought = self._with_stop = 0
         if not tokenizer.is_fast:
             raise UserError(
-                f"tokenizer {where}", found="one written in Python, without places in the text", allowed="one with a tokenizer.json", fix="convert it"
+                f"tokenizer {where}",
+                found="a tokenizer written in Python, which does not report the places of tokens",
+                allowed="one with a tokenizer.json",
+                fix="convert it to a fast tokenizer",
             )
 
     def encode(self, conversations: list[Conversation]) -> list[np.ndarray | str]:
-        """Of each conversation: ids [n] uint32 flagged with TARGET, or why it cannot be used."""
+        """Returns for each conversation its ids, or the reason why it cannot be used.
+
+        Ids are [n] uint32, with the bit TARGET set for targets.
+        """
         found = [self._rendered(conversation) for conversation in conversations]
         rendered = [one for one in found if isinstance(one, _Rendered)]
         flagged: list[list[np.ndarray]] = []
@@ -92,89 +132,150 @@ class Chat:
         return [one if isinstance(one, str) else _with_targets(next(encoded)) for one in found]
 
     def remarks(self) -> list[str]:
-        """What a user should know of the conversations encoded so far, in words."""
+        """Returns remarks for the user on the conversations that were encoded so far."""
         found = []
         if self._with_stop:
-            found.append(f"the template ends no turn, so {self._with_stop:,} conversations end with the token that would begin the next message")
+            found.append(
+                "the template has no token that ends a turn, so"
+                f" {self._with_stop:,} conversations end with the token that begins the next"
+                " message"
+            )
         if self._without_thought:
-            found.append(f"the template leaves the thought out of the last turn of {self._without_thought:,} conversations")
+            found.append(
+                "the template leaves out the reasoning in the last turn of"
+                f" {self._without_thought:,} conversations"
+            )
         if self._without_tools:
-            found.append(f"the template does not write the tools of {self._without_tools:,} conversations")
+            found.append(
+                f"the template does not write the tools of {self._without_tools:,} conversations"
+            )
         return found
 
     # ---- one conversation ----
 
     def _rendered(self, conversation: Conversation) -> _Rendered | str:
-        """A string says why the conversation cannot be used."""
+        """Returns the rendered conversation, or the reason why it cannot be used."""
         found = self._tried(conversation, tool_calls.with_objects)
         if any(map(tool_calls.calls, conversation.messages)):
-            if isinstance(found, str) or tool_calls.shows_objects(tool_calls.with_objects(conversation.messages), found.text):
+            if isinstance(found, str) or tool_calls.shows_objects(
+                tool_calls.with_objects(conversation.messages), found.text
+            ):
                 as_text = self._tried(conversation, tool_calls.with_texts)
                 found = found if isinstance(as_text, str) and isinstance(found, str) else as_text
-            if isinstance(found, str) and "tool_calls" not in self._tokenizer.get_chat_template(tools=conversation.tools):
+            if isinstance(found, str) and "tool_calls" not in self._tokenizer.get_chat_template(
+                tools=conversation.tools
+            ):
                 found = "the chat template writes no tool calls: it does not mention `tool_calls`"
         if not isinstance(found, str):
             self._look(conversation, found.text)
         return found
 
-    def _tried(self, conversation: Conversation, form: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> _Rendered | str:
-        """With the arguments of tool calls in this form."""
+    def _tried(
+        self,
+        conversation: Conversation,
+        form: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
+    ) -> _Rendered | str:
+        """Renders the conversation with the arguments of tool calls converted by `form`."""
         try:
             return self._found(replace(conversation, messages=form(conversation.messages)))
         except (_Undetermined, ValueError) as error:
             return str(error)
 
     def _found(self, conversation: Conversation) -> _Rendered:
+        """Renders the conversation and finds the text with loss. Raises _Undetermined."""
         messages = conversation.messages
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= conversation.prompt]
-        learned = [number for number in (turns[-1:] if self._loss == "last" else turns) if number not in conversation.silent]
+        turns = [
+            number
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant" and number >= conversation.prompt
+        ]
+        learned = [
+            number
+            for number in (turns[-1:] if self._loss == "last" else turns)
+            if number not in conversation.silent
+        ]
         every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
         calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
         if self._loss == "all" and not conversation.silent and not calling:
             text = self._render(conversation, messages)
-            return _Rendered(text, [Span(0, len(text))])
-        rendering = self._render_marked(conversation, messages, items=not (self.marked and every) or bool(calling))
+            return _Rendered(text, [TextSpan(0, len(text))])
+        rendering = self._render_marked(
+            conversation, messages, items=not (self.marked and every) or bool(calling)
+        )
         if not rendering.messages and (calling or self._loss == "all"):
             raise _Undetermined(_UNSHOWN)
         for number in calling:
-            if tool_calls.left_out(messages[number], "".join(rendering.text[begin:end] for begin, end in _written(rendering, number))):
-                raise _Undetermined(f"the chat template leaves out the tool calls of message {number + 1}")  # the model would learn to answer without
+            if tool_calls.left_out(
+                messages[number],
+                "".join(rendering.text[begin:end] for begin, end in _written(rendering, number)),
+            ):
+                # The model would learn to answer without calling the tool.
+                raise _Undetermined(
+                    f"the chat template leaves out the tool calls of message {number + 1}"
+                )
         if self._loss == "all":
-            silent = [span for number in conversation.silent for span in rendering.messages.get(number, [])]
-            return _Rendered(rendering.text, [Span(0, len(rendering.text))], silent)
+            silent = [
+                span
+                for number in conversation.silent
+                for span in rendering.messages.get(number, [])
+            ]
+            return _Rendered(rendering.text, [TextSpan(0, len(rendering.text))], silent)
         if self.marked:
-            return _Rendered(rendering.text, rendering.generated if every else _of_messages(rendering, learned))
+            return _Rendered(
+                rendering.text, rendering.generated if every else _of_messages(rendering, learned)
+            )
         spans = [span for number in learned for span in self._turn(conversation, rendering, number)]
-        stop = self._stop_after(conversation, rendering) if spans and len(messages) - 1 in learned else ""
+        stop = (
+            self._stop_after(conversation, rendering)
+            if spans and len(messages) - 1 in learned
+            else ""
+        )
         if stop and spans[-1].end == len(rendering.text):
             self._with_stop += 1
-            return _Rendered(rendering.text + stop, [*spans[:-1], Span(spans[-1].begin, spans[-1].end + len(stop))])
+            return _Rendered(
+                rendering.text + stop,
+                [*spans[:-1], TextSpan(spans[-1].begin, spans[-1].end + len(stop))],
+            )
         return _Rendered(rendering.text, spans)
 
-    def _turn(self, conversation: Conversation, rendering: Rendering, number: int) -> list[Span]:
-        """What the model generates as message `number`. It is in several places where the template writes a tool's answer into the call."""
+    def _turn(
+        self, conversation: Conversation, rendering: Rendering, number: int
+    ) -> list[TextSpan]:
+        """Returns the text that the model generates as message `number`.
+
+        It has several spans if the template writes the result of a tool between calls.
+        """
         spans = _written(rendering, number)
         if not rendering.messages:
             raise _Undetermined(_UNSHOWN)
         if not spans:
             return []
         begin = self._begin(conversation, rendering, number, spans[0])
-        spans[0] = Span(begin, spans[0].end)
-        spans[-1] = Span(spans[-1].begin, self._end(conversation, rendering, number, spans[-1]))
+        spans[0] = TextSpan(begin, spans[0].end)
+        spans[-1] = TextSpan(spans[-1].begin, self._end(conversation, rendering, number, spans[-1]))
         return spans
 
-    def _begin(self, conversation: Conversation, rendering: Rendering, number: int, span: Span) -> int:
-        """Where in `span` the generation prompt for message `number` ends."""
+    def _begin(
+        self, conversation: Conversation, rendering: Rendering, number: int, span: TextSpan
+    ) -> int:
+        """Returns the place in `span` where the generation prompt for message `number` ends."""
         text, messages = rendering.text[span.begin : span.end], conversation.messages
-        words = [value.strip() for key, value in messages[number].items() if key != "role" and isinstance(value, str) and value.strip()]
+        words = [
+            value.strip()
+            for key, value in messages[number].items()
+            if key != "role" and isinstance(value, str) and value.strip()
+        ]
         prompts = []
-        for before in (number, number + 1):  # the prompt for another turn is as good where a template has none for this one
+        # If the template has no prompt for this turn, the prompt for the next turn serves as well.
+        for before in (number, number + 1):
             try:
-                prompt = self._prompt(conversation, rendering, messages[:before]) if before else None
+                prompt = (
+                    self._prompt(conversation, rendering, messages[:before]) if before else None
+                )
             except _Undetermined:
                 if before > number:
                     raise
-                continue  # the template needs a user's message first, say
+                continue  # for example, because the template needs a user's message first
             if prompt is None:
                 continue
             prompts.append(prompt)
@@ -182,21 +283,43 @@ class Chat:
             if text[:shared].strip():
                 break
         if not prompts:
-            raise _Undetermined(f"the chat template does not show where message {number + 1} begins")
+            raise _Undetermined(
+                f"the chat template does not show where message {number + 1} begins"
+            )
         if shared == len(prompts[-1]):
             return span.begin + shared
-        if not text[:shared].strip() and any(prompts) and not text.lstrip().startswith(tuple(words) or "\0"):
-            raise _Undetermined(f"the chat template begins message {number + 1} with something else than the generation prompt")
-        own = (at for at in range(shared) if any(text.startswith(word, at) and at + len(word) >= shared for word in words))
-        return span.begin + next(own, shared)  # the message itself may begin like the rest of the prompt
+        if (
+            not text[:shared].strip()
+            and any(prompts)
+            and not text.lstrip().startswith(tuple(words) or "\0")
+        ):
+            raise _Undetermined(
+                f"the chat template does not begin message {number + 1} with the generation prompt"
+            )
+        # The message itself may begin like the rest of the prompt.
+        own = (
+            at
+            for at in range(shared)
+            if any(text.startswith(word, at) and at + len(word) >= shared for word in words)
+        )
+        return span.begin + next(own, shared)
 
-    def _prompt(self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]) -> str | None:
-        """The generation prompt after `messages`, the first ones of `whole`. None where none of them is in the text."""
+    def _prompt(
+        self, conversation: Conversation, whole: Rendering, messages: list[dict[str, Any]]
+    ) -> str | None:
+        """Returns the generation prompt after `messages`, which are the first ones of `whole`.
+
+        Returns None if the template writes none of these messages.
+        """
         ours = [span for number in range(len(messages)) for span in _written(whole, number)]
         if not ours:
             return None
         marked = self._template(conversation)
-        key = (marked.source, msgspec.json.encode(conversation.arguments)) if marked.last_loop and marked.last_loop == whole.last_loop else None
+        key = (
+            (marked.source, msgspec.json.encode(conversation.arguments))
+            if marked.last_loop and marked.last_loop == whole.last_loop
+            else None
+        )
         if key in self._prompts:
             return self._prompts[key]
         prompted = self._marked_text(conversation, messages, prompt=True)
@@ -206,29 +329,52 @@ class Chat:
         (begin, end), last = (max(spans, key=lambda span: span.end) for spans in (ours, theirs))
         if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
             prompt = prompted.text[last.end :]
-            if key and prompted.last_loop == marked.last_loop and last.end == max(span.end for spans in prompted.messages.values() for span in spans):
+            if (
+                key
+                and prompted.last_loop == marked.last_loop
+                and last.end
+                == max(span.end for spans in prompted.messages.values() for span in spans)
+            ):
                 self._prompts[key] = prompt
             return prompt
-        without = self._render(conversation, messages)  # the prompt may be written as part of the last message
+        # The template may write the prompt as part of the last message.
+        without = self._render(conversation, messages)
         return prompted.text[_shared(prompted.text, without) :]
 
-    def _end(self, conversation: Conversation, rendering: Rendering, number: int, span: Span) -> int:
-        """Where message `number`, whose text ends with `span`, ends for the model.
+    def _end(
+        self, conversation: Conversation, rendering: Rendering, number: int, span: TextSpan
+    ) -> int:
+        """Returns the place where the model stops in message `number`, whose text is in `span`.
 
-        Blanks after the last special token are not generated: the model has stopped there.
+        White space after a special token at the end is not generated, because the model has
+        stopped there.
         """
         text, eos = rendering.text, str(self._tokenizer.eos_token or "")
-        if number == len(conversation.messages) - 1 and eos and text.startswith(eos, span.end):  # written after the loop over messages
+        last = number == len(conversation.messages) - 1
+        if last and eos and text.startswith(eos, span.end):  # written after the loop over messages
             return span.end + len(eos)
         turn = text[span.begin : span.end].rstrip()
         if turn.endswith(self._special or ("\0",)):
             return span.begin + len(turn)
-        follows = [other for other, spans in rendering.messages.items() if any(one.begin == span.end for one in spans)]
-        stop = self._stops.match(text, span.end) if any(conversation.messages[other]["role"] != "assistant" for other in follows) else None
-        return stop.end() if stop else span.end  # what begins the next message stops the model: GLM-4.5's <|user|>
+        follows = [
+            other
+            for other, spans in rendering.messages.items()
+            if any(one.begin == span.end for one in spans)
+        ]
+        stop = (
+            self._stops.match(text, span.end)
+            if any(conversation.messages[other]["role"] != "assistant" for other in follows)
+            else None
+        )
+        # The token that begins the next message stops the model, such as GLM-4.5's <|user|>.
+        return stop.end() if stop else span.end
 
     def _stop_after(self, conversation: Conversation, rendering: Rendering) -> str:
-        """What stops the model after the last message, where the template's turns have no end of their own: the token that begins the next message."""
+        """Returns the token that begins the next message, if the last turn has no token at its end.
+
+        This token then stops the model. Returns an empty string if the turn has such a token, or if
+        the template does not show one.
+        """
         if rendering.text.rstrip().endswith(self._special or ("\0",)):
             return ""
         calls = tool_calls.calls(conversation.messages[-1])
@@ -237,30 +383,52 @@ class Chat:
             longer = self._marked_text(conversation, [*conversation.messages, next_one])
         except _Undetermined:
             return ""
-        spans = longer.messages.get(len(conversation.messages) - 1)  # it may read otherwise than at the end
+        # The last message may be rendered differently when another one follows.
+        spans = longer.messages.get(len(conversation.messages) - 1)
         stop = self._stops.match(longer.text, spans[-1].end) if spans else None
         return stop.group() if stop else ""
 
     def _look(self, conversation: Conversation, text: str) -> None:
-        """Counts for `remarks`."""
+        """Updates the counts for `remarks`."""
         names = [str(tool_calls.function(tool).get("name")) for tool in conversation.tools or ()]
         self._without_tools += bool(names) and not any(name in text for name in names)
-        message = next(message for message in reversed(conversation.messages) if message["role"] == "assistant")
+        message = next(
+            message for message in reversed(conversation.messages) if message["role"] == "assistant"
+        )
         thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
         thoughts += re.findall(r"<think>(.+?)</think>", str(message.get("content")), re.DOTALL)
-        self._without_thought += any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
+        self._without_thought += any(
+            isinstance(thought, str) and thought.strip() not in text for thought in thoughts
+        )
 
     # ---- the template ----
 
-    def _render(self, conversation: Conversation, messages: list[dict[str, Any]], source: str | None = None, *, prompt: bool = False) -> str:
-        """Raises _Undetermined for whatever the template raises: it is a program, and this is about the data."""
+    def _render(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        source: str | None = None,
+        *,
+        prompt: bool = False,
+    ) -> str:
+        """Returns the output of the template.
+
+        Raises _Undetermined for every error of the template, which may depend on the conversation.
+        """
         tools: Any = conversation.tools
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=source, **conversation.arguments
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                chat_template=source,
+                **conversation.arguments,
             )
         except Exception as error:
-            raise _Undetermined(f"the chat template says: {' '.join(str(error).split()) or type(error).__name__}") from None
+            raise _Undetermined(
+                f"the chat template reports: {' '.join(str(error).split()) or type(error).__name__}"
+            ) from None
         return text
 
     def _template(self, conversation: Conversation, *, items: bool = True) -> MarkedTemplate:
@@ -269,33 +437,65 @@ class Chat:
             self._marked[source, items] = marked_template(source, items=items)
         return self._marked[source, items]
 
-    def _render_marked(self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool) -> Rendering:
-        """Raises _Undetermined where marks would change the text."""
-        if MARK.encode() in msgspec.json.encode([messages, conversation.tools, conversation.arguments]):
-            raise _Undetermined("a message has characters that are no text (U+FDD1)")
+    def _render_marked(
+        self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool
+    ) -> Rendering:
+        """Renders the marked template. Raises _Undetermined if marks would change the text."""
+        if MARK.encode() in msgspec.json.encode(
+            [messages, conversation.tools, conversation.arguments]
+        ):
+            raise _Undetermined("a message contains U+FDD1, which is not a character of text")
         rendering = self._marked_text(conversation, messages, items=items)
-        if not self._template(conversation, items=items).exact and rendering.text != self._render(conversation, messages):
+        if not self._template(conversation, items=items).exact and rendering.text != self._render(
+            conversation, messages
+        ):
             raise _Undetermined(_UNSHOWN)
         return rendering
 
-    def _marked_text(self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool = True, prompt: bool = False) -> Rendering:
+    def _marked_text(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        *,
+        items: bool = True,
+        prompt: bool = False,
+    ) -> Rendering:
+        """Renders the marked template, and removes the marks from its output."""
         source = self._template(conversation, items=items).source
-        return unmarked(self._render(conversation, numbered(messages) if items else messages, source, prompt=prompt))
+        return unmarked(
+            self._render(
+                conversation, numbered(messages) if items else messages, source, prompt=prompt
+            )
+        )
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    """Returns the length of the common prefix of two strings."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
-def _written(rendering: Rendering, number: int) -> list[Span]:
-    """Where message `number` is in the text, without places where there are only blanks."""
-    return [span for span in rendering.messages.get(number, ()) if not rendering.text[span.begin : span.end].isspace()]
+def _written(rendering: Rendering, number: int) -> list[TextSpan]:
+    """Returns the spans of message `number`, without those that are only white space."""
+    return [
+        span
+        for span in rendering.messages.get(number, ())
+        if not rendering.text[span.begin : span.end].isspace()
+    ]
 
 
-def _of_messages(rendering: Rendering, numbers: list[int]) -> list[Span]:
-    """What `{% generation %}` blocks wrote of these messages. What one wrote after a message, outside of the loop, is that message's."""
-    begins = sorted((span.begin, number) for number in rendering.messages for span in _written(rendering, number))
+def _of_messages(rendering: Rendering, numbers: list[int]) -> list[TextSpan]:
+    """Returns the text that `{% generation %}` blocks wrote for the messages `numbers`.
+
+    Text of such a block after a message, outside of the loop, belongs to this message.
+    """
+    begins = sorted(
+        (span.begin, number)
+        for number in rendering.messages
+        for span in _written(rendering, number)
+    )
     if not begins:
         raise _Undetermined(_UNSHOWN)
     places = [begin for begin, _ in begins]
@@ -304,4 +504,5 @@ def _of_messages(rendering: Rendering, numbers: list[int]) -> list[Span]:
 
 
 def _with_targets(ids: np.ndarray) -> np.ndarray | str:
-    return ids if (ids[1:] >= TARGET).any() else "the chat template shows no assistant turn"  # the first token is nobody's next
+    # The first token is never predicted.
+    return ids if (ids[1:] >= TARGET).any() else "the chat template shows no assistant turn"

@@ -1,15 +1,18 @@
-"""Columns: what a row's columns are, and a row's value -> text, a prompt with its completion, or a conversation.
+"""Recognizes the layout of a row's columns, and reads text, a prompt with its completion, or a
+conversation from a row.
 
-The layouts known, in the order in which they are looked for:
+The layouts, in the order in which they are tried:
 
-* messages: `messages`, a list of {role, content}; further keys of a message are handed to the chat template
-* sharegpt: `conversations` or `conversation`, a list of {from, value}, and `system` where there is one
+* messages: `messages`, a list of {role, content}. Other keys of a message are passed to the chat
+  template.
+* sharegpt: `conversations` or `conversation`, a list of {from, value}, and optionally `system`
 * prompt/completion: `prompt` and `completion`, both text or both lists of messages
-* alpaca: `instruction` and `output`, and `input` and `system` where there are any
+* alpaca: `instruction` and `output`, and optionally `input` and `system`
 * text: `text`
 
-With conversations, `tools` and `chat_template_kwargs` are handed to the chat template. Lists and objects may also be JSON text. Other columns are not
-read; `Layout.ignored` names those that would change what a model learns.
+For conversations, `tools` and `chat_template_kwargs` are passed to the chat template. Lists and
+objects may also be given as JSON text. Other columns are not read. `Layout.ignored` lists those
+of them that would change what a model learns.
 """
 
 from __future__ import annotations
@@ -20,15 +23,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatrain.runtime.training.data_options import Columns
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.data.options import Columns
+from megatrain.simulator.base.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 _CALL = "function_call"
-"""sharegpt's role of a tool call; its value is the call as JSON. Also the key of a message's only call in OpenAI's older format"""
+"""The role of a tool call in sharegpt, whose value is the call as JSON. In OpenAI's older format,
+the key of a message's only call."""
 _TRAINED = ("weight", "train", "training")
-"""keys of a message that say whether it has loss: OpenAI's is 0 or 1, Axolotl's true or false"""
+"""Keys of a message that state whether it has loss: 0 or 1 in OpenAI's format, true or false in
+Axolotl's."""
 _MATTER = (
     "tools",
     "chat_template_kwargs",
@@ -44,25 +55,29 @@ _MATTER = (
     "label",
     "weight",
 )
-"""columns that change what a model should learn"""
+"""Columns that change what a model should learn."""
 
 
 class Unusable(ValueError):
-    """A row's value is not what its column should hold; the text says why, for the list of bad rows."""
+    """Raised for a row whose value does not fit its column. The text is the reason for the user."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which rows hold text."""
+    """A set of columns from which training text is read."""
 
     name: Columns
+    """Name of the layout."""
     needed: tuple[str, ...]
+    """Columns that a row must have."""
     optional: tuple[str, ...] = ()
+    """Columns that are read if a row has them."""
     ignored: tuple[str, ...] = ()
-    """columns of the rows that matter elsewhere, but are not read"""
+    """Columns of the rows that change what other tools train, but that are not read."""
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """All columns that are read."""
         return (*self.needed, *self.optional)
 
 
@@ -78,56 +93,104 @@ LAYOUTS = (
 
 
 class Pair(NamedTuple):
-    """Loss on the completion alone."""
+    """A prompt and its completion. By default, only the completion has loss."""
 
     prompt: str
+    """Text of the prompt, which may be empty."""
     completion: str
+    """Text of the completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, and what else the chat template is given."""
+    """Messages, and the other arguments of the chat template."""
 
     messages: list[dict[str, Any]]
-    """of `role` and `content`"""
+    """Messages with the keys `role` and `content`."""
     prompt: int = 0
-    """as many messages at the beginning are the prompt; at least one of those after it is the assistant's"""
+    """Number of messages at the beginning that are the prompt. At least one of the others is from
+    the assistant."""
     silent: frozenset[int] = frozenset()
-    """numbers from 0 of messages without loss, whatever their role"""
+    """Numbers, from 0, of messages without loss."""
     tools: list[dict[str, Any]] | None = None
+    """Definitions of tools."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the chat template."""
 
 
-def recognise(columns: Collection[str], wanted: Columns = "auto") -> Layout | None:
-    """The first layout whose columns are all there."""
-    layout = next((layout for layout in LAYOUTS if wanted in ("auto", layout.name) and set(layout.needed) <= set(columns)), None)
-    return layout and replace(layout, ignored=tuple(name for name in _MATTER if name in columns and name not in layout.columns))
+def recognize(columns: Collection[str], wanted: Columns = "auto") -> Layout | None:
+    """Returns the first layout whose needed columns are all in `columns`, or None."""
+    layout = next(
+        (
+            layout
+            for layout in LAYOUTS
+            if wanted in ("auto", layout.name) and set(layout.needed) <= set(columns)
+        ),
+        None,
+    )
+    return layout and replace(
+        layout,
+        ignored=tuple(name for name in _MATTER if name in columns and name not in layout.columns),
+    )
 
 
 def unknown_columns(where: str, found: Collection[str], wanted: Columns) -> UserError:
-    """For rows that no layout fits."""
-    known = "; ".join(f"{layout.name}: {' + '.join(layout.needed)}" for layout in LAYOUTS if wanted in ("auto", layout.name))
-    return UserError(f"{where}: columns", found=", ".join(sorted(found)) or "none", allowed=known, fix="rename the columns")
+    """Returns the error for rows with the columns `found`, which no layout fits."""
+    known = "; ".join(
+        f"{layout.name}: {' + '.join(layout.needed)}"
+        for layout in LAYOUTS
+        if wanted in ("auto", layout.name)
+    )
+    return UserError(
+        f"{where}: columns",
+        found=", ".join(sorted(found)) or "none",
+        allowed=known,
+        fix="rename the columns",
+    )
 
 
 def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
-    """What to train on. Raises Unusable where a column is missing or does not hold what its name says."""
+    """Returns what to train on from a row.
+
+    Raises Unusable if a column is missing or has a value of the wrong type.
+    """
     if layout.name == "text":
         return _string(row, "text")
     if layout.name == "alpaca":
-        instruction, given = (_string(row, name) if row.get(name) is not None else "" for name in ("instruction", "input"))
+        instruction, given = (
+            _string(row, name) if row.get(name) is not None else ""
+            for name in ("instruction", "input")
+        )
         if not instruction:
             raise Unusable("no `instruction`")
-        pair = _pair(f"{instruction}\n\n{given}" if given else instruction, _string(row, "output"), "output")
-        question, answer = {"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.completion}
+        pair = _pair(
+            f"{instruction}\n\n{given}" if given else instruction, _string(row, "output"), "output"
+        )
+        question, answer = (
+            {"role": "user", "content": pair.prompt},
+            {"role": "assistant", "content": pair.completion},
+        )
         return _conversation(row, layout, [*_system(row, layout), question, answer], prompt=0)
-    values: dict[str, Any] = {name: _decoded(row[name], list) if isinstance(row.get(name), str) else row.get(name) for name in layout.needed}
-    if layout.name == "prompt/completion" and not all(map(_messages, values.values())) and not any(isinstance(row.get(name), list) for name in values):
+    values: dict[str, Any] = {
+        name: _decoded(row[name], list) if isinstance(row.get(name), str) else row.get(name)
+        for name in layout.needed
+    }
+    if (
+        layout.name == "prompt/completion"
+        and not all(map(_messages, values.values()))
+        and not any(isinstance(row.get(name), list) for name in values)
+    ):
         return _pair(_string(row, "prompt"), _string(row, "completion"), "completion")
     for column, turns in values.items():
         if not isinstance(turns, list) or not turns:
-            raise Unusable(f"`{column}` is not a list of messages{'' if len(values) == 1 else ', as the other column is'}")
-    *prompt, last = [[_message(turn, number, column) for number, turn in enumerate(turns, 1)] for column, turns in values.items()]
+            raise Unusable(
+                f"`{column}` is not a list of"
+                f" messages{'' if len(values) == 1 else ', as the other column is'}"
+            )
+    *prompt, last = [
+        [_message(turn, number, column) for number, turn in enumerate(turns, 1)]
+        for column, turns in values.items()
+    ]
     before = [*_system(row, layout), *(message for messages in prompt for message in messages)]
     return _conversation(row, layout, [*before, *last], prompt=len(before))
 
@@ -136,20 +199,45 @@ def _messages(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def _conversation(row: dict[str, Any], layout: Layout, found: list[dict[str, Any]], prompt: int) -> Conversation:
-    silent = frozenset(number for number, message in enumerate(found) if not _trained(message, number))
-    if not any(message["role"] == "assistant" and number not in silent for number, message in enumerate(found) if number >= prompt):
-        raise Unusable(f"no assistant turn{' with loss' if silent else ''} in `{layout.needed[-1]}`")
-    messages = [{key: value for key, value in message.items() if key not in _TRAINED} for message in found]
-    tools, arguments = (_optional(row, name, kind) if name in layout.optional else None for name, kind in (("tools", list), ("chat_template_kwargs", dict)))
+def _conversation(
+    row: dict[str, Any], layout: Layout, found: list[dict[str, Any]], prompt: int
+) -> Conversation:
+    """Returns a conversation. Raises Unusable if no assistant message has loss."""
+    silent = frozenset(
+        number for number, message in enumerate(found) if not _trained(message, number)
+    )
+    if not any(
+        message["role"] == "assistant" and number not in silent
+        for number, message in enumerate(found)
+        if number >= prompt
+    ):
+        raise Unusable(
+            f"no assistant turn{' with loss' if silent else ''} in `{layout.needed[-1]}`"
+        )
+    messages = [
+        {key: value for key, value in message.items() if key not in _TRAINED} for message in found
+    ]
+    tools, arguments = (
+        _optional(row, name, kind) if name in layout.optional else None
+        for name, kind in (("tools", list), ("chat_template_kwargs", dict))
+    )
     tools = [_decoded(tool, dict) if isinstance(tool, str) else tool for tool in tools or []]
     if not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("`tools` is not a list of objects")
-    return Conversation(messages=messages, prompt=prompt, silent=silent, tools=tools or None, arguments=arguments or {})
+    return Conversation(
+        messages=messages,
+        prompt=prompt,
+        silent=silent,
+        tools=tools or None,
+        arguments=arguments or {},
+    )
 
 
 def alpaca_text(conversation: Conversation) -> Pair:
-    """An alpaca row for a tokenizer without chat template: sections under the headings of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca)."""
+    """Returns an alpaca row as text with headings, for a tokenizer without a chat template.
+
+    The headings are those of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca).
+    """
     *before, answer = (message["content"] for message in conversation.messages)
     system = f"{before[0]}\n\n" if len(before) == 2 else ""
     return Pair(f"{system}### Instruction:\n{before[-1]}\n\n### Response:\n", answer)
@@ -163,7 +251,7 @@ def _string(row: dict[str, Any], name: str) -> str:
 
 
 def _decoded(text: str, kind: type) -> Any:
-    """The list or object that `text` is as JSON, otherwise `text` itself."""
+    """Returns the list or object that `text` contains as JSON, otherwise `text` itself."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -172,12 +260,17 @@ def _decoded(text: str, kind: type) -> Any:
 
 
 def _optional(row: dict[str, Any], name: str, kind: type) -> Any:
+    """Returns the value of an optional column, or None. Raises Unusable for a wrong type."""
     value = row.get(name)
     if isinstance(value, str):
         value = _decoded(value, kind) if value.strip() else None
     if value is not None and not isinstance(value, kind):
         raise Unusable(f"`{name}` is not {'a list' if kind is list else 'an object'}")
-    return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
+    return (
+        {key: inner for key, inner in value.items() if inner is not None}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _pair(prompt: str, completion: str, name: str) -> Pair:
@@ -187,23 +280,29 @@ def _pair(prompt: str, completion: str, name: str) -> Pair:
 
 
 def _system(row: dict[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """The column `system` as a message."""
-    text = _string(row, "system") if "system" in layout.optional and row.get("system") is not None else ""
+    """Returns the column `system` as a list of one message, or an empty list."""
+    text = (
+        _string(row, "system")
+        if "system" in layout.optional and row.get("system") is not None
+        else ""
+    )
     return [{"role": "system", "content": text}] if text else []
 
 
 def _trained(message: dict[str, Any], number: int) -> bool:
-    """Whether the message may have loss."""
+    """Checks whether the message may have loss."""
     for key in _TRAINED:
         if (value := message.get(key)) is not None and value not in (0, 1):
-            raise Unusable(f"message {number + 1}: `{key}` is neither 0 nor 1, neither true nor false")
+            raise Unusable(
+                f"message {number + 1}: `{key}` is neither 0 nor 1, neither true nor false"
+            )
         if value is not None and not value:
             return False
     return True
 
 
 def _message(turn: object, number: int, column: str) -> dict[str, Any]:
-    """As the chat template takes it, without keys whose value is null."""
+    """Returns a turn as a message for the chat template, without keys whose value is null."""
     where = f"message {number} of `{column}`"
     if not isinstance(turn, dict):
         raise Unusable(f"{where} is not an object")
@@ -212,14 +311,25 @@ def _message(turn: object, number: int, column: str) -> dict[str, Any]:
     others = {key: value for key, value in turn.items() if key not in keys and value is not None}
     if keys[0] == "from" and role == _CALL:
         role, content, others = "gpt", "", {**others, "tool_calls": _calls(content, where)}
-    if not isinstance(role, str) or (role := _SHAREGPT_ROLES.get(role, role) if keys[0] == "from" else role) not in ROLES:
+    if (
+        not isinstance(role, str)
+        or (role := _SHAREGPT_ROLES.get(role, role) if keys[0] == "from" else role) not in ROLES
+    ):
         known = (*ROLES, *_SHAREGPT_ROLES, _CALL) if keys[0] == "from" else ROLES
-        raise Unusable(f"{where} has {f'the unknown {keys[0]} {role!r}' if isinstance(role, str) else f'no `{keys[0]}`'}; known: {', '.join(known)}")
-    if role == "assistant" and _CALL in others and "tool_calls" not in others:  # OpenAI's older format
+        raise Unusable(
+            f"{where} has"
+            f" {f'the unknown {keys[0]} {role!r}' if isinstance(role, str) else f'no `{keys[0]}`'};"
+            f" known: {', '.join(known)}"
+        )
+    if (
+        role == "assistant" and _CALL in others and "tool_calls" not in others
+    ):  # OpenAI's older format
         others["tool_calls"] = _calls(others.pop(_CALL), where)
     if isinstance(others.get("tool_calls"), str):
         others["tool_calls"] = _decoded(others["tool_calls"], list)
-    if not isinstance(others.get("tool_calls", []), list) or not all(isinstance(call, dict) for call in others.get("tool_calls", [])):
+    if not isinstance(others.get("tool_calls", []), list) or not all(
+        isinstance(call, dict) for call in others.get("tool_calls", [])
+    ):
         raise Unusable(f"{where}: `tool_calls` is not a list of objects")
     if content is None and role == "assistant" and others.get("tool_calls"):
         return {"role": role, **others}
@@ -227,22 +337,30 @@ def _message(turn: object, number: int, column: str) -> dict[str, Any]:
 
 
 def _content(content: object, where: str) -> str:
-    """The text of a message: a string, or a list of parts that are text."""
+    """Returns the text of a message, which is given as a string or as a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise Unusable(f"{where} is not a string")
     for part in content:
-        if not isinstance(part, str) and not (isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
+        if not isinstance(part, str) and not (
+            isinstance(part, dict)
+            and part.get("type", "text") == "text"
+            and isinstance(part.get("text"), str)
+        ):
             kind = f" of type {part['type']!r}" if isinstance(part, dict) and "type" in part else ""
             raise Unusable(f"{where} has a part{kind} that is not text")
     return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def _calls(value: object, where: str) -> list[dict[str, Any]]:
-    """sharegpt's `function_call`, in OpenAI's format."""
+    """Returns the calls of a `function_call` of sharegpt, in OpenAI's format."""
     decoded = _decoded(value, object) if isinstance(value, str) else value
     calls = decoded if isinstance(decoded, list) else [decoded]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise Unusable(f"{where}: a {_CALL} is not an object with `name` and `arguments`, or a list of such")
+    if not calls or not all(
+        isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls
+    ):
+        raise Unusable(
+            f"{where}: a {_CALL} is not an object with `name` and `arguments`, or a list of such"
+        )
     return [{"type": "function", "function": call} for call in calls]

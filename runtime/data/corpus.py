@@ -1,9 +1,12 @@
-"""Corpus: documents -> the micro-batches of each step, as a function of the documents, the options, the seed and the step's number alone.
+"""Makes the micro-batches of each step from documents.
 
-Nothing needs saving to resume but the number of the step. An epoch shows every row once, in an order of its own: text is shuffled by document
-before it is packed, conversations are packed once, and rows are shuffled always. A row's last token has as its label the token that follows in
-its document, also where that begins the next row. Padding stands at the end of a row; its labels are ignored, so that causal attention needs no
-mask for it.
+They depend only on the documents, the options, the seed and the number of the step, so that a run
+can be resumed from the number of its step. Every row occurs once in each epoch. Text is shuffled by
+document and packed again in each epoch. Conversations are packed once. Rows are always shuffled.
+
+The label of a row's last token is the next token of its document, even if this token is in another
+row. Padding is at the end of a row and its labels are ignored, so causal attention needs no mask
+for it.
 """
 
 from __future__ import annotations
@@ -15,61 +18,96 @@ import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.data.documents import Documents, truncated
+from megatrain.runtime.data.options import Packing
 from megatrain.runtime.data.packing import Rows, best_fit, in_sequence, one_a_row
-from megatrain.runtime.training.data_options import Packing
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import Workload
 
 
 class Corpus:
-    """Rows of one sequence, shuffled by `seed`, or in the documents' order without one."""
+    """Documents packed into rows, shuffled by `seed`, or in their own order if it is None."""
 
-    def __init__(self, documents: Documents, workload: Workload, *, seed: int | None, packing: Packing = "documents", where: str = "corpus") -> None:
-        """Raises UserError where the documents, packed, have no label, or with a seed do not fill one step."""
+    def __init__(
+        self,
+        documents: Documents,
+        workload: Workload,
+        *,
+        seed: int | None,
+        packing: Packing = "documents",
+        where: str = "corpus",
+    ) -> None:
+        """Packs the documents for `workload`. `where` names the data in errors.
+
+        Raises UserError if the packed documents have no label, or with a seed if they do not fill
+        one step.
+        """
         self._work, self._seed, self.packing = workload, seed, packing
         self.truncated_documents = self.truncated_tokens = self.left_out = 0
         if documents.whole and packing != "plain":
-            documents, self.truncated_documents, self.truncated_tokens, self.left_out = truncated(documents, workload.sequence)
+            documents, self.truncated_documents, self.truncated_tokens, self.left_out = truncated(
+                documents, workload.sequence
+            )
         self._documents = documents
         self.tokens = documents.total
-        """that an epoch shows"""
+        """Number of tokens per epoch."""
         if not len(documents):
             raise UserError(
-                where, found=f"no document with an answer within {workload.sequence} tokens", allowed="at least one", fix="train on a longer sequence"
+                where,
+                found=f"no document with an answer within {workload.sequence} tokens",
+                allowed="at least one",
+                fix="train on a longer sequence",
             )
         needed = (1 if seed is None else workload.step_tokens) + (packing == "plain")
         if not documents.whole and packing != "none" and self.tokens < needed:
             raise UserError(
-                where, found=f"{self.tokens} tokens", allowed=f"at least the {needed} of one step", fix="give more text, or a smaller batch or sequence"
+                where,
+                found=f"{self.tokens} tokens",
+                allowed=f"at least the {needed} of one step",
+                fix="give more text, or a smaller batch or sequence",
             )
-        # what an epoch does not change: conversations keep their rows, and so does what is not shuffled
+        # Conversations keep their rows in every epoch, and so do documents that are not shuffled.
         constant = documents.whole or seed is None or packing == "none"
-        self._constant = self._pack(np.random.default_rng(seed or 0)) if constant and packing != "plain" else None
+        self._constant = (
+            self._pack(np.random.default_rng(seed or 0))
+            if constant and packing != "plain"
+            else None
+        )
         self._epoch: tuple[int, Rows, np.ndarray] | None = None
         self.rows = len(self._rows_of(0)[0])
-        """an epoch has this many"""
+        """Number of rows per epoch."""
         per_step = workload.batch * workload.accumulation
         if seed is not None and self.rows < per_step:
             raise UserError(
-                where, found=f"{self.tokens} tokens in {self.rows} rows of {workload.sequence}", allowed=f"at least the {per_step} rows of one step",
+                where,
+                found=f"{self.tokens} tokens in {self.rows} rows of {workload.sequence}",
+                allowed=f"at least the {per_step} rows of one step",
                 fix="give more data, or a smaller batch or sequence",
-            )  # fmt: skip
+            )
         if seed is None and not any((batch.labels != IGNORED).any() for batch in self.batches()):
-            raise UserError(where, found=f"{self.tokens} tokens and no label", allowed="a document of two tokens or more", fix="give more text")
+            raise UserError(
+                where,
+                found=f"{self.tokens} tokens and no label",
+                allowed="a document of two tokens or more",
+                fix="give more text",
+            )
 
     @property
     def digest(self) -> str:
-        """Of the text, as tokens; the same wherever its files lie. How documents are chosen from it, packed and ordered is not in it."""
+        """Digest of the tokens of all documents.
+
+        It does not depend on the paths of files, or on how documents are chosen, packed and
+        ordered.
+        """
         return self._documents.digest
 
     @property
     def documents(self) -> bool:
-        """Whether batches number their documents: `Batch.documents`."""
+        """Whether batches contain the numbers of documents, `Batch.documents`."""
         return self.packing != "plain"
 
     @property
     def conversations(self) -> bool:
-        """Documents that mean nothing without their beginning: conversations, prompts with their answers."""
+        """Whether documents are conversations or prompts with answers, which are kept whole."""
         return self._documents.whole
 
     @property
@@ -80,18 +118,28 @@ class Corpus:
 
     @property
     def pieces(self) -> int:
-        """Documents in the first epoch's rows, those that a row's end cut in two counted twice."""
+        """Number of pieces in the first epoch. A document counts once for each of its pieces."""
         return len(self._rows_of(0)[0].begins)
 
     def step(self, number: int) -> list[Batch]:
-        """The micro-batches of step `number`, from 1: `accumulation` of them. Any step may be asked for at any time."""
+        """Returns the `accumulation` micro-batches of step `number`, from 1.
+
+        Steps may be requested in any order.
+        """
         work = self._work
         per_step = work.batch * work.accumulation
         begin = (number - 1) * per_step
-        return [self._batch(range(first, first + work.batch)) for first in range(begin, begin + per_step, work.batch)]
+        return [
+            self._batch(range(first, first + work.batch))
+            for first in range(begin, begin + per_step, work.batch)
+        ]
 
     def batches(self) -> Iterator[Batch]:
-        """Every row of the first epoch once. Where the last micro-batch is not full, copies of its first row without labels fill it."""
+        """Yields every row of the first epoch once, in micro-batches.
+
+        If the last micro-batch is not full, it is filled with copies of its first row that have no
+        labels.
+        """
         for first in range(0, self.rows, self._work.batch):
             real = min(self._work.batch, self.rows - first)
             batch = self._batch([*range(first, first + real), *[first] * (self._work.batch - real)])
@@ -101,16 +149,19 @@ class Corpus:
     # ---- rows ----
 
     def _pack(self, generator: np.random.Generator) -> Rows:
+        """Packs the documents into rows, in an order drawn from `generator`."""
         count = len(self._documents)
         order = np.arange(count) if self._seed is None else generator.permutation(count)
         if self.packing == "none":
             return one_a_row(self._documents, order, self._work.sequence)
         if self._documents.whole and self.packing == "documents":
             return best_fit(self._documents, order, self._work.sequence)
-        return in_sequence(self._documents, order, self._work.sequence, plain=self.packing == "plain")
+        return in_sequence(
+            self._documents, order, self._work.sequence, plain=self.packing == "plain"
+        )
 
     def _rows_of(self, epoch: int) -> tuple[Rows, np.ndarray]:
-        """The rows of an epoch, and the order in which it shows them. The last epoch's are kept."""
+        """Returns the rows of an epoch and their order. Those of the last epoch are cached."""
         kept = self._epoch
         if kept is None or kept[0] != epoch:
             generator = np.random.default_rng([self._seed or 0, epoch])
@@ -120,18 +171,34 @@ class Corpus:
         return kept[1], kept[2]
 
     def _batch(self, indices: range | list[int]) -> Batch:
+        """Returns the micro-batch of the rows `indices`, counted over all epochs."""
         shape = (len(indices), self._work.sequence)
-        ids, labels, numbers = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+        ids, labels, numbers = (
+            np.zeros(shape, dtype=np.int64),
+            np.full(shape, IGNORED, dtype=np.int64),
+            np.full(shape, -1, dtype=np.int64),
+        )
         for place, index in enumerate(indices):
             epoch, index = divmod(index, self.rows)
             rows, order = self._rows_of(epoch)
             self._fill(rows, int(order[index]), ids[place], labels[place], numbers[place])
-        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(numbers) if self.documents else None)
+        return Batch(
+            torch.from_numpy(ids),
+            torch.from_numpy(labels),
+            torch.from_numpy(numbers) if self.documents else None,
+        )
 
-    def _fill(self, rows: Rows, row: int, ids: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> None:
+    def _fill(
+        self, rows: Rows, row: int, ids: np.ndarray, labels: np.ndarray, numbers: np.ndarray
+    ) -> None:
+        """Writes ids, labels and document numbers of one row into arrays of one sequence."""
         at = 0
         for number, piece in enumerate(range(rows.firsts[row], rows.firsts[row + 1])):
-            begin, end, follows = int(rows.begins[piece]), int(rows.ends[piece]), int(rows.follows[piece])
+            begin, end, follows = (
+                int(rows.begins[piece]),
+                int(rows.ends[piece]),
+                int(rows.follows[piece]),
+            )
             here = slice(at, at + end - begin)
             at = here.stop
             ids[here], targets = self._documents.read(begin, end)

@@ -1,4 +1,4 @@
-"""CSV and TSV -> rows: the first line names the columns, and every value is text."""
+"""Reads rows from CSV and TSV files. The first line names the columns, and values are strings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import BinaryIO
 
 from megatrain.runtime.data.sources import suffix_of
 from megatrain.runtime.data.streams import LONGEST_LINE_BYTES, opened
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 
 def read(file: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
-    """The line at which each row begins, from 1, and the row, or why it cannot be used. Raises UserError for a header that is not UTF-8,
-    OSError for a file that cannot be read.
+    """Yields the number of the line at which each row begins, from 1, and the row.
+
+    In place of a bad row, the reason why it cannot be used is yielded. Raises UserError for a
+    header that is not valid CSV in UTF-8, and OSError if the file cannot be read.
     """
-    csv.field_size_limit(LONGEST_LINE_BYTES)  # of the whole process: the csv module has no other
+    csv.field_size_limit(LONGEST_LINE_BYTES)  # for the whole process; csv has no other limit
     with opened(file) as stream:
-        reader = csv.reader(_lines(stream), delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        reader = csv.reader(
+            _lines(stream), delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True
+        )
         header: list[str] | None = None
         while True:
             line = reader.line_num + 1
@@ -28,9 +32,16 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
             except StopIteration:
                 return
             except (csv.Error, UnicodeEncodeError) as error:
-                reason = f"invalid CSV: {error}" if isinstance(error, csv.Error) else "invalid UTF-8"
+                reason = (
+                    f"invalid CSV: {error}" if isinstance(error, csv.Error) else "invalid UTF-8"
+                )
                 if header is None:
-                    raise UserError(f"data {file}", found=f"{reason} in the header", allowed="CSV in UTF-8", fix="write the file again") from None
+                    raise UserError(
+                        f"data {file}",
+                        found=f"{reason} in the header",
+                        allowed="CSV in UTF-8",
+                        fix="write the file again",
+                    ) from None
                 yield line, reason
                 continue
             if not values:
@@ -44,7 +55,7 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[str]:
-    """What is not UTF-8 is marked by surrogates: no text in UTF-8 has any."""
+    """Yields lines. Bytes that are not UTF-8 become surrogates, which valid text does not have."""
     first = True
     while line := stream.readline(LONGEST_LINE_BYTES):
         yield line.decode("utf-8-sig" if first else "utf-8", errors="surrogateescape")

@@ -1,6 +1,7 @@
-"""Files -> rows, each with its file and line, whatever the format. Files are read as a stream: a row, or a piece of a text, at a time.
+"""Reads rows from files of any supported format, with the file and the line of each row.
 
-One file is one document where it is plain text.
+Files are read as a stream, one row or one piece of text at a time. A plain text file is one
+document.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.runtime.data import csv_rows, json_rows, tables
-from megatrain.runtime.data.sources import COMPRESSIONS, Source
+from megatrain.runtime.data.sources import COMPRESSIONS, DataSource
 from megatrain.runtime.data.streams import opened
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TextRow:
     """One row of a table, or a piece of a text file."""
 
     file: Path
+    """File of the row."""
     line: int
-    """from 1: of a JSONL or text file, or the number of the row"""
+    """Line of a JSONL, CSV or text file, or number of the row in other files, from 1."""
     value: dict[str, Any] | bytes
-    """a row's columns, or UTF-8 text"""
+    """The row's columns, or UTF-8 text."""
     closes: bool = True
-    """False for a piece of a text that the next row continues"""
+    """False for a piece of text that the next row continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +39,23 @@ class BadRow:
     """A row that cannot be used."""
 
     file: Path
+    """File of the row."""
     line: int
+    """Line or number of the row, from 1."""
     reason: str
+    """Why the row cannot be used."""
     layout: str = ""
-    """that its columns have, where it is not that of the first rows"""
+    """The layout that its columns match, if it is not that of the first rows."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-def rows(source: Source, columns: tuple[str, ...] | None = None) -> Iterator[Row | BadRow]:
-    """Every row of every file, in order. Other columns than `columns` are not read where a file's format allows it, and need not be sound.
+def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator[TextRow | BadRow]:
+    """Yields every row of every file, in order.
 
-    Raises UserError for a broken file.
+    If the format allows it, only the columns `columns` are read, and others need not be valid.
+    Raises UserError for a file that is damaged or cannot be read.
     """
     for file in source.files:
         try:
@@ -57,16 +63,26 @@ def rows(source: Source, columns: tuple[str, ...] | None = None) -> Iterator[Row
                 yield from _text(file)
             else:
                 for line, value in _table(source, file, columns):
-                    yield BadRow(file, line, value) if isinstance(value, str) else Row(file, line, value)
+                    yield (
+                        BadRow(file, line, value)
+                        if isinstance(value, str)
+                        else TextRow(file, line, value)
+                    )
         except OSError as error:
-            found, allowed, fix = (error.strerror or str(error)).lower(), "a readable file", "check the path and its permissions"
+            found, allowed, fix = (
+                (error.strerror or str(error)).lower(),
+                "a readable file",
+                "check the path and its permissions",
+            )
             if error.errno is None and (codec := COMPRESSIONS.get(file.suffix.lower())):
-                allowed, fix = f"a whole {codec} file", "compress it again"
+                allowed, fix = f"a complete {codec} file", "compress it again"
             raise UserError(f"data {file}", found=found, allowed=allowed, fix=fix) from None
 
 
-def _table(source: Source, file: Path, columns: tuple[str, ...] | None) -> Iterable[tuple[int, dict[str, Any] | str]]:
-    """The rows of one file of a table by their lines or numbers, or why they cannot be used."""
+def _table(
+    source: DataSource, file: Path, columns: tuple[str, ...] | None
+) -> Iterable[tuple[int, dict[str, Any] | str]]:
+    """Returns (line or number, row) for each row of a table; a string is why a row is bad."""
     if source.kind in ("jsonl", "json"):
         return json_rows.read(file, columns)
     if source.kind == "csv":
@@ -75,8 +91,8 @@ def _table(source: Source, file: Path, columns: tuple[str, ...] | None) -> Itera
     return enumerate(tables.read(file, source.kind, columns), 1)
 
 
-def _text(file: Path) -> Iterator[Row | BadRow]:
-    """The file in pieces of about a MiB that end between characters."""
+def _text(file: Path) -> Iterator[TextRow | BadRow]:
+    """Yields a text file in pieces of about 1 MiB, which end between characters."""
     line = _first_invalid_line(file)
     if line:
         yield BadRow(file, line, "invalid UTF-8")
@@ -88,13 +104,13 @@ def _text(file: Path) -> Iterator[Row | BadRow]:
             end = len(kept) - 1
             while end and kept[end] & 0xC0 == 0x80:
                 end -= 1
-            yield Row(file, number, kept[:end], closes=False)
+            yield TextRow(file, number, kept[:end], closes=False)
             number, kept = number + kept.count(b"\n", 0, end), kept[end:]
-        yield Row(file, number, kept)
+        yield TextRow(file, number, kept)
 
 
 def _first_invalid_line(file: Path) -> int:
-    """0 where the whole file is UTF-8."""
+    """Returns the number of the first line that is not UTF-8, or 0 if there is none."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with opened(file) as stream:
         while True:

@@ -1,4 +1,4 @@
-"""in_batches: items in batches that are limited in number and in size."""
+"""Groups items into batches that are limited in number and in size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Item = TypeVar("Item")
 
 
 def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Lists of up to `BATCH_ITEMS` items. A list ends with the item that brings its total size to `BATCH_SIZE`."""
+    """Yields lists of up to `BATCH_ITEMS` items.
+
+    A list ends early with the item that brings its total size to `BATCH_SIZE` or more.
+    """
     batch: list[Item] = []
     total = 0
     for item in items:

@@ -1,4 +1,7 @@
-"""JSON -> rows: an object a line, or one array of objects. Arrays are read as a stream too: an element at a time."""
+"""Reads rows from JSON files: one object per line, or one array of objects.
+
+An array is also read as a stream, one element at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,21 @@ import msgspec
 
 from megatrain.runtime.data.sources import suffix_of
 from megatrain.runtime.data.streams import LONGEST_LINE_BYTES, opened
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 _CHUNK = 2**16
 _BLANKS = " \t\r\n"
 
 Columns = tuple[str, ...] | None
 Numbered = tuple[int, dict[str, Any] | str]
-"""the number of a line or an element, from 1, and a row or why it cannot be used"""
+"""Number of a line or an element, from 1, and the row or the reason why it cannot be used."""
 
 
 def read(file: Path, columns: Columns) -> Iterator[Numbered]:
-    """The rows of `file`. What other columns than `columns` hold does not matter. Raises UserError for a broken array, OSError for a file that cannot be read."""
+    """Yields the rows of `file`. Values of columns that are not in `columns` are not checked.
+
+    Raises UserError for an array that is not valid JSON, and OSError if the file cannot be read.
+    """
     with opened(file) as stream:
         if suffix_of(file) == ".json" and _begins_an_array(file):
             yield from _array(stream, columns, file)
@@ -37,6 +43,7 @@ def _begins_an_array(file: Path) -> bool:
 
 
 def _lines(stream: BinaryIO, columns: Columns) -> Iterator[Numbered]:
+    """Yields one row for each line that is not blank."""
     decoder = msgspec.json.Decoder()
     number = 0
     while line := stream.readline(LONGEST_LINE_BYTES):
@@ -58,12 +65,16 @@ def _lines(stream: BinaryIO, columns: Columns) -> Iterator[Numbered]:
             value = "JSON nested too deeply"
         except msgspec.DecodeError as error:
             value = _leniently(line, columns, str(error))
-        line = b""  # whoever takes the row need not hold it twice
+        line = b""  # frees the text while the row is in use
         yield number, value
 
 
 def _leniently(line: bytes, columns: Columns, reason: str) -> dict[str, Any] | str:
-    """What Python's own reader makes of a line that is no JSON for `reason`: NaN, Infinity and halves of surrogate pairs are accepted."""
+    """Reads a line with Python's json, after msgspec rejected it for `reason`.
+
+    Python's json also accepts NaN, Infinity and unpaired surrogates. They are allowed outside of
+    `columns`.
+    """
     try:
         return _checked(json.loads(line.decode()), columns)
     except (ValueError, RecursionError):
@@ -71,7 +82,7 @@ def _leniently(line: bytes, columns: Columns, reason: str) -> dict[str, Any] | s
 
 
 def _checked(value: object, columns: Columns) -> dict[str, Any] | str:
-    """The `columns` of a row, which must be proper JSON; all others need not be."""
+    """Returns the `columns` of a row, or why they are not valid JSON. Others are not checked."""
     row = _object(value)
     if isinstance(row, str) or columns is None:
         return row
@@ -88,11 +99,12 @@ def _checked(value: object, columns: Columns) -> dict[str, Any] | str:
 def _object(value: object) -> dict[str, Any] | str:
     if isinstance(value, dict):
         return value
-    return f"{ {list: 'a list', str: 'a string', type(None): 'null', bool: 'a boolean'}.get(type(value), 'a number') }, not an object"
+    kinds = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
+    return f"{kinds.get(type(value), 'a number')}, not an object"
 
 
 def _array(stream: BinaryIO, columns: Columns, file: Path) -> Iterator[Numbered]:
-    """The elements of the array that `stream` holds."""
+    """Yields the elements of the array in `stream`."""
     text = _Text(stream, file)
     text.take("[")
     number = 0
@@ -105,11 +117,11 @@ def _array(stream: BinaryIO, columns: Columns, file: Path) -> Iterator[Numbered]
             text.take(",")
     text.take("]")
     if text.next():
-        raise text.broken("something after the array's end")
+        raise text.broken("text after the end of the array")
 
 
 class _Text:
-    """The part of a JSON text that has been read and not been decoded yet."""
+    """The part of a JSON text that has been read but not decoded yet."""
 
     def __init__(self, stream: BinaryIO, file: Path) -> None:
         self._reader, self._file = codecs.getreader("utf-8-sig")(stream), file
@@ -117,10 +129,16 @@ class _Text:
         self._text, self._at, self._ended = "", 0, False
 
     def broken(self, found: str) -> UserError:
-        return UserError(f"data {self._file}", found=found, allowed="one array of objects, or an object a line", fix="write the file again")
+        """Returns the error for a file that is not valid."""
+        return UserError(
+            f"data {self._file}",
+            found=found,
+            allowed="one array of objects, or one object per line",
+            fix="write the file again",
+        )
 
     def next(self) -> str:
-        """The next character that is no blank; empty at the end."""
+        """Returns the next character that is not white space, or an empty string at the end."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _BLANKS:
                 self._at += 1
@@ -129,12 +147,16 @@ class _Text:
             self._more()
 
     def take(self, character: str) -> None:
+        """Skips `character`. Raises UserError if the next one is another."""
         if self.next() != character:
-            raise self.broken(f"invalid JSON: no {character!r} where one is needed")
+            raise self.broken(f"invalid JSON: {character!r} is missing")
         self._at += 1
 
     def value(self, number: int) -> Any:
-        """The value that begins here, element `number`. Read as far as a character after it: without, `12` may be the beginning of `123`."""
+        """Returns the value that begins here, which is element `number` of the array.
+
+        One more character than the value is read, because `12` may be the beginning of `123`.
+        """
         self.next()
         while True:
             try:
@@ -143,7 +165,9 @@ class _Text:
                 raise self.broken(f"JSON nested too deeply, in element {number}") from None
             except ValueError as error:
                 if self._ended or len(self._text) - self._at > LONGEST_LINE_BYTES:
-                    raise self.broken(f"invalid JSON in element {number}: {getattr(error, 'msg', error)}") from None
+                    raise self.broken(
+                        f"invalid JSON in element {number}: {getattr(error, 'msg', error)}"
+                    ) from None
             else:
                 if end < len(self._text) or self._ended:
                     self._at = end
@@ -151,7 +175,9 @@ class _Text:
             self._more()
 
     def _more(self) -> None:
-        """At least doubles what is there, so that an element of any length is looked through a few times at most."""
+        """Reads more text, at least as much as is there, so that long elements are parsed only a
+        few times.
+        """
         rest = self._text[self._at :]
         try:
             found = self._reader.read(size := max(_CHUNK, len(rest)), size)

@@ -1,14 +1,18 @@
-"""LongText: ids of texts of any length in bounded memory, the same as if each text were tokenised at once.
+"""Tokenizes texts of any length in bounded memory, with the same ids as if done at once.
 
-A long text is tokenised in windows that overlap. Two neighbours meet at a *cut*, and each goes on for `CONTEXT` characters beyond it, so no window
-sees a beginning or an end of a text where there is none. A cut is made only where tokens meet whichever side is looked at:
+A long text is tokenized in overlapping windows. Two neighbouring windows meet at a *cut*, and both
+continue for `CONTEXT` characters beyond it. So no window has a beginning or an end that the text
+does not have. A cut must be a border between tokens in both windows:
 
-* the ids of the characters before it begin the ids of the characters around it, so no token, added token or normalisation reaches across;
-* both windows have these very ids around it;
-* unless the model is BPE, two words of the pre-tokeniser meet there. Words are tokenised one by one, and a pre-tokeniser splits from left to right.
+* The ids of the characters before the cut are the first ids of the characters around it. So no
+  token, added token or normalization crosses the cut.
+* Both windows have the same ids around the cut.
+* Unless the model is BPE, the cut is a border between two words of the pre-tokenizer. Words are
+  tokenized one by one, and a pre-tokenizer splits from left to right.
 
-For BPE tokens may also meet within a word: a sequence of tokens is a text's BPE encoding if and only if each two neighbours are the encoding of their
-own text, and the two at the cut were found as neighbours. Where no such place is found a window grows until there is one.
+In a BPE model, a cut may also be within a word. A sequence of tokens is the BPE encoding of a text
+if and only if each pair of neighbours is the encoding of its own text, and the pair at the cut was
+found in an encoding. If there is no such place, the window grows until there is one.
 """
 
 from __future__ import annotations
@@ -29,15 +33,21 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 CONTEXT = 1021
-"""characters on either side of a cut; a prime number, so that groups of digits counted from another place do not meet at it by chance"""
+"""Characters on either side of a cut. The number is prime, so that groups of digits that are
+counted from different places do not agree by chance."""
 _WINDOW = 2**17
+"""Characters of a window."""
 _ZONE = 2**12
-"""characters before the end of a window in which a cut is looked for"""
+"""Characters before the end of a window in which a cut is searched."""
 _TRIES = 8
+"""Number of places that are tried from all over the zone, and from its end."""
 _COMPARED = 8
-"""ids on either side of a cut that both windows must have"""
-_PLACES = tuple(map(re.compile, (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?<=\S)(?=\s)", r"(?<=\S)(?=\S)")))
-"""where tokenisers split most often first: before a line, a blank, any white space, and anywhere"""
+"""Number of ids on either side of a cut that must be the same in both windows."""
+_PLACES = tuple(
+    map(re.compile, (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?<=\S)(?=\s)", r"(?<=\S)(?=\S)"))
+)
+"""Patterns of places for a cut. Those where tokenizers split most often are first: before a line,
+a blank, any white space, and anywhere."""
 
 Other = TypeVar("Other")
 
@@ -46,82 +56,111 @@ class Piece(NamedTuple):
     """Ids of a part of a text."""
 
     ids: np.ndarray
-    """[n] uint32"""
+    """[n] uint32."""
     first: bool
+    """Whether the text begins with this part."""
     last: bool
+    """Whether the text ends with this part."""
     encoding: Encoding | None
-    """of the window that has the part; None for a tokenizer written in Python"""
+    """Encoding of the window with this part, or None for a tokenizer written in Python."""
     skipped: int
-    """tokens of the encoding before the part's first one"""
+    """Number of tokens of the encoding before the first token of this part."""
     shift: int
-    """a place in the window plus this is the place in the text"""
+    """Difference between a character's place in the text and its place in the window."""
 
     def between(self, begin: int, end: int) -> slice:
-        """Which of `ids` have a character of the text from place `begin` to place `end`. Only for fast tokenizers."""
+        """Returns the slice of `ids` with characters of the text from `begin` to `end`.
+
+        The tokenizer must be a fast one.
+        """
         encoding = self.encoding
-        assert encoding is not None, "the tokenizer does not say where in the text its tokens are"
+        assert encoding is not None, "the tokenizer does not report the places of its tokens"
 
         def place(token: int) -> tuple[int, int]:
             found = encoding.token_to_chars(token)
-            assert found is not None, "a token that is of no text"
+            assert found is not None, "a token without text"
             return found
 
         tokens = range(self.skipped, self.skipped + len(self.ids))
         first = bisect_right(tokens, begin - self.shift, key=lambda token: place(token)[1])
-        return slice(first, max(first, bisect_left(tokens, end - self.shift, key=lambda token: place(token)[0])))
+        return slice(
+            first,
+            max(first, bisect_left(tokens, end - self.shift, key=lambda token: place(token)[0])),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Where two windows meet."""
+    """The place where two windows meet."""
 
     left: str
+    """Characters before the cut."""
     right: str
-    """characters before and after it"""
+    """Characters after the cut."""
     left_ids: list[int]
+    """Ids of `left`."""
     right_ids: list[int]
+    """Ids of `right`, as they follow `left_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Window:
-    """A part of a text from cut to cut. None: the text's own beginning or end."""
+    """The part of a text between two cuts."""
 
     text: str
+    """Characters of this part, without the overlap."""
     begin: _Cut | None
+    """Cut before this part, or None at the beginning of the text."""
     end: _Cut | None
+    """Cut after this part, or None at the end of the text."""
     place: int
-    """characters of the text before it"""
+    """Number of characters of the text before this part."""
 
     @property
     def whole(self) -> str:
-        return f"{self.begin.left if self.begin else ''}{self.text}{self.end.right if self.end else ''}"
+        """The text with its overlap on both sides."""
+        before, after = self.begin.left if self.begin else "", self.end.right if self.end else ""
+        return f"{before}{self.text}{after}"
 
 
 class _Encoded(NamedTuple):
+    """A window and its ids."""
+
     window: _Window
+    """The window."""
     ids: list[int]
-    """of the window with what goes on beyond its cuts"""
+    """Ids of the window with its overlap."""
     encoding: Encoding | None
+    """Encoding of the window, or None for a tokenizer written in Python."""
 
     @property
     def own(self) -> list[int]:
+        """Ids of the window without its overlap."""
         end = self.window.end
         return self.ids[self.skipped : len(self.ids) - (len(end.right_ids) if end else 0)]
 
     @property
     def skipped(self) -> int:
-        """ids before the window's own"""
+        """Number of ids of the overlap before the window."""
         return len(self.window.begin.left_ids) if self.window.begin else 0
 
     @property
     def piece(self) -> Piece:
+        """The window's ids as a part of the text."""
         begin, end, place = self.window.begin, self.window.end, self.window.place
         shift = place - (len(begin.left) if begin else 0)
-        return Piece(np.array(self.own, dtype=np.uint32), begin is None, end is None, self.encoding, self.skipped, shift)
+        return Piece(
+            np.array(self.own, dtype=np.uint32),
+            begin is None,
+            end is None,
+            self.encoding,
+            self.skipped,
+            shift,
+        )
 
 
 class LongText:
-    """The tokenizer's ids without special tokens."""
+    """Tokenizes texts without adding special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -129,7 +168,7 @@ class LongText:
         self._within_words = type(model).__name__ == "BPE"
 
     def whole(self, texts: Iterable[str]) -> list[np.ndarray]:
-        """The ids of each text, [n] uint32."""
+        """Returns the ids of each text, [n] uint32."""
         found: list[list[np.ndarray]] = []
         for piece in self.encode((text, True) for text in texts):
             if piece.first:
@@ -138,10 +177,17 @@ class LongText:
         return [np.concatenate(ids) for ids in found]
 
     def encode(self, parts: Iterable[tuple[str, bool] | Other]) -> Iterator[Piece | Other]:
-        """`parts`: each a part of a text and whether the text ends with it. Whatever else stands among them comes back in its place."""
+        """Yields the ids of texts that are given in parts.
+
+        Args:
+            parts: pairs of a part of a text and whether the text ends with it. Items of other types
+                are yielded unchanged, in their place.
+        """
         held: list[_Encoded | Other] = []
-        """of a text that goes on, and what has to wait for it"""
-        for batch in in_batches(self._windows(parts), lambda item: len(item.text) if isinstance(item, _Window) else 0):
+        """Windows of a text that is not finished, and the items after them."""
+        for batch in in_batches(
+            self._windows(parts), lambda item: len(item.text) if isinstance(item, _Window) else 0
+        ):
             windows = [item for item in batch if isinstance(item, _Window)]
             encoded = iter(self._encoded(windows) if windows else [])
             for item in batch:
@@ -152,12 +198,13 @@ class LongText:
     # ---- windows ----
 
     def _windows(self, parts: Iterable[tuple[str, bool] | Other]) -> Iterator[_Window | Other]:
+        """Yields texts as windows. Items that are not parts of texts are yielded unchanged."""
         text, begin, least, done = "", None, _WINDOW, 0
         for part in parts:
             if not isinstance(part, tuple):
                 yield part
                 continue
-            for at in range(0, len(part[0]), _WINDOW):  # copies of what is left stay small
+            for at in range(0, len(part[0]), _WINDOW):  # so that copies of `text` stay small
                 text += part[0][at : at + _WINDOW]
                 while len(text) >= least + CONTEXT:
                     place, cut = self._cut(text, least - _ZONE, least)
@@ -171,16 +218,18 @@ class LongText:
                 text, begin, least, done = "", None, _WINDOW, 0
 
     def _cut(self, text: str, low: int, high: int) -> tuple[int, _Cut | None]:
+        """Returns a place from `low` to `high` and the cut at it, or 0 and None."""
         for places in _PLACES:
             found = [match.start() for match in places.finditer(text, low, high)]
             step = max(1, len(found) // _TRIES)
-            for place in dict.fromkeys([*found[::-step][:_TRIES], *found[: -_TRIES - 1 : -1]]):  # all over the zone, and its last ones
+            # Places from all over the zone, and the last ones in it.
+            for place in dict.fromkeys([*found[::-step][:_TRIES], *found[: -_TRIES - 1 : -1]]):
                 if cut := self._at(text, place, anywhere=places is _PLACES[-1]):
                     return place, cut
         return 0, None
 
     def _at(self, text: str, place: int, *, anywhere: bool) -> _Cut | None:
-        """The cut at `place`, where there can be one."""
+        """Returns the cut at `place`, or None if there cannot be one."""
         if unicodedata.combining(text[place]) or (anywhere and not self._tokenizer.is_fast):
             return None
         left, right = text[place - CONTEXT : place], text[place : place + CONTEXT]
@@ -198,23 +247,49 @@ class LongText:
     # ---- ids ----
 
     def _tokenized(self, texts: list[str]) -> BatchEncoding:
-        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        """Tokenizes a batch of texts without special tokens."""
+        return self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
 
     def _encoded(self, windows: list[_Window]) -> list[_Encoded]:
+        """Tokenizes windows with their overlap."""
         encoded = self._tokenized([window.whole for window in windows])
         encodings: Sequence[Encoding | None] = encoded.encodings or [None] * len(windows)
-        return [_Encoded(*of_one) for of_one in zip(windows, encoded["input_ids"], encodings, strict=True)]
+        return [
+            _Encoded(*of_one)
+            for of_one in zip(windows, encoded["input_ids"], encodings, strict=True)
+        ]
 
     def _settled(self, held: list[_Encoded | Other]) -> Iterator[Piece | Other]:
-        """What is first in `held`, as far as the cut after it is known to be right. Windows that do not meet at theirs become one."""
+        """Removes and yields items from the front of `held` while the cuts after them are valid.
+
+        Two windows whose ids do not agree at their cut are joined into one.
+        """
         while held:
             first = held[0]
             if isinstance(first, _Encoded) and first.window.end is not None:
-                at, then = next(((at, item) for at, item in enumerate(held[1:], 1) if isinstance(item, _Encoded)), (0, None))
+                at, then = next(
+                    (
+                        (at, item)
+                        for at, item in enumerate(held[1:], 1)
+                        if isinstance(item, _Encoded)
+                    ),
+                    (0, None),
+                )
                 if then is None:
                     return
                 if not _meet(first, then):
-                    one = _Window(text=first.window.text + then.window.text, begin=first.window.begin, end=then.window.end, place=first.window.place)
+                    one = _Window(
+                        text=first.window.text + then.window.text,
+                        begin=first.window.begin,
+                        end=then.window.end,
+                        place=first.window.place,
+                    )
                     del held[at]
                     (held[0],) = self._encoded([one])
                     continue
@@ -223,7 +298,7 @@ class LongText:
 
 
 def _meet(before: _Encoded, after: _Encoded) -> bool:
-    """Whether both windows have the cut's ids around it."""
+    """Checks whether both windows have the ids of their cut around it."""
     cut = before.window.end
     assert cut is not None
     return (
@@ -235,5 +310,6 @@ def _meet(before: _Encoded, after: _Encoded) -> bool:
 
 
 def _alike(left: list[int], right: list[int]) -> bool:
+    """Checks whether two lists begin with the same ids."""
     count = min(_COMPARED, len(left), len(right))
     return count > 0 and left[:count] == right[:count]

@@ -1,8 +1,9 @@
-"""marked_template: a chat template that also says which part of its output each message is.
+"""Adds marks to a chat template, so that its output shows which text belongs to which message.
 
-Each loop over messages, or over their numbers, writes a mark before what it writes of a message, and one after its last item. Each `{% generation %}` block writes marks
-around its content. The marks are Unicode noncharacters, which text does not contain. Nothing else of the output may change: whoever renders a marked
-template compares the text without its marks with what the original writes.
+Each loop over messages, or over their numbers, writes a mark before the text of each message, and
+one after the last. Each `{% generation %}` block writes marks around its content. The marks are
+Unicode noncharacters, which text does not contain. The rest of the output must not change, so the
+caller compares the text without marks with the output of the original template.
 """
 
 from __future__ import annotations
@@ -14,63 +15,75 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 
 _NUMBER, MARK, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""key of a message under which a marked template finds its number; what each mark begins and ends with"""
+"""The key of a message that has its number, and the first and the last character of a mark."""
 _ITEM, _LOOP_ENDS, _OPENS, _CLOSES = "item", "end", "opens", "closes"
-"""a mark's first word; a loop's number follows, and a message's"""
+"""The first word of a mark. The number of a loop and of a message can follow."""
 _CAPTURES = ("macro", "call", "filter", "set")
-"""blocks whose output the template may look at or change before it writes it: no marks there"""
+"""Blocks whose output the template can read or change before it is written. They get no marks."""
 _BLOCKS = ("if", "with", "for", *_CAPTURES)
 _VARYING = ("messages", "tools", "documents", "strftime_now")
-"""names whose values differ from conversation to conversation, or from day to day"""
+"""Names whose values differ between conversations or between days."""
 
 
 @dataclass(frozen=True)
 class MarkedTemplate:
-    """The source of a marked template, and what is known of what it writes."""
+    """The source of a marked template, and properties of its output."""
 
     source: str
+    """The template as text."""
     exact: bool
-    """whether its text without the marks is the original's, whatever the conversation is"""
+    """Whether its output without marks equals the original's for every conversation."""
     last_loop: str
-    """the number of the last loop that stands in no other block, if the text after it depends on nothing but the template's further arguments"""
+    """Number of the last loop outside of other blocks, if the text after this loop depends only on
+    the template's other arguments. Otherwise empty."""
 
 
 class _Block(NamedTuple):
-    """A statement that is still open."""
+    """A block whose end has not been reached."""
 
     tag: str
+    """First word of its statement."""
     number: int
+    """Number that identifies it."""
     variable: str
+    """Variable of a loop, or empty."""
 
 
-class Span(NamedTuple):
-    """Characters `begin` to `end` of a text."""
+class TextSpan(NamedTuple):
+    """The characters of a text from `begin` up to, but not including, `end`."""
 
     begin: int
+    """Index of the first character."""
     end: int
+    """Index after the last character."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """What a marked template wrote, without the marks."""
+    """The output of a marked template, without the marks."""
 
     text: str
-    messages: dict[int, list[Span]]
-    """what was written of each message, by its number from 0, in order; empty parts are left out"""
-    generated: list[Span]
-    """what `{% generation %}` blocks wrote"""
+    """The whole output."""
+    messages: dict[int, list[TextSpan]]
+    """Number of a message, from 0 -> its text, in order and without empty spans."""
+    generated: list[TextSpan]
+    """Text of `{% generation %}` blocks."""
     last_loop: str
-    """the number of the outermost loop that wrote the last part of a message"""
+    """Number of the outermost loop that wrote the last text of a message."""
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a marked template takes them."""
+    """Returns the messages with their numbers, which a marked template needs."""
     return [{**message, _NUMBER: str(number)} for number, message in enumerate(messages)]
 
 
 def marked_template(template: str, *, items: bool = True) -> MarkedTemplate:
-    """Without `items`, only `{% generation %}` blocks are marked. Raises jinja2.TemplateSyntaxError where `template` cannot be read."""
-    # as transformers has it; the tokens come without the white space that this removes, and `+` keeps what is left
+    """Returns `template` with marks. Without `items`, only `{% generation %}` blocks get them.
+
+    Raises jinja2.TemplateSyntaxError if `template` is not a valid template.
+    """
+    # These are the options of transformers. They remove white space while the template is split
+    # into tokens, and the `+` in statements below keeps the rest of it.
     lexer = Environment(trim_blocks=True, lstrip_blocks=True)
     written: list[str] = []
     statement: list[str] | None = None
@@ -107,7 +120,7 @@ def marked_template(template: str, *, items: bool = True) -> MarkedTemplate:
 
 
 def _assigned(words: list[str]) -> set[str]:
-    """The names that a statement gives values to, and perhaps more."""
+    """Returns the names that a statement assigns to. Other names may be among them."""
     ends = {"for": "in", "set": "=", "macro": "(", "with": ""}
     if words[0] not in ends:
         return set()
@@ -120,7 +133,12 @@ def _captured(open_blocks: list[_Block]) -> bool:
 
 
 def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[str, str]:
-    """What to write before and after a statement. `open_blocks`, each with its number, is updated; `number` is a new one."""
+    """Returns the marks to write before and after a statement, and updates `open_blocks`.
+
+    Args:
+        words: the statement.
+        number: the number of the block that the statement may open.
+    """
     tag = words[0]
     captured = _captured(open_blocks)
     if tag in _BLOCKS and not (tag == "set" and "=" in words):
@@ -134,7 +152,13 @@ def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[st
     if tag == "for" and not captured and words[2:3] == ["in"]:
         return "", _item(words[1], number)
     loop = next((block for block in reversed(open_blocks) if block.tag == "for"), None)
-    if loop and tag == "set" and not captured and words[2:3] == ["="] and words[4:] == ["[", loop.variable, "]"]:
+    if (
+        loop
+        and tag == "set"
+        and not captured
+        and words[2:3] == ["="]
+        and words[4:] == ["[", loop.variable, "]"]
+    ):
         return "", _item(words[1], loop.number)
     if tag == "endfor" and not captured:
         return "", _mark(f"{_LOOP_ENDS} {number}")
@@ -142,9 +166,12 @@ def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[st
 
 
 def _item(name: str, loop: int) -> str:
-    """The mark before what `loop` writes of `name`, where that is a message."""
+    """Returns the mark before the text of the variable `name`, written only if it is a message."""
     own = f"{name}[{_literal(_NUMBER)}]"
-    return _output(f"{_literal(f'{MARK}{_ITEM} {loop} ')} ~ {own} ~ {_literal(_CLOSE)} if {name} is mapping and {own} is defined")
+    return _output(
+        f"{_literal(f'{MARK}{_ITEM} {loop} ')} ~ {own} ~ {_literal(_CLOSE)} if {name} is mapping"
+        f" and {own} is defined"
+    )
 
 
 def _mark(words: str) -> str:
@@ -156,21 +183,24 @@ def _output(expression: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """As Jinja reads it back, which decodes escapes as Python does."""
+    """Returns `text` as a string literal of Jinja, which has the same escapes as Python."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def unmarked(marked: str) -> Rendering:
-    """Of what a marked template wrote. The conversation itself must not contain `MARK`."""
+    """Removes the marks from the output of a marked template, and returns what they show.
+
+    The conversation itself must not contain `MARK`.
+    """
     first, *parts = marked.split(MARK)
     pieces, length = [first], len(first)
-    messages: dict[int, list[Span]] = {}
-    generated: list[Span] = []
+    messages: dict[int, list[TextSpan]] = {}
+    generated: list[TextSpan] = []
     opened: list[int] = []
     items: list[tuple[str, int]] = []
-    """the loops that are running, and the message that each is at"""
+    """Loops that are running, each with the number of its current message."""
     begin = 0
-    """from where on the text is the last item's"""
+    """Where the text of the last item begins."""
     last_loop = ""
     for part in parts:
         mark, _, text = part.partition(_CLOSE)
@@ -178,10 +208,10 @@ def unmarked(marked: str) -> Rendering:
         if word == _OPENS:
             opened.append(length)
         elif word == _CLOSES:
-            generated.append(Span(opened.pop(), length))
+            generated.append(TextSpan(opened.pop(), length))
         else:
             if items and length > begin:
-                messages.setdefault(items[-1][1], []).append(Span(begin, length))
+                messages.setdefault(items[-1][1], []).append(TextSpan(begin, length))
                 last_loop = items[0][0]
             loops = [loop for loop, _ in items]
             if numbers[0] in loops:
@@ -192,17 +222,22 @@ def unmarked(marked: str) -> Rendering:
         pieces.append(text)
         length += len(text)
     if items and length > begin:
-        messages.setdefault(items[-1][1], []).append(Span(begin, length))
+        messages.setdefault(items[-1][1], []).append(TextSpan(begin, length))
         last_loop = items[0][0]
-    return Rendering("".join(pieces), {number: _joined(spans) for number, spans in messages.items()}, generated, last_loop)
+    return Rendering(
+        "".join(pieces),
+        {number: _joined(spans) for number, spans in messages.items()},
+        generated,
+        last_loop,
+    )
 
 
-def _joined(spans: list[Span]) -> list[Span]:
-    """Those that touch as one."""
+def _joined(spans: list[TextSpan]) -> list[TextSpan]:
+    """Returns `spans` with adjacent ones joined."""
     found = spans[:1]
     for span in spans[1:]:
         if span.begin == found[-1].end:
-            found[-1] = Span(found[-1].begin, span.end)
+            found[-1] = TextSpan(found[-1].begin, span.end)
         else:
             found.append(span)
     return found

@@ -1,4 +1,4 @@
-"""open_data: from DataOptions and a model's folder to the corpus to train on, and the one to evaluate on."""
+"""Opens the data of a run: makes the training and evaluation corpus that DataOptions describe."""
 
 from __future__ import annotations
 
@@ -15,179 +15,308 @@ import numpy as np
 
 from megatrain.runtime.data import byte_level
 from megatrain.runtime.data.bad_rows import BadRows, in_words
-from megatrain.runtime.data.cache import CacheWriter, Summary, load
-from megatrain.runtime.data.columns import LAYOUTS, Layout, recognise, unknown_columns
+from megatrain.runtime.data.cache import CacheWriter, TokenSummary, load
+from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_columns
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
-from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import Source, find
-from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, read_chat_template, tokenizer_digest
-from megatrain.runtime.training.data_options import DataOptions
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.workload import Workload
+from megatrain.runtime.data.sources import DataSource, find
+from megatrain.runtime.data.tokenize import (
+    Encoder,
+    load_tokenizer,
+    read_chat_template,
+    tokenizer_digest,
+)
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Note = Callable[[str], None]
 _FORMAT = 5
-"""of what tokenised data is; part of the cache's key"""
+"""Version of the tokenization. It is part of the cache's key."""
 _EVALUATION_SPLITS = ("validation", "test", "train")
-"""the first of these that the evaluation data has, unless one is named"""
+"""Splits for evaluation, the preferred first, unless the options name one."""
 _LOOKED_AT = 100
+"""Number of rows from which the layout is recognized."""
 
 
 def open_data(
-    options: DataOptions, workload: Workload, tokenizer_folder: Path | None, vocabulary: int, on_note: Note = lambda _: None, *, seed: int = 0
+    options: DataOptions,
+    workload: Workload,
+    tokenizer_folder: Path | None,
+    vocabulary: int,
+    on_note: Note = lambda _: None,
+    *,
+    seed: int = 0,
 ) -> tuple[Corpus, Corpus | None]:
-    """The corpus to train on, shuffled by `seed`, and the one to evaluate on, in its own order, where `options` ask for one.
+    """Returns the training corpus, and the evaluation corpus or None if `options` have none.
 
-    `tokenizer_folder`: the model's; without a tokenizer there, plain text is read as bytes. `vocabulary`: rows of the model's embedding.
-    `on_note` hears line by line what was found, counted, left out and cached. Raises UserError for every mistake in files, rows and options.
+    The training corpus is shuffled by `seed`. The evaluation corpus has the order of its files.
+
+    Args:
+        options: the options, with `packing` set.
+        tokenizer_folder: the model's folder. If it has no tokenizer, plain text is read as bytes.
+        vocabulary: number of rows of the model's embedding.
+        on_note: receives lines for the user on files, rows, tokens and the cache.
+
+    Raises UserError for every mistake in files, rows and options.
     """
-    assert options.packing, "the plan says which where the options do not"
+    assert options.packing, "packing is taken from the plan if the options do not set it"
     source = find(Path(options.data), (options.split,))
     tokenizer = None
     if tokenizer_folder:
-        tokenizer = load_tokenizer(tokenizer_folder, chat_template=options.chat_template, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_tokenizer(
+            tokenizer_folder,
+            chat_template=options.chat_template,
+            trust_remote_code=options.trust_remote_code,
+        )
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
     training, summary = reader.documents(source)
     evaluation: Documents | None
     if options.evaluation_data or options.evaluation_split:
-        other_source = find(Path(options.evaluation_data or options.data), (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS)
+        other_source = find(
+            Path(options.evaluation_data or options.data),
+            (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS,
+        )
         evaluation, _ = reader.documents(other_source)
         _compare(source, training, other_source, evaluation, on_note)
     else:
         training, evaluation = split(training, options)
-    corpus, other = Corpus(training, workload, seed=seed, packing=options.packing, where=f"data {options.data}"), None
+    corpus, other = (
+        Corpus(
+            training, workload, seed=seed, packing=options.packing, where=f"data {options.data}"
+        ),
+        None,
+    )
     on_note(f"training: {_packed(corpus, workload, len(training))}")
     if evaluation is not None:
-        other = Corpus(evaluation, workload, seed=None, packing=options.packing, where=f"evaluation data {options.evaluation_data or options.data}")
+        other = Corpus(
+            evaluation,
+            workload,
+            seed=None,
+            packing=options.packing,
+            where=f"evaluation data {options.evaluation_data or options.data}",
+        )
         on_note(f"evaluation: {_packed(other, workload, len(evaluation))}")
     if tokenizer is not None and summary is not None:
-        for line in (*remarks(options, source, summary, training, corpus, tokenizer), *preview(training, tokenizer)):
+        for line in (
+            *remarks(options, source, summary, training, corpus, tokenizer),
+            *preview(training, tokenizer),
+        ):
             on_note(f"  {line}")
     return corpus, other
 
 
-def _compare(source: Source, training: Documents, other: Source, evaluation: Documents, on_note: Note) -> None:
-    """Says where rows to evaluate on are rows to train on."""
+def _compare(
+    source: DataSource, training: Documents, other: DataSource, evaluation: Documents, on_note: Note
+) -> None:
+    """Warns if the evaluation data and the training data have files or all rows in common."""
     shared = {file.resolve() for file in source.files} & {file.resolve() for file in other.files}
     if shared:
-        found = f"{_count(len(shared), 'file')} of the evaluation data {'is' if len(shared) == 1 else 'are'} trained on"
+        found = (
+            f"{_count(len(shared), 'file')} of the evaluation data"
+            f" {'is' if len(shared) == 1 else 'are'} also in the training data"
+        )
     elif training.digest == evaluation.digest:
         found = "the evaluation data has the same rows as the training data"
     else:
         return
-    on_note(f"warning: {found}: its loss says nothing about unseen text. --eval-split or --eval-data names other rows, --eval-fraction keeps some back")
+    on_note(
+        f"warning: {found}, so its loss does not show how well the model does on unseen text."
+        " Choose other rows with --eval-split or --eval-data, or keep some for evaluation with"
+        " --eval-fraction"
+    )
 
 
 def split(documents: Documents, options: DataOptions) -> tuple[Documents, Documents | None]:
-    """What to train and to evaluate on, without a document in both. A fraction of a single text is its end. Raises UserError where nothing would be left."""
+    """Splits documents into those to train on and those to evaluate on, or None.
+
+    A fraction of a single text is its end. Raises UserError if nothing would be left to train on.
+    """
     count = len(documents)
     if options.evaluation_fraction and count == 1 and not documents.whole:
         border = documents.ends - max(2, round(documents.total * options.evaluation_fraction))
         if border[0] <= documents.begins[0]:
-            raise UserError("data: evaluation", found=f"{documents.total} tokens", allowed="more than 2", fix="give more text")
+            raise UserError(
+                "data: evaluation",
+                found=f"{documents.total} tokens",
+                allowed="more than 2",
+                fix="give more text",
+            )
         return replace(documents, ends=border), replace(documents, begins=border)
-    size = max(1, round(count * options.evaluation_fraction)) if options.evaluation_fraction else options.evaluation_documents
+    size = (
+        max(1, round(count * options.evaluation_fraction))
+        if options.evaluation_fraction
+        else options.evaluation_documents
+    )
     if not size:
         return documents, None
     if size >= count:
         raise UserError(
-            "data: evaluation", found=f"{size} of {count} documents", allowed=f"at most {count - 1}", fix="keep fewer, or name a file with evaluation_data"
+            "data: evaluation",
+            found=f"{size} of {count} documents",
+            allowed=f"at most {count - 1}",
+            fix="keep fewer, or give other data with --eval-data",
         )
     chosen = np.zeros(count, dtype=bool)
-    # the same whatever the run's seed is, so that no run trains on what another was evaluated on
-    chosen[np.random.default_rng(0).permutation(count)[:size] if options.evaluation_fraction else slice(count - size, None)] = True
+    # The choice does not depend on the run's seed, so that no run trains on documents on which
+    # another run was evaluated.
+    chosen[
+        (
+            np.random.default_rng(0).permutation(count)[:size]
+            if options.evaluation_fraction
+            else slice(count - size, None)
+        )
+    ] = True
     return documents.chosen(~chosen), documents.chosen(chosen)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Files -> documents, by the model's tokenizer."""
+    """Reads files as documents, with the model's tokenizer."""
 
     options: DataOptions
+    """Options of the run."""
     folder: Path | None
+    """The tokenizer's folder, or None."""
     tokenizer: PreTrainedTokenizerBase | None
+    """The tokenizer, or None to read text as bytes."""
     vocabulary: int
+    """Number of rows of the model's embedding."""
     on_note: Note
+    """Receives lines for the user."""
 
-    def documents(self, source: Source) -> tuple[Documents, Summary | None]:
-        """Tokenised now or before; without a tokenizer, bytes."""
+    def documents(self, source: DataSource) -> tuple[Documents, TokenSummary | None]:
+        """Returns the documents of `source`, from the cache if they are there, and their summary.
+
+        Without a tokenizer, the documents are bytes, and there is no summary.
+        """
         which = f", split {source.split}" if source.split else ""
         left_out = f"; not read: {source.left_out}" if source.left_out else ""
-        self.on_note(f"data {source.path}: {source.kind}, {_count(len(source.files), 'file')}{which}{left_out}")
+        self.on_note(
+            f"data {source.path}: {source.kind},"
+            f" {_count(len(source.files), 'file')}{which}{left_out}"
+        )
         if self.tokenizer is None or self.folder is None:
             return _as_bytes(source, self.folder, self.vocabulary, self.on_note), None
-        documents, summary, state = self._tokenised(source, self.folder, self.tokenizer)
-        self.on_note(f"recognised: {summary.layout}")
+        documents, summary, state = self._tokenized(source, self.folder, self.tokenizer)
+        self.on_note(f"recognized: {summary.layout}")
         empty = f", {summary.empty:,} without text" if summary.empty else ""
-        self.on_note(f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')}, {_count(documents.total, 'token')}; {state}")
+        self.on_note(
+            f"{_count(summary.rows, 'row')}{empty}, {_count(len(documents), 'document')},"
+            f" {_count(documents.total, 'token')}; {state}"
+        )
         if summary.bad:
             if self.options.strict:
                 raise _stopped(summary.shown[0][0])
             self.on_note(in_words(summary.bad, summary.shown))
         for layout, count in summary.elsewhere.items():
-            self.on_note(f"{count:,} of these have the columns of {layout}: the first rows decide how all are read, or --columns does")
+            self.on_note(
+                f"{count:,} of these have the columns of {layout}; all rows are read with the"
+                " layout of the first rows, or with that of --columns"
+            )
         if summary.largest_id >= self.vocabulary:
             raise UserError(
-                f"model: vocabulary, for data {source.path}", found=self.vocabulary, allowed=f">= {summary.largest_id + 1}, the tokens' largest id + 1",
+                f"model: vocabulary, for data {source.path}",
+                found=self.vocabulary,
+                allowed=f">= {summary.largest_id + 1}, the largest token id + 1",
                 fix="use the model's own tokenizer",
-            )  # fmt: skip
+            )
         return documents, summary
 
-    def _tokenised(self, source: Source, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Documents, Summary, str]:
-        """And where they came from, in words."""
+    def _tokenized(
+        self, source: DataSource, folder: Path, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[Documents, TokenSummary, str]:
+        """Returns documents, their summary, and a phrase on whether they came from the cache."""
         key = _key(source, self.options, folder, tokenizer)
         stored, state = load(self.options.cache_folder, key), "tokens from the cache"
         if stored is None:
             layout = Layout("text", ()) if source.kind == "text" else _layout(source, self.options)
             largest = max(tokenizer.get_vocab().values(), default=0)
-            _tokenise(source, Encoder(tokenizer, layout, self.options.loss, str(folder), self.options.chat_template), self.options, key, largest)
+            _tokenize(
+                source,
+                Encoder(
+                    tokenizer, layout, self.options.loss, str(folder), self.options.chat_template
+                ),
+                self.options,
+                key,
+                largest,
+            )
             if _key(source, self.options, folder, tokenizer) != key:
-                raise UserError(f"data {source.path}", found="files that changed while they were read", allowed="files at rest", fix="start again")
-            stored, state = load(self.options.cache_folder, key), "tokenised now, and cached"
+                raise UserError(
+                    f"data {source.path}",
+                    found="files that changed while they were read",
+                    allowed="files that do not change",
+                    fix="start again",
+                )
+            stored, state = load(self.options.cache_folder, key), "tokenized now, and cached"
             if stored is None:
                 raise UserError(
-                    f"cache {self.options.cache_folder}", found="a file that is not what was written", allowed="a sound disk", fix="name another folder"
+                    f"cache {self.options.cache_folder}",
+                    found="a file whose content is not what was written",
+                    allowed="a working disk",
+                    fix="choose another folder with --data-cache",
                 )
         return (*stored, state)
 
 
-def _as_bytes(source: Source, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
+def _as_bytes(source: DataSource, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
+    """Returns text as bytes. Raises UserError for data that need a tokenizer."""
     if source.kind != "text":
         raise UserError(
-            f"tokenizer {folder or 'of the model'}", found="none", allowed=f"one in the model's folder, for {source.kind} data",
-            fix="copy the model's tokenizer files there, or give plain text, which is read as bytes without one",
-        )  # fmt: skip
+            f"tokenizer {folder or 'of the model'}",
+            found="none",
+            allowed=f"one in the model's folder, for {source.kind} data",
+            fix=(
+                "copy the model's tokenizer files there, or give plain text, which is read as bytes"
+                " without a tokenizer"
+            ),
+        )
     documents = byte_level.byte_documents(source, vocabulary)
-    on_note(f"text as bytes, at most {byte_level.MOST_BYTES:,} of them: the model's folder has no tokenizer")
+    on_note(
+        f"text is read as bytes, at most {byte_level.MOST_BYTES:,}, because the model's folder has"
+        " no tokenizer"
+    )
     on_note(f"{_count(len(documents), 'document')}, {_count(documents.total, 'token')}")
     return documents
 
 
-def _layout(source: Source, options: DataOptions) -> Layout:
-    """That of the first row which has one. Raises UserError where there is none among the first."""
+def _layout(source: DataSource, options: DataOptions) -> Layout:
+    """Returns the layout of the first row that has one.
+
+    Raises UserError if none of the first rows has a layout.
+    """
     looked_at = list(itertools.islice(rows(source), _LOOKED_AT))
     found: set[str] = set()
     for row in looked_at:
-        if isinstance(row, Row) and isinstance(row.value, dict):
-            layout = recognise(row.value.keys(), options.columns)
+        if isinstance(row, TextRow) and isinstance(row.value, dict):
+            layout = recognize(row.value.keys(), options.columns)
             if layout:
                 return layout
             found |= row.value.keys()
     if not looked_at:
         raise _nothing(source, "no rows")
     if all(isinstance(row, BadRow) for row in looked_at):
-        raise _stopped(str(looked_at[0])) if options.strict else _nothing(source, f"no row that can be read, the first {looked_at[0]}")
+        raise (
+            _stopped(str(looked_at[0]))
+            if options.strict
+            else _nothing(source, f"no row that can be read, the first {looked_at[0]}")
+        )
     raise unknown_columns(f"data {source.path}", found, options.columns)
 
 
-def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, largest: int) -> None:
-    """Into the cache. Raises UserError for no usable row, and, where `options` are strict, for the first bad one."""
+def _tokenize(
+    source: DataSource, encoder: Encoder, options: DataOptions, key: str, largest: int
+) -> None:
+    """Tokenizes `source` and writes the tokens to the cache, under `key`.
+
+    Raises UserError if no row can be used, and if `options.strict` is set for the first bad row.
+    """
     count = empty = largest_id = 0
     bad = BadRows()
     elsewhere: Counter[str] = Counter()
@@ -210,51 +339,106 @@ def _tokenise(source: Source, encoder: Encoder, options: DataOptions, key: str, 
                 writer.add(ids, closes=closes)
         if not writer.documents:
             reasons = "; ".join(row for row, _ in bad.shown)
-            raise _nothing(source, f"no row that can be used, the first {reasons}" if reasons else "no text" if count else "no rows")
-        known = Summary(
-            layout=encoder.describe(), flagged=encoder.flagged, whole=layout.name != "text", largest_id=largest_id,
-            rows=count, bad=bad.count, shown=bad.shown, empty=empty,
-            templated=encoder.templated, elsewhere=dict(elsewhere),
-        )  # fmt: skip
+            raise _nothing(
+                source,
+                (
+                    f"no row that can be used, the first {reasons}"
+                    if reasons
+                    else "no text"
+                    if count
+                    else "no rows"
+                ),
+            )
+        known = TokenSummary(
+            layout=encoder.describe(),
+            flagged=encoder.flagged,
+            whole=layout.name != "text",
+            largest_id=largest_id,
+            rows=count,
+            bad=bad.count,
+            shown=bad.shown,
+            empty=empty,
+            templated=encoder.templated,
+            elsewhere=dict(elsewhere),
+        )
         writer.finish(known)
 
 
-def _key(source: Source, options: DataOptions, folder: Path, tokenizer: object) -> str:
-    """Of everything that tokens depend on. A file is known by its place, its size, and when it and its inode were changed: `cp -p` sets the former."""
+def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: object) -> str:
+    """Returns the digest of everything that the tokens depend on, as the key of the cache.
+
+    A file is identified by its path, its size, and the times at which its content and its inode
+    changed. The latter is needed because `cp -p` sets the former.
+    """
     import tokenizers
     import transformers
 
     try:
-        files = [(str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in source.files if (status := file.stat())]
+        files = [
+            (str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            for file in source.files
+            if (status := file.stat())
+        ]
     except OSError as error:
-        raise UserError(f"data {source.path}", found=str(error.strerror).lower(), allowed="files at rest", fix="check the path") from None
+        raise UserError(
+            f"data {source.path}",
+            found=str(error.strerror).lower(),
+            allowed="files that do not change",
+            fix="check the path",
+        ) from None
     template = read_chat_template(options.chat_template) if options.chat_template else ""
     parts = (
-        _FORMAT, source.kind, files, options.columns, options.loss, template, tokenizer_digest(folder, tokenizer), transformers.__version__,
+        _FORMAT,
+        source.kind,
+        files,
+        options.columns,
+        options.loss,
+        template,
+        tokenizer_digest(folder, tokenizer),
+        transformers.__version__,
         tokenizers.__version__,
         [layout.columns for layout in LAYOUTS],
-    )  # fmt: skip
+    )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def _stopped(row: str) -> UserError:
+    """Returns the error for a bad row with `strict`."""
     return UserError(
-        f"bad row {row.partition(': ')[0]}", found=row.partition(": ")[2], allowed="rows that can be used", fix="correct it, or run without strict"
+        f"bad row {row.partition(': ')[0]}",
+        found=row.partition(": ")[2],
+        allowed="rows that can be used",
+        fix="correct the row, or run without --strict",
     )
 
 
-def _nothing(source: Source, found: str) -> UserError:
-    return UserError(f"data {source.path}", found=found, allowed="at least one row with text", fix="check the file")
+def _nothing(source: DataSource, found: str) -> UserError:
+    """Returns the error for data without a usable row."""
+    return UserError(
+        f"data {source.path}",
+        found=found,
+        allowed="at least one row with text",
+        fix="check the file",
+    )
 
 
 def _packed(corpus: Corpus, workload: Workload, given: int) -> str:
-    """What an epoch of `corpus` is, in words."""
-    parts = [f"{_count(given - corpus.left_out, 'document')}, {_count(corpus.tokens, 'token')} in {_count(corpus.rows, 'row')} of {workload.sequence}"]
+    """Returns a phrase that describes an epoch of `corpus`."""
+    parts = [
+        f"{_count(given - corpus.left_out, 'document')}, {_count(corpus.tokens, 'token')} in"
+        f" {_count(corpus.rows, 'row')} of {workload.sequence}"
+    ]
     parts.append(f"packing {corpus.packing}, {corpus.padding:.2%} padding")
     if corpus.truncated_documents:
-        parts.append(f"{_count(corpus.truncated_documents, 'document')} truncated by {_count(corpus.truncated_tokens, 'token')}")
+        parts.append(
+            f"{_count(corpus.truncated_documents, 'document')} truncated by"
+            f" {_count(corpus.truncated_tokens, 'token')}"
+        )
     if corpus.left_out:
-        parts.append(f"{_count(corpus.left_out, 'document')} left out, whose answer begins after {workload.sequence} tokens")
+        parts.append(
+            f"{_count(corpus.left_out, 'document')} left out, whose answer begins after"
+            f" {workload.sequence} tokens"
+        )
     return "; ".join(parts)
 
 

@@ -1,9 +1,11 @@
-"""Packing: documents -> rows of exactly `sequence` tokens, as spans. Three ways:
+"""Packs documents into rows of exactly `sequence` tokens, as spans. There are three ways:
 
-* `in_sequence`: one document after the other, cut where a row is full. No padding but in the last row; a document that is cut goes on as a
-  new document in the next row, and no token is lost. For text.
-* `best_fit`: whole documents, the longest first, each into the row with the least room that still holds it (best-fit decreasing, Coffman et
-  al. 1996). Rows end in what padding is left over. For a prompt and its answer, which mean nothing apart.
+* `in_sequence`, for text: one document after the other, cut where a row is full. The rest of a
+  document continues as a new document in the next row. Only the last row has padding, and no token
+  is lost.
+* `best_fit`, for prompts with answers, which must stay together: whole documents, the longest
+  first, each into the row with the least free space that holds it (best-fit decreasing, Coffman et
+  al. 1996). Each row ends with padding.
 * `one_a_row`: no packing.
 """
 
@@ -19,23 +21,34 @@ from megatrain.runtime.data.documents import Documents
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Row r consists of the pieces `firsts[r]` up to `firsts[r + 1]`; piece p is `tokens[begins[p] : ends[p]]`. All arrays int64."""
+    """Packed rows. Piece p is `tokens[begins[p] : ends[p]]`. All arrays are int64.
+
+    Row r consists of the pieces `firsts[r]` to `firsts[r + 1] - 1`.
+    """
 
     begins: np.ndarray
+    """[pieces] index of the first token."""
     ends: np.ndarray
+    """[pieces] index after the last token."""
     follows: np.ndarray
-    """index of the token that follows a piece's last one and is its label, or -1"""
+    """[pieces] index of the token that is the label of the last token, or -1 if it has no label."""
     firsts: np.ndarray
+    """[rows + 1] number of the first piece of each row, and the number of pieces."""
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
 
 def in_sequence(documents: Documents, order: np.ndarray, sequence: int, *, plain: bool) -> Rows:
-    """The documents in `order`. `plain`: as one text without borders, where a document's last token predicts the next document's first."""
+    """Packs the documents one after the other, in the order `order`.
+
+    With `plain`, they form one text, so that the last token of a document predicts the first token
+    of the next document.
+    """
     begins, ends = documents.begins[order], documents.ends[order]
-    starts = np.concatenate([[0], np.cumsum(ends - begins)])  # of each document in the stream of all tokens
-    total = int(starts[-1]) - plain  # the very last token is only a label
+    # Where each document starts in the stream of all tokens.
+    starts = np.concatenate([[0], np.cumsum(ends - begins)])
+    total = int(starts[-1]) - plain  # with `plain`, the very last token is only a label
     rows = np.arange(0, total, sequence)
     cuts = np.union1d(starts[:-1][starts[:-1] < total], rows)
     stops = np.append(cuts[1:], total)
@@ -47,16 +60,24 @@ def in_sequence(documents: Documents, order: np.ndarray, sequence: int, *, plain
         follows = begins[after] + stops - starts[after]
     else:
         follows = np.where(last < ends[document], last, -1)
-    return Rows(begins=first, ends=last, follows=follows, firsts=np.append(np.searchsorted(cuts, rows), len(cuts)))
+    return Rows(
+        begins=first,
+        ends=last,
+        follows=follows,
+        firsts=np.append(np.searchsorted(cuts, rows), len(cuts)),
+    )
 
 
 def best_fit(documents: Documents, order: np.ndarray, sequence: int) -> Rows:
-    """Documents of at most `sequence` tokens; `order` breaks ties between equally long ones."""
+    """Packs whole documents of at most `sequence` tokens each.
+
+    Documents of equal length are packed in the order `order`.
+    """
     lengths = documents.lengths[order]
     longest_first = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(order), dtype=np.int64)
-    rooms: list[int] = []  # ascending, without repetition
-    rows_with: dict[int, list[int]] = {}  # room -> rows that have it
+    rooms: list[int] = []  # distinct amounts of free space in rows, ascending
+    rows_with: dict[int, list[int]] = {}  # free space -> rows with this free space
     count = 0
     for index, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
         at = bisect.bisect_left(rooms, length)
@@ -79,16 +100,23 @@ def best_fit(documents: Documents, order: np.ndarray, sequence: int) -> Rows:
 
 
 def one_a_row(documents: Documents, order: np.ndarray, sequence: int) -> Rows:
-    """A document a row; one of more than `sequence` tokens goes on in rows of its own."""
+    """Gives each document its own row, or several if it has more than `sequence` tokens."""
     begins, ends = documents.begins[order], documents.ends[order]
     pieces = -(-(ends - begins) // sequence)
     document = np.repeat(np.arange(len(order)), pieces)
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     first = begins[document] + number * sequence
     last = np.minimum(first + sequence, ends[document])
-    return Rows(begins=first, ends=last, follows=np.where(last < ends[document], last, -1), firsts=np.arange(len(document) + 1))
+    return Rows(
+        begins=first,
+        ends=last,
+        follows=np.where(last < ends[document], last, -1),
+        firsts=np.arange(len(document) + 1),
+    )
 
 
 def _whole(documents: Documents, chosen: np.ndarray, firsts: np.ndarray) -> Rows:
     nothing = np.full(len(chosen), -1)
-    return Rows(begins=documents.begins[chosen], ends=documents.ends[chosen], follows=nothing, firsts=firsts)
+    return Rows(
+        begins=documents.begins[chosen], ends=documents.ends[chosen], follows=nothing, firsts=firsts
+    )

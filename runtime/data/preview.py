@@ -1,4 +1,4 @@
-"""Preview: a document as its tokens have it, with what has loss marked, so that one look shows what is learned."""
+"""Shows the beginning of a document as its tokens decode, with the text that has loss marked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENS = 2048
-"""looked at from the document's beginning"""
+"""Number of tokens that are decoded, from the document's beginning."""
 _RUN, _ROW, _ROWS = 180, 100, 5
-"""characters of one stretch of text, characters a row, and rows"""
+"""Characters of one run of text with or without loss, characters per row, and rows."""
 _CUT = " [...] "
 
 
 def preview(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A few lines: what the first document is, and how it begins. What has loss stands between « and », unless all of it has."""
+    """Returns a few lines that show how the first document begins.
+
+    Text with loss is between « and », unless all tokens have loss.
+    """
     begin, end = int(documents.begins[0]), int(documents.ends[0])
     ids, targets = documents.read(begin, min(end, begin + _TOKENS))
     borders = [0, *(np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist(), len(ids)]
@@ -31,13 +34,18 @@ def preview(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> list[st
     room = _ROW * _ROWS
     if len(text) > room or end - begin > _TOKENS:
         text = f"{text[: room - len(_CUT)]}{_CUT}"
-    marked = "loss on what stands between « and »" if documents.flagged else "loss on all of it"
-    return [f"the first document, {end - begin:,} tokens, {marked}:", *("    " + text[at : at + _ROW] for at in range(0, len(text), _ROW))]
+    marked = "loss on text between « and »" if documents.flagged else "loss on every token"
+    return [
+        f"the first document, {end - begin:,} tokens, {marked}:",
+        *("    " + text[at : at + _ROW] for at in range(0, len(text), _ROW)),
+    ]
 
 
 def _plain(text: str | list[str]) -> str:
-    """Without line ends and control characters, which would not be seen or would change the terminal."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    """Returns `text` with line ends and control characters written as escapes."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
 def _shortened(text: str) -> str:

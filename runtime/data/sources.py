@@ -1,7 +1,9 @@
-"""Source: the files to read at a path: one file, a folder of files, or a folder that `datasets.save_to_disk` wrote.
+"""Finds the files to read at a path.
 
-A folder's files belong to splits by their names, as in `datasets.load_dataset(folder)`: a word such as `train`, `test` or `dev`, between separators,
-in the name of a folder or of the file. Where a folder's names say nothing, all of its files are `train`.
+The path is one file, a folder of files, or a folder that `datasets.save_to_disk` wrote. The files
+of a folder belong to splits by their names, as in `datasets.load_dataset(folder)`: by a word such
+as `train`, `test` or `dev`, between separators, in the name of a folder or of the file. If no name
+has such a word, all files are `train`.
 """
 
 from __future__ import annotations
@@ -14,24 +16,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import read_json
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import read_json
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 SUFFIXES: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
     **dict.fromkeys(TEXT_SUFFIXES, "text"),
-}  # fmt: skip
+}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""ending -> pyarrow's name of the codec"""
-_NEVER_COMPRESSED = ("parquet", "arrow")  # these compress their own columns
-_METADATA = frozenset((
-    "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "generation_config.json", "tokenizer.json", "vocab.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "processor_config.json", "preprocessor_config.json",
-    "model.safetensors.index.json",
-))  # fmt: skip
-"""files that describe a data set or belong to a model: no rows are read from them"""
+"""Ending of a file name -> pyarrow's name of the codec."""
+_NEVER_COMPRESSED = ("parquet", "arrow")  # these formats compress their own columns
+_METADATA = frozenset(
+    (
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "state.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "vocab.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+        "model.safetensors.index.json",
+    )
+)
+"""Files that describe a data set or belong to a model. No rows are read from them."""
 _KEYWORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -42,22 +64,28 @@ _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """Files of one kind, in the order in which they are read."""
 
     path: Path
+    """The path that was searched, or the folder of a split in it."""
     kind: Kind
+    """Format of the files."""
     files: tuple[Path, ...]
+    """The files to read."""
     split: str = ""
-    """that the files are, where there are several"""
+    """The split of the files, if there are several splits."""
     left_out: str = ""
-    """what else is in the folder, in words"""
+    """The other files in the folder, as a phrase for the user."""
     kinds: int = 1
-    """that the folder has"""
+    """Number of kinds of data files in the folder."""
 
 
 def kind_of(name: str) -> Kind | None:
-    """Of a file, by the ending of its name in any case, and without that of a compression. None: not a file of data."""
+    """Returns the kind of a file from the ending of its name, or None if it is not a data file.
+
+    Case and the ending of a compression are ignored.
+    """
     stem, suffix = os.path.splitext(name.lower())
     if suffix not in COMPRESSIONS:
         return SUFFIXES.get(suffix)
@@ -66,15 +94,18 @@ def kind_of(name: str) -> Kind | None:
 
 
 def suffix_of(file: Path) -> str:
-    """The ending that says what the file holds, in lower case, without that of a compression."""
+    """Returns the ending of a file's name in lower case, without the ending of a compression."""
     stem, suffix = os.path.splitext(file.name.lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 
 
-def find(path: Path, splits: Sequence[str] = ("train",)) -> Source:
-    """The files at `path`. Of a folder with several splits, the first of `splits` that it has; of several kinds of files, the kind with the most bytes.
+def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
+    """Returns the files to read at `path`.
 
-    Raises UserError where there is nothing, nothing that can be read, or none of `splits`.
+    If a folder has several splits, its files are those of the first of `splits` that exists. If it
+    has several kinds of files, they are those of the kind with the most bytes.
+
+    Raises UserError if `path` does not exist, has no readable data, or has none of `splits`.
     """
     allowed = f"a file or folder with {_listed()}"
     try:
@@ -82,34 +113,60 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> Source:
         if stat.S_ISREG(mode):
             return _file(path, splits)
         if not stat.S_ISDIR(mode):
-            raise UserError(f"data {path}", found="no such file or folder, but a device or a pipe", allowed=allowed, fix="check the path")
+            raise UserError(
+                f"data {path}",
+                found="no such file or folder, but a device or a pipe",
+                allowed=allowed,
+                fix="check the path",
+            )
         if (path / "dataset_dict.json").is_file():
             return _dataset_dict(path, splits)
         if (path / "state.json").is_file():
             files, split = _saved_files(path)
             _one_of({"train": (), split: ()}, splits, path)
-            return Source(path=path, kind="arrow", files=files)
+            return DataSource(path=path, kind="arrow", files=files)
         return _folder(path, splits, allowed)
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+    except (OSError, ValueError) as error:  # ValueError is raised for a name with a zero byte
         missing = isinstance(error, FileNotFoundError)
-        found = "no such file or folder" if missing else (getattr(error, "strerror", None) or str(error)).lower()
-        raise UserError(f"data {getattr(error, 'filename', None) or path}", found=found, allowed=allowed, fix="check the path") from None
+        found = (
+            "no such file or folder"
+            if missing
+            else (getattr(error, "strerror", None) or str(error)).lower()
+        )
+        raise UserError(
+            f"data {getattr(error, 'filename', None) or path}",
+            found=found,
+            allowed=allowed,
+            fix="check the path",
+        ) from None
 
 
 def _listed() -> str:
-    return f"{', '.join(f'*{suffix}' for suffix in SUFFIXES)}, those but {' and '.join(_NEVER_COMPRESSED)} also with {', '.join(COMPRESSIONS)}"
+    return (
+        f"{', '.join(f'*{suffix}' for suffix in SUFFIXES)}, all except"
+        f" {' and '.join(_NEVER_COMPRESSED)} also with {', '.join(COMPRESSIONS)}"
+    )
 
 
-def _file(path: Path, splits: Sequence[str]) -> Source:
+def _file(path: Path, splits: Sequence[str]) -> DataSource:
+    """Returns one file as a source. Raises UserError if it is not a data file."""
     kind = kind_of(path.name)
     if kind is None:
-        raise UserError(f"data {path}", found=f"a file ending in {path.suffix!r}", allowed=_listed(), fix="convert or rename the file")
+        raise UserError(
+            f"data {path}",
+            found=f"a file ending in {path.suffix!r}",
+            allowed=_listed(),
+            fix="convert or rename the file",
+        )
     _one_of({"train": ()}, splits, path)
-    return Source(path=path, kind=kind, files=(path,))
+    return DataSource(path=path, kind=kind, files=(path,))
 
 
 def _one_of(there: Mapping[str, object], splits: Sequence[str], path: Path) -> str:
-    """The first of `splits` that is `there`, also by another word for it. Raises UserError where none is."""
+    """Returns the first of `splits` that is in `there`, also under a synonym such as `dev`.
+
+    Raises UserError if there is none.
+    """
     for split in splits:
         for name in (split, _KEYWORDS.get(split.lower(), split)):
             if name in there:
@@ -125,7 +182,8 @@ def _one_of(there: Mapping[str, object], splits: Sequence[str], path: Path) -> s
 # ---- folders of files ----
 
 
-def _folder(path: Path, splits: Sequence[str], allowed: str) -> Source:
+def _folder(path: Path, splits: Sequence[str], allowed: str) -> DataSource:
+    """Returns the files of a folder as a source."""
     data: dict[Kind, list[Path]] = {}
     others: list[Path] = []
     for file in _walk(path):
@@ -135,7 +193,11 @@ def _folder(path: Path, splits: Sequence[str], allowed: str) -> Source:
         else:
             data.setdefault(kind, []).append(file)
     if not data:
-        there = f"a folder without data, but with {_named(others, path)}" if others else "a folder without data"
+        there = (
+            f"a folder without data, only {_named(others, path)}"
+            if others
+            else "a folder without data"
+        )
         raise UserError(f"data {path}", found=there, allowed=allowed, fix="check the path")
     sizes = {kind: sum(os.stat(file).st_size for file in files) for kind, files in data.items()}
     chosen = max(sorted(sizes), key=lambda kind: sizes[kind])
@@ -145,24 +207,43 @@ def _folder(path: Path, splits: Sequence[str], allowed: str) -> Source:
     left_out = [f"split {name} ({_count(there)})" for name, there in by_split.items()]
     unread = set(data[chosen]).difference(files, *by_split.values())
     left_out += [_named(unread, path)] if unread else []
-    left_out += [f"{_named(data[kind], path)} ({sizes[kind]:,} bytes)" for kind in sorted(sizes) if kind != chosen]
+    left_out += [
+        f"{_named(data[kind], path)} ({sizes[kind]:,} bytes)"
+        for kind in sorted(sizes)
+        if kind != chosen
+    ]
     left_out += [_named(others, path)] if others else []
-    return Source(path=path, kind=chosen, files=files, split=split if by_split else "", left_out=", ".join(left_out), kinds=len(data))
+    return DataSource(
+        path=path,
+        kind=chosen,
+        files=files,
+        split=split if by_split else "",
+        left_out=", ".join(left_out),
+        kinds=len(data),
+    )
 
 
 def _walk(path: Path) -> Iterable[Path]:
-    """Every file but hidden ones."""
+    """Yields every file below `path`, except hidden ones."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith(".") and Path(folder, name).is_file())
+        yield from (
+            Path(folder, name)
+            for name in sorted(names)
+            if not name.startswith(".") and Path(folder, name).is_file()
+        )
 
 
 def _by_split(files: Sequence[Path], path: Path) -> dict[str, list[Path]]:
-    """The files of each split. One whose name says no split is `train` where no other one is, and else in none."""
+    """Returns the files of each split.
+
+    Files whose names have no split are `train` if no name has this split. Otherwise they are in no
+    split.
+    """
     found: dict[str, list[Path]] = {}
     unnamed: list[Path] = []
     for file in files:
@@ -174,11 +255,19 @@ def _by_split(files: Sequence[Path], path: Path) -> dict[str, list[Path]]:
     if unnamed and not any("train" in _words(name) for name in found):
         found["train"] = unnamed
     known = ("train", "validation", "test")
-    return {name: found[name] for name in sorted(found, key=lambda name: (known.index(name) if name in known else len(known), name))}
+    return {
+        name: found[name]
+        for name in sorted(
+            found, key=lambda name: (known.index(name) if name in known else len(known), name)
+        )
+    }
 
 
 def _splits_of(file: Path) -> set[str]:
-    """What the names of its folders say, else its own. A source file's name is about the program: `test_parser.py` is no test data."""
+    """Returns the splits in the names of a file's folders, or else in its own name.
+
+    The names of source files are not used: `test_parser.py` is not test data.
+    """
     if suffix_of(file) in TEXT_SUFFIXES and suffix_of(file) != ".txt":
         return set()
     if (shard := _SHARD.fullmatch(file.as_posix())) and _words(shard[1]):
@@ -187,23 +276,29 @@ def _splits_of(file: Path) -> set[str]:
 
 
 def _words(name: str) -> set[str]:
-    """The splits that `name` has a word for."""
+    """Returns the splits for which `name` has a word."""
     return {_KEYWORDS[word.lower()] for word in _WORD.findall(name)}
 
 
 def _named(files: Iterable[Path], path: Path) -> str:
-    """Names where an ending has a single file, numbers of files where it has several."""
+    """Returns a phrase with the name of each file that is the only one with its ending, and with
+    the number of files for each other ending.
+    """
     found: dict[str, list[Path]] = {}
     for file in files:
         found.setdefault(_ending(file), []).append(file)
     return ", ".join(
-        str(there[0].relative_to(path)) if len(there) == 1 else f"{len(there):,} {f'*{ending}' if ending else 'without ending'}"
+        (
+            str(there[0].relative_to(path))
+            if len(there) == 1
+            else f"{len(there):,} {f'*{ending}' if ending else 'without ending'}"
+        )
         for ending, there in sorted(found.items())
     )
 
 
 def _ending(file: Path) -> str:
-    """With that of a compression, and in its own case."""
+    """Returns the ending of a file's name in its own case, with the ending of a compression."""
     return "".join(file.suffixes[-2:]) if file.suffix.lower() in COMPRESSIONS else file.suffix
 
 
@@ -214,28 +309,46 @@ def _count(files: Sequence[Path]) -> str:
 # ---- what datasets.save_to_disk writes ----
 
 
-def _dataset_dict(path: Path, splits: Sequence[str]) -> Source:
+def _dataset_dict(path: Path, splits: Sequence[str]) -> DataSource:
+    """Returns one split of a folder that `DatasetDict.save_to_disk` wrote."""
     content = read_json(path / "dataset_dict.json")
     names = content.get("splits") if isinstance(content, dict) else None
     there = {name: () for name in names if isinstance(name, str)} if isinstance(names, list) else {}
     split = _one_of(there, splits, path)
     others = ", ".join(f"split {name}" for name in there if name != split)
-    return Source(path=path / split, kind="arrow", files=_saved_files(path / split)[0], split=split if others else "", left_out=others)
+    return DataSource(
+        path=path / split,
+        kind="arrow",
+        files=_saved_files(path / split)[0],
+        split=split if others else "",
+        left_out=others,
+    )
 
 
 def _saved_files(path: Path) -> tuple[tuple[Path, ...], str]:
-    """Those that the state.json of `datasets.save_to_disk` names, and their split."""
+    """Returns the files that `state.json` of `datasets.save_to_disk` lists, and their split."""
     state = read_json(path / "state.json")
     listed = state.get("_data_files") if isinstance(state, dict) else None
-    entries = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed] if isinstance(listed, list) else []
+    entries = (
+        [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
+        if isinstance(listed, list)
+        else []
+    )
     names = [name for name in entries if isinstance(name, str)]
     if not names or len(names) < len(entries) or state.get("_indices_data_files"):
         raise UserError(
-            f"data {path / 'state.json'}", found="no list `_data_files` of file names, or indices into them", allowed="what datasets.save_to_disk writes",
+            f"data {path / 'state.json'}",
+            found="no list `_data_files` of file names, or indices into them",
+            allowed="what datasets.save_to_disk writes",
             fix="save the dataset again, after flatten_indices()",
-        )  # fmt: skip
+        )
     files = tuple(path / name for name in names)
     for file in files:
         if not file.is_file():
-            raise UserError(f"data {file}", found="no such file, though state.json names it", allowed="every file of the dataset", fix="copy the whole folder")
+            raise UserError(
+                f"data {file}",
+                found="no such file, though state.json names it",
+                allowed="every file of the dataset",
+                fix="copy the whole folder",
+            )
     return files, str(state.get("_split") or "train")

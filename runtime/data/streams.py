@@ -1,4 +1,4 @@
-"""A file's bytes as a stream, decompressed where its name says that they are compressed."""
+"""Opens a file as a stream of bytes, decompressed if its name ends like a compressed file's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ LONGEST_LINE_BYTES = 2**28
 
 @contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
-    """Raises OSError where the file cannot be read; one without `errno` where what is compressed is damaged, then also while it is read."""
+    """Yields the file as a stream.
+
+    Raises OSError if the file cannot be read. If compressed data is damaged, the error has no
+    `errno`, and it can also be raised while the stream is read.
+    """
     codec = COMPRESSIONS.get(file.suffix.lower())
     with file.open("rb") as stream:
         if codec is None:

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files -> rows, through pyarrow."""
+"""Reads rows from Parquet and Arrow files, with pyarrow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -14,8 +14,14 @@ if TYPE_CHECKING:
 _ROWS = 1024
 
 
-def read(file: Path, kind: Literal["parquet", "arrow"], columns: tuple[str, ...] | None) -> Iterator[dict[str, Any] | str]:
-    """Each row's columns, or why it cannot be used. Raises UserError for a file that is broken, OSError for one that cannot be read."""
+def read(
+    file: Path, kind: Literal["parquet", "arrow"], columns: tuple[str, ...] | None
+) -> Iterator[dict[str, Any] | str]:
+    """Yields the columns of each row, or the reason why the row cannot be used.
+
+    Raises UserError for a file that is damaged or of another format, and OSError if it cannot be
+    read.
+    """
     import pyarrow
 
     try:
@@ -25,18 +31,29 @@ def read(file: Path, kind: Literal["parquet", "arrow"], columns: tuple[str, ...]
         if isinstance(error, OSError) and error.errno is not None:
             raise
         name = {"parquet": "a Parquet file", "arrow": "an Arrow stream or file"}[kind]
-        raise UserError(f"data {file}", found=f"something else or damaged ({error})", allowed=name, fix="write the file again") from None
+        raise UserError(
+            f"data {file}",
+            found=f"another format, or a damaged file ({error})",
+            allowed=name,
+            fix="write the file again",
+        ) from None
 
 
 def _parquet(file: Path, columns: tuple[str, ...] | None) -> Iterator[pyarrow.RecordBatch]:
+    """Yields the batches of a Parquet file."""
     import pyarrow.parquet
 
     with file.open("rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
-        present = None if columns is None else [name for name in table.schema_arrow.names if name in columns]
+        present = (
+            None
+            if columns is None
+            else [name for name in table.schema_arrow.names if name in columns]
+        )
         yield from table.iter_batches(batch_size=_ROWS, columns=present)
 
 
 def _arrow(file: Path, columns: tuple[str, ...] | None) -> Iterator[pyarrow.RecordBatch]:
+    """Yields the batches of an Arrow file or stream."""
     import pyarrow
 
     with file.open("rb") as stream:
@@ -54,7 +71,11 @@ def _arrow(file: Path, columns: tuple[str, ...] | None) -> Iterator[pyarrow.Reco
 
 
 def _values(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Arrow checks nothing when it reads: a damaged offset would be followed, and text need not be UTF-8."""
+    """Yields the rows of a batch after validating it.
+
+    Arrow does not validate what it reads: an offset can point outside of the data, and a string
+    can contain bytes that are not UTF-8.
+    """
     import pyarrow
 
     try:
@@ -62,7 +83,11 @@ def _values(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
         values: list[dict[str, Any]] = batch.to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:
         if batch.num_rows <= 1:
-            yield f"damaged ({error})" if "UTF8" not in str(error).replace("-", "").upper() else "invalid UTF-8"
+            yield (
+                f"damaged ({error})"
+                if "UTF8" not in str(error).replace("-", "").upper()
+                else "invalid UTF-8"
+            )
             return
         for index in range(batch.num_rows):
             yield from _values(batch.slice(index, 1))
@@ -71,7 +96,10 @@ def _values(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """`value` without the keys of structs that are null: Arrow gives each struct of a column the keys of all others."""
+    """Returns `value` without keys whose value is null, at any depth.
+
+    Arrow gives every struct of a column the keys of all others, with null for those it lacks.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

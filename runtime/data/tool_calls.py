@@ -1,6 +1,7 @@
-"""Tool calls in messages: their names, and their arguments as objects or as JSON text.
+"""Reads tool calls in messages, and converts their arguments between objects and JSON text.
 
-OpenAI's format has arguments as JSON text. Most chat templates take objects, as transformers' documentation asks for; a few take the text.
+In OpenAI's format, arguments are JSON text. Most chat templates expect objects, as transformers'
+documentation recommends, and a few expect text.
 """
 
 from __future__ import annotations
@@ -15,25 +16,31 @@ Messages = Sequence[dict[str, Any]]
 
 
 def function(tool: object) -> dict[str, Any]:
-    """What has the name, of a tool or a call: in OpenAI's format the value of `function`, otherwise the tool or call itself."""
+    """Returns the object with the name of a tool or a call.
+
+    In OpenAI's format it is the value of `function`, otherwise the tool or call itself.
+    """
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def calls(message: dict[str, Any]) -> list[Any]:
-    """The tool calls of a message."""
+    """Returns the tool calls of a message."""
     found = message.get("tool_calls")
     return found if isinstance(found, list) else []
 
 
 def left_out(message: dict[str, Any], text: str) -> bool:
-    """Whether `text`, which a chat template wrote of `message`, lacks the name of a call."""
+    """Checks whether `text`, which a chat template wrote for `message`, lacks a call's name."""
     names = [function(call).get("name") for call in calls(message)]
     return any(isinstance(name, str) and name not in text for name in names)
 
 
 def with_objects(messages: Messages) -> list[dict[str, Any]]:
-    """The messages with arguments as objects. Raises ValueError where arguments are a text that is not a JSON object; the error says where."""
+    """Returns the messages with arguments as objects.
+
+    Raises ValueError, which names the message, if arguments are text but not a JSON object.
+    """
 
     def decoded(value: Any, number: int) -> Any:
         if not isinstance(value, str):
@@ -41,25 +48,42 @@ def with_objects(messages: Messages) -> list[dict[str, Any]]:
         try:
             return msgspec.json.decode(value or "{}", type=dict)
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
-            raise ValueError(f"message {number}: the arguments of a tool call are not a JSON object") from None
+            raise ValueError(
+                f"message {number}: the arguments of a tool call are not a JSON object"
+            ) from None
 
     return _with_arguments(messages, decoded)
 
 
 def with_texts(messages: Messages) -> list[dict[str, Any]]:
-    """The messages with arguments as JSON text."""
-    return _with_arguments(messages, lambda value, _: json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value)
+    """Returns the messages with arguments as JSON text."""
+    return _with_arguments(
+        messages,
+        lambda value, _: (
+            json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+        ),
+    )
 
 
 def shows_objects(messages: Messages, text: str) -> bool:
-    """Whether `text` has arguments as Python writes them, as a template that takes text writes an object."""
+    """Checks whether `text` has arguments in Python's notation for a dict.
+
+    A template that expects text writes an object in this way.
+    """
     found = [function(call).get("arguments") for message in messages for call in calls(message)]
     return any(isinstance(value, dict) and bool(value) and str(value) in text for value in found)
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any, int], Any]) -> list[dict[str, Any]]:
-    return [{**message, "tool_calls": [_changed(call, change, number) for call in calls(message)]} if calls(message) else message
-            for number, message in enumerate(messages, 1)]  # fmt: skip
+    """Returns the messages with the arguments of calls changed by `change`."""
+    return [
+        (
+            {**message, "tool_calls": [_changed(call, change, number) for call in calls(message)]}
+            if calls(message)
+            else message
+        )
+        for number, message in enumerate(messages, 1)
+    ]
 
 
 def _changed(call: Any, change: Callable[[Any, int], Any], number: int) -> Any:

@@ -1,1 +1,1 @@
-"""Files: Hugging Face folders in and out, tensor by tensor."""
+"""Reads and writes Hugging Face model folders, one tensor at a time."""

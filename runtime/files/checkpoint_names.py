@@ -1,7 +1,8 @@
-"""CheckpointNames: what the model's tensors are called in a Hugging Face checkpoint, and how they are laid out there.
+"""CheckpointNames: names and layout of a model's tensors in a Hugging Face checkpoint.
 
-transformers keeps a mixture's experts in one tensor that checkpoints have expert by expert, and renames some tensors when it loads. Its own
-conversions do so here too, a tensor at a time.
+transformers has all experts of a layer in one tensor, while checkpoints have one tensor for each
+expert. It also renames some tensors when it loads a checkpoint. The same conversions of
+transformers are used here, for one tensor at a time.
 """
 
 from __future__ import annotations
@@ -16,70 +17,125 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.runtime.files.decoder_stack import DecoderStack, settle
 from megatrain.runtime.files.stored_tensors import StoredTensors
-from megatrain.runtime.files.tensor_stream import Source
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import EMBEDDING, HEAD
+from megatrain.runtime.files.tensor_stream import TensorSource
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import EMBEDDING, HEAD
 
-_HEADS = frozenset(family.head for family in FAMILIES.values())
-"""what output projections are called, which lie outside of the decoder"""
-_ENTRANCES = frozenset(family.entrance for family in FAMILIES.values() if family.entrance not in ("", family.norm_name))
-"""what norms between the embedding and the first layer are called, which lie outside of that layer in transformers' models"""
+
+def _heads() -> frozenset[str]:
+    """Returns the names of output projections, which are outside the decoder."""
+    return frozenset(family.head for family in FAMILIES.loaded())
+
+
+def _entrances() -> frozenset[str]:
+    """Returns the names of norms between the embedding and the first layer.
+
+    They are outside that layer in transformers' models.
+    """
+    return frozenset(
+        family.entrance
+        for family in FAMILIES.loaded()
+        if family.entrance not in ("", family.norm_name)
+    )
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Whether the config is that of a model with a language model inside, and not of a language model alone."""
+    """Returns whether `config` is that of a multimodal model, which contains a language model."""
     return config.get_text_config() is not config
 
 
-def hub_name(layer: str, tensor: str, stack: DecoderStack = DecoderStack()) -> str:  # noqa: B008 (a constant)
-    """The name of a layer's tensor in transformers' model, whose decoder layers are at `stack`."""
+def hub_name(
+    layer: str,
+    tensor: str,
+    stack: DecoderStack = DecoderStack(),  # noqa: B008 (a constant)
+) -> str:
+    """Returns the name of a layer's tensor in transformers' model.
+
+    `stack` is the place of the decoder layers in that model.
+    """
     head, _, rest = tensor.partition(".")
-    if head in _HEADS:
+    if head in _heads():
         return f"{stack.head}.{rest}" if stack.head.rpartition(".")[2] == head else tensor
-    return f"{stack.decoder}.{tensor}" if layer in (EMBEDDING, HEAD) or head in _ENTRANCES else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
+    return (
+        f"{stack.decoder}.{tensor}"
+        if layer in (EMBEDDING, HEAD) or head in _entrances()
+        else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
+    )
 
 
 class CheckpointNames:
-    """Of the model of `config`: a language model, or a multimodal model with a language model inside."""
+    """Converts between the tensors of a model and those of its checkpoints.
+
+    The model is a language model, or a multimodal model that contains one.
+    """
 
     def __init__(self, config: PretrainedConfig) -> None:
+        """Builds the model of `config` without memory."""
         kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         with torch.device("meta"):
             self._whole = kind.from_config(config, dtype=torch.bfloat16)
         settle(self._whole, torch.bfloat16)
-        self.wide = frozenset(name for name, parameter in self._whole.named_parameters() if parameter.dtype == torch.float32)
-        """parameters that transformers keeps in fp32 in a bf16 model"""
+        self.wide = frozenset(
+            name
+            for name, parameter in self._whole.named_parameters()
+            if parameter.dtype == torch.float32
+        )
+        """names of the parameters that transformers keeps in fp32 in a bf16 model"""
         self.stack = DecoderStack.of(self._whole)
         self.architecture: str = type(self._whole).__name__
 
     def buffers(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of what decoder layers have besides parameters that a checkpoint holds, by layer and name."""
+        """Returns the shapes of the decoder layers' buffers that a checkpoint contains.
+
+        They are keyed by layer and name.
+        """
         saved = self._whole.state_dict().keys()
         return {
-            str(index): {name: tuple(buffer.shape) for name, buffer in layer.named_buffers() if hub_name(str(index), name, self.stack) in saved}
+            str(index): {
+                name: tuple(buffer.shape)
+                for name, buffer in layer.named_buffers()
+                if hub_name(str(index), name, self.stack) in saved
+            }
             for index, layer in enumerate(self.stack.layers_of(self._whole))
         }
 
-    def stored(self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> StoredTensors:
-        """The tensors of a checkpoint that has these `keys`."""
+    def stored(
+        self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
+    ) -> StoredTensors:
+        """Returns the tensors of a checkpoint under their names in the model.
+
+        `keys` are the names in the checkpoint, and `tensor_of` returns the tensor for such a name.
+        """
         return StoredTensors(self._whole, keys, tensor_of)
 
     def other_keys(self, keys: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's `keys` that belong to no tensor of the language model: a vision tower's, for example."""
-        return self.stored(keys, lambda _: torch.empty(0)).outside((f"{self.stack.decoder}.", f"{self.stack.head}."))
+        """Returns the `keys` of a checkpoint that do not belong to the language model.
 
-    def saved(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
-        """Tensors of the model as a checkpoint has them, under its names.
-
-        What a checkpoint has as it is keeps its pieces. What it has in parts is put together when the first of them is written, and let go after
-        the last, so its parts are written one after another.
+        They are those of a vision tower, for example.
         """
-        made: dict[str, Source] = {}
+        return self.stored(keys, lambda _: torch.empty(0)).outside(
+            (f"{self.stack.decoder}.", f"{self.stack.head}.")
+        )
+
+    def saved(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+        """Returns the model's `tensors` in the layout of a checkpoint, under its names there.
+
+        A tensor that a checkpoint has unchanged is written in its own pieces. A tensor that it has
+        in several parts is read into memory when the first part is written, and freed after the
+        last one. So these parts must be written one after another.
+        """
+        made: dict[str, TensorSource] = {}
         for name, source in tensors.items():
             shape = torch.empty(source.shape, dtype=source.dtype, device="meta")
             whole = _Whole(source, functools.partial(self._parts, name))
             for key, part in self._parts(name, shape).items():
-                made[key] = source if part is shape else Source(part.dtype, tuple(part.shape), functools.partial(whole.part, key))
+                made[key] = (
+                    source
+                    if part is shape
+                    else TensorSource(
+                        part.dtype, tuple(part.shape), functools.partial(whole.part, key)
+                    )
+                )
         return made
 
     def _parts(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -88,13 +144,15 @@ class CheckpointNames:
 
 
 class _Whole:
-    """A tensor that is written in parts, in memory from the first to the last of them."""
+    """A tensor that is written in parts. It is in memory from the first part to the last."""
 
-    def __init__(self, source: Source, split: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, source: TensorSource, split: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    ) -> None:
         self._source, self._split, self._parts = source, split, dict[str, torch.Tensor]()
 
     def part(self, key: str) -> Iterator[torch.Tensor]:
-        """One of them, flat; it is let go, and with the last one all."""
+        """Yields the part `key`, flat, and frees it."""
         if not self._parts:
             tensor, start = torch.empty(self._source.shape, dtype=self._source.dtype), 0
             for piece in self._source.pieces():

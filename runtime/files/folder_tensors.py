@@ -1,4 +1,4 @@
-"""FolderTensors: the tensors in the safetensors files of a model folder, by their names in these files, read by memory map."""
+"""FolderTensors: reads tensors from the safetensors files of a model folder by memory map."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatrain.runtime.files.model_folder import weight_files
-from megatrain.runtime.files.tensor_file import Entry, read_entries
-from megatrain.runtime.files.tensor_stream import Source
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
+from megatrain.runtime.files.tensor_stream import TensorSource
+from megatrain.simulator.base.errors import UserError
 
 
 class FolderTensors:
-    """Of its files one is open at a time: a load maps no more than one shard."""
+    """The tensors in the safetensors files of a model folder, by their names in these files.
+
+    Only one file is open at a time, so that a load maps no more than one shard.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the header of every file. Raises UserError where a file is missing, malformed, a pickle or outside the folder, or two files have the same
-        tensor.
+        """Reads the header of every file.
+
+        Raises UserError if a file is missing, malformed, a pickle or outside the folder, or if two
+        files have the same tensor.
         """
-        self.entries: dict[str, Entry] = {}
-        """by name"""
+        self.entries: dict[str, TensorEntry] = {}
+        """dtype, shape and place of each tensor, by name"""
         self._files: dict[str, Path] = {}
         self._path: Path | None = None
         self._stack = contextlib.ExitStack()
@@ -33,7 +38,12 @@ class FolderTensors:
         for file in self.files:
             for name, entry in read_entries(file).items():
                 if (other := self._files.setdefault(name, file)) is not file:
-                    raise UserError(str(file), found=f"tensor {name}, which {other.name} has too", allowed="each tensor once", fix="fetch the model again")
+                    raise UserError(
+                        str(file),
+                        found=f"tensor {name}, which is also in {other.name}",
+                        allowed="each tensor once",
+                        fix="fetch the model again",
+                    )
                 self.entries[name] = entry
 
     def __enter__(self) -> Self:
@@ -43,7 +53,10 @@ class FolderTensors:
         self._close()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Its memory is the file's own. Raises UserError where the file cannot be read."""
+        """Returns the tensor `name`, mapped from its file.
+
+        Raises UserError if the file cannot be read.
+        """
         path = self._files[name]
         try:
             if path != self._path:
@@ -52,17 +65,22 @@ class FolderTensors:
                 self._path = path
             value: torch.Tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise UserError(str(path), found=f"a file that cannot be read ({error})", allowed="a whole safetensors file", fix="fetch the file again") from None
+            raise UserError(
+                str(path),
+                found=f"a file that cannot be read ({error})",
+                allowed="a whole safetensors file",
+                fix="fetch the file again",
+            ) from None
         return value
 
-    def source(self, name: str) -> Source:
-        """The tensor as it is in its file, to be written to another one: it is read when it is written."""
+    def source(self, name: str) -> TensorSource:
+        """Returns the tensor as a TensorSource, which reads it from its file when it is written."""
 
         def pieces() -> Iterator[torch.Tensor]:
             yield self.tensor(name)
 
         entry = self.entries[name]
-        return Source(entry.dtype, entry.shape, pieces)
+        return TensorSource(entry.dtype, entry.shape, pieces)
 
     def _close(self) -> None:
         self._stack.close()

@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face folders (config.json and safetensors), or random ones, to and from the arenas."""
+"""Loads weights from Hugging Face folders, or random ones, into the arenas, and exports them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from typing import Protocol
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from megatrain.runtime import optimizer
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name, is_multimodal
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE, COMPANIONS, INDEX, WHOLE, inside
 from megatrain.runtime.files.stored_tensors import StoredTensors, summary
-from megatrain.runtime.files.tensor_stream import Source, write_tensors
+from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
-from megatrain.simulator.aside import Aside
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.simulator.base.atomic_files import AtomicWrite
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.optimizer import find
+from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.workload import Dtype, Workload
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import LayerSpec, ModelSpec
-from megatrain.simulator.workload import Dtype, Workload
+from megatrain.simulator.schedule.plan import Plan
 
 _SHARD_BYTES = 4 * 10**9
 _OTHER_WEIGHTS = "use weights that belong to this config.json"
-_PIECE = 2**22  # elements: 16 MiB in fp32, and twice as much to round them
+_PIECE = 2**22
+"""elements that are converted at a time: 16 MiB in fp32, and twice as much to round them"""
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
-"""(layer, tensor name, shape) -> its values"""
-Plane = Callable[[int, int], torch.Tensor]
-"""(first, end) -> these elements of a layer's flat weights, or of the low plane of their masters"""
+"""(layer, tensor name, shape) -> values of the tensor"""
+ReadElements = Callable[[int, int], torch.Tensor]
+"""(first, end) -> these elements of a layer's flat weights, or of the low halves of its masters"""
 
 
-class Drawn:
-    """Random weights: matrices from N(0, 0.02), norms one, biases zero. A tensor depends on the seed, its own name and the kind of `device` that draws it:
-    a GPU draws 7 G parameters in a second, one core in a minute.
+class RandomWeights:
+    """Random weights: matrices from N(0, 0.02), norms 1, biases 0.
+
+    The values of a tensor depend on the seed, its name, and the type of `device`. A GPU draws 7
+    billion parameters in a second, a CPU core in a minute.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -50,35 +54,57 @@ class Drawn:
         if len(shape) == 1:
             return torch.zeros(shape) if tensor.endswith("bias") else torch.ones(shape)
         generator = torch.Generator(self._device).manual_seed(
-            self._seed * 1_000_003 + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode())) % 2**31
+            self._seed * 1_000_003
+            + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode()))
+            % 2**31
         )
         return torch.randn(shape, generator=generator, device=self._device) * 0.02
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
-    """`Drawn` ones. Buffers are not among them: a run that begins with these has those that transformers starts with."""
-    return Drawn(seed, device)
+    """Returns `RandomWeights`.
+
+    They do not include buffers. A run that begins with random weights has the buffers that
+    transformers initializes a model with.
+    """
+    return RandomWeights(seed, device)
 
 
 @contextlib.contextmanager
-def folder_weights(folder: Path, on_note: Callable[[str], None] = lambda _: None) -> Iterator[Weights]:
-    """The tensors of a Hugging Face folder, by memory map, one at a time; of its files one is open at a time. `on_note` is called with a line for what
-    the folder has besides the model.
+def folder_weights(
+    folder: Path, on_note: Callable[[str], None] = lambda _: None
+) -> Iterator[Weights]:
+    """Opens the weights of a Hugging Face folder.
 
-    Raises UserError, before any tensor is read, where a file is missing, malformed, a pickle or outside the folder, two files have the same tensor, a
-    tensor is missing, or two matrices differ that the config ties; and where a tensor is of another shape. A tensor that the folder has in parts
-    (experts) is a copy, and maps the files of its parts.
+    Tensors are mapped from their files, and only one file is open at a time. A tensor that the
+    folder has in several parts (experts) is a copy.
+
+    Args:
+        folder: the model's folder.
+        on_note: receives a line of text about files and tensors that do not belong to the model.
+
+    Raises:
+        UserError: before any tensor is read, if a file is missing, malformed, a pickle or outside
+            the folder, if two files have the same tensor, if a tensor is missing, or if two
+            matrices differ although the config ties them. When a tensor is read, if its shape is
+            wrong or it is quantized.
     """
     tensors = FolderTensors(folder)
     if tensors.files == [folder / WHOLE] and (folder / INDEX).exists():
-        on_note(f"{folder / INDEX} is not read, since {WHOLE} is there too and transformers reads that")
+        on_note(
+            f"{folder / INDEX} is not read, because {WHOLE} is also there and transformers reads"
+            " that"
+        )
     stack, value_of = _reader(folder, tensors.entries, tensors.tensor)
     if isinstance(value_of, StoredTensors):
         for name, shape in value_of.missing.items():
             raise _missing(folder, name, shape)
         value_of.refuse_untied(str(folder))
         if value_of.foreign and not value_of.multimodal:
-            on_note(f"{folder} has {len(value_of.foreign)} tensors that are not the model's, neither trained nor exported: {summary(value_of.foreign)}")
+            on_note(
+                f"{folder} has {len(value_of.foreign)} tensors that do not belong to the model and"
+                f" are neither trained nor exported: {summary(value_of.foreign)}"
+            )
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = hub_name(layer, tensor, stack)
@@ -87,9 +113,19 @@ def folder_weights(folder: Path, on_note: Callable[[str], None] = lambda _: None
         except KeyError:
             raise _missing(folder, name, shape) from None
         if tuple(value.shape) != shape:
-            raise UserError(f"{folder}: {name}", found=f"shape {tuple(value.shape)}", allowed=str(shape), fix=_OTHER_WEIGHTS)
+            raise UserError(
+                f"{folder}: {name}",
+                found=f"shape {tuple(value.shape)}",
+                allowed=str(shape),
+                fix=_OTHER_WEIGHTS,
+            )
         if not value.is_floating_point():
-            raise UserError(f"{folder}: {name}", found=str(value.dtype), allowed="floating-point numbers, not quantised", fix=_OTHER_WEIGHTS)
+            raise UserError(
+                f"{folder}: {name}",
+                found=str(value.dtype),
+                allowed="floating-point numbers, not quantized",
+                fix=_OTHER_WEIGHTS,
+            )
         return value
 
     with tensors:
@@ -97,13 +133,26 @@ def folder_weights(folder: Path, on_note: Callable[[str], None] = lambda _: None
 
 
 def _missing(folder: Path, name: str, shape: tuple[int, ...]) -> UserError:
-    return UserError(str(folder), found=f"no tensor {name}", allowed=f"a tensor {name} of shape {shape}", fix=_OTHER_WEIGHTS)
+    return UserError(
+        str(folder),
+        found=f"no tensor {name}",
+        allowed=f"a tensor {name} of shape {shape}",
+        fix=_OTHER_WEIGHTS,
+    )
 
 
-def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
-    """Where the decoder layers of the folder's model are, and what reads a tensor of it. Where its config cannot be read: as in most, and the files' own."""
+def _reader(
+    folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
+) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
+    """Returns the decoder stack of the folder's model, and a function that reads a tensor by name.
+
+    If the model's config cannot be read, the stack is that of most families, and names are those in
+    the files.
+    """
     try:
-        names = CheckpointNames(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        names = CheckpointNames(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
     except (OSError, ValueError, KeyError):
         held = frozenset(keys)
 
@@ -117,28 +166,65 @@ def _reader(folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.
 
 
 class ModelState:
-    """A schedule's persistent model state, wherever the schedule keeps it: fp32 masters in, fp32 masters out."""
+    """The weights and moments of a model, in the buffers where the schedule keeps them.
 
-    def __init__(self, plan: Plan, schedule: Schedule, memory: Callable[[], Arenas], buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> None:
-        """`memory`: called at every access, gives the schedule's pools with no update owed: `Executor.memory`. `buffers`: what decoder layers have besides parameters that belongs into a checkpoint, by layer and name: `Templates.persistent`."""
-        self._plan, self._schedule, self._memory, self._buffers = plan, schedule, memory, buffers or {}
+    Loads fp32 weights into these buffers, and reads fp32 master weights from them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        memory: Callable[[], Arenas],
+        buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Does not access memory yet.
+
+        Args:
+            plan: the plan.
+            schedule: the schedule of the plan.
+            memory: returns the schedule's pools after it has applied a deferred update
+                (`Executor.memory`). Called at every access.
+            buffers: buffers of the decoder layers that a Hugging Face checkpoint contains, by layer
+                and name (`FunctionalLayers.persistent`).
+        """
+        self._plan, self._schedule, self._memory, self._buffers = (
+            plan,
+            schedule,
+            memory,
+            buffers or {},
+        )
         self._dtype = TORCH_DTYPE[plan.workload.dtype]
 
     def home(self, name: str, layer: str) -> str | None:
-        """The buffer that keeps the layer's `weights`, `low` half or `moments`; None where there is none."""
+        """Returns the buffer of the layer's state `name`, or None if there is none.
+
+        `name` is `weights`, `master_low` or `moments`.
+        """
         return self._schedule.state.get((name, layer))
 
-    def _planes(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weights, low = self.home("weights", layer.name), self.home("low", layer.name)
+    def _halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the layer's flat compute weights, and the low halves of its masters or None."""
+        weights, low = self.home("weights", layer.name), self.home("master_low", layer.name)
         assert weights is not None
         memory = self._memory()
         flat = memory.flat(weights, self._dtype, layer.elements)
         return flat, None if low is None else memory.flat(low, torch.int16, layer.elements)
 
+    def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
+        """[moments, elements] fp32; None where the optimizer keeps none."""
+        if (home := self.home("moments", layer.name)) is None:
+            return None
+        shape = (find(self._plan.workload.optimizer).moments, layer.elements)
+        return self._memory().tensor(home, torch.float32, shape)
+
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes every layer's weights and buffers and zeroes its moments; `progress` hears of each layer's parameters."""
+        """Writes the weights and buffers of every layer, and sets its moments to zero.
+
+        `progress` is called after each layer with its number of parameters.
+        """
         for layer in self._plan.model.stack.values():
-            high, low = self._planes(layer)
+            high, low = self._halves(layer)
             offset = 0
             for tensor in layer.tensors:
                 values = weights(layer.name, tensor.name, tensor.shape).reshape(-1)
@@ -150,56 +236,70 @@ class ModelState:
                     else:
                         optimizer.split(master.contiguous(), high[part], low[part])
                 offset += tensor.padded
-            moments = self.home("moments", layer.name)
-            assert moments is not None
-            self._memory().flat(moments, torch.float32, 2 * layer.elements).zero_()
+            if (moments := self._moments(layer)) is not None:
+                moments.zero_()
             progress(layer.parameters)
         self.load_buffers(weights)
 
     def load_buffers(self, weights: Weights) -> None:
-        """Writes the layers' buffers alone; where weights are drawn, they stay as transformers starts them."""
-        if isinstance(weights, Drawn):
+        """Writes the layers' buffers, unless the weights are random.
+
+        Then the buffers keep the values that transformers initializes them with.
+        """
+        if isinstance(weights, RandomWeights):
             return
         for layer, buffers in self._buffers.items():
             for name, buffer in buffers.items():
                 buffer.copy_(weights(layer, name, tuple(buffer.shape)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of the state where it lies, flat, by `LAYER.CLASS`: what a checkpoint holds, the same for every plan of a model and a workload.
+        """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors.
 
-        Not copies: they change, or become out of date, with the next step.
+        Weights and low halves are flat. Moments are [2, elements]. Names and shapes are the same
+        for every plan of a model and a workload. The tensors are views of the pools, so they are
+        not valid after the next step.
         """
         found = {}
         for layer in self._plan.model.stack.values():
-            high, low = self._planes(layer)
+            high, low = self._halves(layer)
             found[f"{layer.name}.weights"] = high
             if low is not None:
-                found[f"{layer.name}.low"] = low
-            moments = self.home("moments", layer.name)
-            assert moments is not None
-            found[f"{layer.name}.moments"] = self._memory().tensor(moments, torch.float32, (2, layer.elements))
+                found[f"{layer.name}.master_low"] = low
+            if (moments := self._moments(layer)) is not None:
+                found[f"{layer.name}.moments"] = moments
         return found
 
-    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
-        """The layer's weights by tensor name, to be written in `dtype`, bf16 or fp32: from where they lie, or converted a piece at a time."""
-        high, low = self._planes(layer)
-        return weight_sources(layer, dtype, lambda first, end: high[first:end], None if low is None else lambda first, end: low[first:end])
+    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:
+        """Returns the layer's weights by tensor name, to be written in `dtype`, bf16 or fp32.
+
+        They are converted one piece at a time if they are stored in another dtype.
+        """
+        high, low = self._halves(layer)
+        return weight_sources(
+            layer,
+            dtype,
+            lambda first, end: high[first:end],
+            None if low is None else lambda first, end: low[first:end],
+        )
 
     def not_finite(self) -> list[str]:
-        """The names of tensors with an infinity or a NaN among the weights that layers compute with."""
+        """Returns the names of tensors whose compute weights contain infinity or NaN."""
         found = []
         for layer in self._plan.model.stack.values():
-            high, _ = self._planes(layer)
+            high, _ = self._halves(layer)
             offset = 0
             for tensor in layer.tensors:
-                if not all(bool(piece.isfinite().all()) for piece in high[offset : offset + tensor.elements].split(_PIECE)):
+                if not all(
+                    bool(piece.isfinite().all())
+                    for piece in high[offset : offset + tensor.elements].split(_PIECE)
+                ):
                     found.append(hub_name(layer.name, tensor.name))
                 offset += tensor.padded
         return found
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
-        """The layer's fp32 master weights by tensor name; copies."""
-        high, low = self._planes(layer)
+        """Returns copies of the layer's fp32 master weights by tensor name."""
+        high, low = self._halves(layer)
         master = high.clone() if low is None else optimizer.join(high, low)
         made, offset = {}, 0
         for tensor in layer.tensors:
@@ -208,20 +308,35 @@ class ModelState:
         return made
 
     def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
-        """The layer's buffers by name."""
+        """Returns the layer's buffers by name."""
         return self._buffers.get(layer.name, {})
 
 
-def weight_sources(layer: LayerSpec, dtype: torch.dtype, high: Plane, low: Plane | None) -> dict[str, Source]:
-    """The layer's tensors by name, to be written in `dtype`, from the plane that it computes with and, where that is bf16, the masters' low one."""
+def weight_sources(
+    layer: LayerSpec, dtype: torch.dtype, high: ReadElements, low: ReadElements | None
+) -> dict[str, TensorSource]:
+    """Returns the layer's weights by tensor name, to be written in `dtype`.
+
+    Args:
+        layer: the layer.
+        dtype: bf16 or fp32.
+        high: reads the weights that the layer computes with.
+        low: reads the low halves of the masters. None if the layer computes in fp32.
+    """
     made, offset = {}, 0
     for tensor in layer.tensors:
-        made[tensor.name] = Source(dtype, tensor.shape, functools.partial(_converted, high, low, offset, offset + tensor.elements, dtype))
+        made[tensor.name] = TensorSource(
+            dtype,
+            tensor.shape,
+            functools.partial(_converted, high, low, offset, offset + tensor.elements, dtype),
+        )
         offset += tensor.padded
     return made
 
 
-def _converted(high: Plane, low: Plane | None, first: int, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _converted(
+    high: ReadElements, low: ReadElements | None, first: int, end: int, dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
     for start in range(first, end, _PIECE):
         stop = min(start + _PIECE, end)
         piece = high(start, stop)
@@ -234,28 +349,30 @@ def _converted(high: Plane, low: Plane | None, first: int, end: int, dtype: torc
 
 
 class Exportable(Protocol):
-    """Whatever has a model's weights: a `ModelState`, or a checkpoint on disk."""
+    """The weights of a model that can be exported: a `ModelState`, or a checkpoint on disk."""
 
-    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, Source]:
-        """The layer's weights by tensor name, in `dtype`."""
+    def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:
+        """Returns the layer's weights by tensor name, to be written in `dtype`."""
 
     def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
-        """The layer's buffers by name that belong into a checkpoint."""
+        """Returns the layer's buffers by name that a Hugging Face checkpoint contains."""
 
 
-class Trained(Protocol):
-    """What says which model it is and what it computes in: a plan, or a checkpoint's manifest."""
-
-    @property
-    def model(self) -> ModelSpec: ...
+class TrainedState(Protocol):
+    """A description of the model and its workload: a plan, or the manifest of a checkpoint."""
 
     @property
-    def workload(self) -> Workload: ...
+    def model(self) -> ModelSpec:
+        """Returns the model."""
+
+    @property
+    def workload(self) -> Workload:
+        """Returns the workload."""
 
 
 def export(
     state: Exportable,
-    plan: Trained,
+    plan: TrainedState,
     config: PretrainedConfig,
     folder: Path,
     *,
@@ -263,19 +380,42 @@ def export(
     source: Path | None = None,
     chat_template: Path | None = None,
 ) -> None:
-    """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, in `dtype` or the compute dtype: whole, or not at all.
+    """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` can load.
 
-    Where `config` is that of a multimodal model, so is the folder: its other tensors are copied unchanged from `source`, which is needed then.
-    A bf16 export is what the layers computed with, the high plane; an fp32 one is the master. Tokenizer and generation config come from the folder
-    `source`, where the model came from; the file `chat_template`, where it exists, replaces the tokenizer's template. Streamed: no second copy of a tensor
-    is made, but of the one under way that a checkpoint has in parts (a layer's experts). Raises UserError where `folder` exists or cannot be written.
+    The folder is written completely or not at all. Tensors are streamed to the files without a
+    second copy in memory. The exception is a tensor that a checkpoint has in several parts (the
+    experts of a layer). One such tensor at a time is copied.
+
+    Args:
+        state: the weights.
+        plan: describes the model and the workload.
+        config: the config to write. If it is that of a multimodal model, the other tensors of that
+            model are copied unchanged from `source`.
+        folder: the folder to write. It must not exist.
+        dtype: bf16 writes the weights that the layers compute with, fp32 the master weights; None
+            for the dtype that the layers compute in.
+        source: the folder that the model came from, or None. Tokenizer and generation config are
+            copied from it. Required for a multimodal model.
+        chat_template: a file that, if it exists, replaces the tokenizer's chat template.
+
+    Raises UserError if `folder` exists or cannot be written.
     """
     if folder.exists():
-        raise UserError(str(folder), found="something there already", allowed="a folder that does not exist", fix="name another one")
+        raise UserError(
+            str(folder),
+            found="something there already",
+            allowed="a folder that does not exist",
+            fix="name another one",
+        )
     try:
-        aside = Aside(folder, folder=True)
+        aside = AtomicWrite(folder, folder=True)
     except OSError as error:
-        raise UserError(str(folder), found=str(error.strerror).lower(), allowed="a folder that can be made", fix="name another one") from None
+        raise UserError(
+            str(folder),
+            found=str(error.strerror).lower(),
+            allowed="a folder that can be made",
+            fix="name another one",
+        ) from None
     try:
         with aside as written:
             _write(state, plan, config, written, TORCH_DTYPE[dtype or plan.workload.dtype], source)
@@ -288,48 +428,86 @@ def export(
             written.chmod(0o755)
             written.rename(folder)
     except OSError as error:
-        raise UserError(str(folder), found=str(error).lower(), allowed="a disk with room", fix="free some space or name another folder") from None
+        raise UserError(
+            str(folder),
+            found=str(error).lower(),
+            allowed="a disk with room",
+            fix="free some space or name another folder",
+        ) from None
 
 
-def _wide(state: Exportable, layer: LayerSpec, names: CheckpointNames) -> dict[str, Source]:
-    """Those of the layer's tensors that transformers keeps in fp32 beside bf16 weights, such as a router's: the masters."""
-    wide = [tensor.name for tensor in layer.tensors if hub_name(layer.name, tensor.name, names.stack) in names.wide]
+def _wide(state: Exportable, layer: LayerSpec, names: CheckpointNames) -> dict[str, TensorSource]:
+    """Returns the master weights of those tensors that transformers keeps in fp32 in a bf16 model.
+
+    A router's weights are an example.
+    """
+    wide = [
+        tensor.name
+        for tensor in layer.tensors
+        if hub_name(layer.name, tensor.name, names.stack) in names.wide
+    ]
     made = state.sources(layer, torch.float32) if wide else {}
     return {name: made[name] for name in wide}
 
 
-def _write(state: Exportable, plan: Trained, config: PretrainedConfig, folder: Path, dtype: torch.dtype, source: Path | None) -> None:
+def _write(
+    state: Exportable,
+    plan: TrainedState,
+    config: PretrainedConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    source: Path | None,
+) -> None:
     names = CheckpointNames(config)
-    shards: list[dict[str, Source]] = [{}]
+    shards: list[dict[str, TensorSource]] = [{}]
 
-    def add(tensors: Mapping[str, Source]) -> None:
+    def add(tensors: Mapping[str, TensorSource]) -> None:
         for name, stored in tensors.items():
-            if shards[-1] and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES:
+            if (
+                shards[-1]
+                and sum(other.bytes for other in shards[-1].values()) + stored.bytes > _SHARD_BYTES
+            ):
                 shards.append({})
             shards[-1][name] = stored
 
     for layer in plan.model.stack.values():
-        buffers = {name: Source.of(buffer.contiguous()) for name, buffer in state.buffers(layer).items()}
+        buffers = {
+            name: TensorSource.of(buffer.contiguous())
+            for name, buffer in state.buffers(layer).items()
+        }
         held = {**state.sources(layer, dtype), **_wide(state, layer, names), **buffers}
-        add(names.saved({hub_name(layer.name, name, names.stack): tensor for name, tensor in held.items()}))
+        add(
+            names.saved(
+                {hub_name(layer.name, name, names.stack): tensor for name, tensor in held.items()}
+            )
+        )
     with contextlib.ExitStack() as opened:
         if is_multimodal(config):
-            assert source is not None, "the other tensors of a multimodal model are in its folder"
+            assert source is not None, "a multimodal model is exported with its folder"
             others = opened.enter_context(FolderTensors(source))
             add({key: others.source(key) for key in names.other_keys(others.entries)})
         _write_shards(shards, folder)
     exported = copy.deepcopy(config)
     exported.architectures = exported.architectures or [names.architecture]
     for part in {id(each): each for each in (exported, exported.get_text_config())}.values():
-        part.dtype, part.use_cache = dtype, True  # training has no cache, who loads it wants one
+        part.dtype, part.use_cache = dtype, True  # training switched the cache off
     exported.save_pretrained(folder)
 
 
-def _write_shards(shards: Sequence[Mapping[str, Source]], folder: Path) -> None:
-    files = ["model.safetensors"] if len(shards) == 1 else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+def _write_shards(shards: Sequence[Mapping[str, TensorSource]], folder: Path) -> None:
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    )
     for file, shard in zip(files, shards, strict=True):
         write_tensors(folder / file, shard)
     if len(files) > 1:
         index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(stored.bytes for shard in shards for stored in shard.values())
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+        )

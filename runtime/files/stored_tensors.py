@@ -1,4 +1,7 @@
-"""StoredTensors: a checkpoint's tensors under the names of transformers' model, read as transformers' `from_pretrained` reads them."""
+"""StoredTensors: reads a checkpoint's tensors by their names in transformers' model.
+
+The result is the same as that of transformers' `from_pretrained`.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,79 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
-_OLD_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|position_ids|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+_OLD_BUFFERS = re.compile(
+    r"(rotary_emb\.inv_freq|position_ids|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
+)
 """constants that earlier versions of transformers saved"""
 _ROWS = 4096
-"""compared at one time"""
+"""rows of two tensors that are compared at a time"""
 _SHOWN = 4
-"""modules that a summary names"""
+"""number of modules that a summary names"""
 
 
 class StoredTensors:
-    """A function from the name of a tensor of the model to its value. It raises KeyError for one that the checkpoint does not have.
+    """A function that returns the value of a model's tensor by its name in the model.
 
-    A matrix that the config ties to another one may have either name in the checkpoint.
+    It raises KeyError if the checkpoint does not have the tensor. A matrix that the config ties to
+    another one may have either name in the checkpoint.
     """
 
-    def __init__(self, whole: Any, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> None:
-        """`whole`: the model, on the meta device. `tensor_of`: a tensor of the checkpoint by its key there."""
+    def __init__(
+        self, whole: Any, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
+    ) -> None:
+        """Finds the checkpoint's keys for each tensor of the model.
+
+        Args:
+            whole: the model, on the meta device.
+            keys: names of the tensors in the checkpoint.
+            tensor_of: returns a tensor of the checkpoint by its key.
+        """
         self._whole, self._tensor_of = whole, tensor_of
         expected = whole.state_dict()
         conversions = get_model_conversion_mapping(whole)
         renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-        self._by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
         for key in sorted(keys, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, whole.base_model_prefix, expected)
+            name, pattern = rename_source_key(
+                key, renamings, converters, whole.base_model_prefix, expected
+            )
             if name not in expected and key in expected:
                 name, pattern = key, None
             self._sources[name].append((key, pattern))
-        self.foreign = [key for name, found in self._sources.items() if name not in expected for key, _ in found if not _OLD_BUFFERS.search(key)]
-        """keys of tensors that the model does not have"""
+        self.foreign = [
+            key
+            for name, found in self._sources.items()
+            if name not in expected
+            for key, _ in found
+            if not _OLD_BUFFERS.search(key)
+        ]
+        """keys of the checkpoint's tensors that the model does not have"""
         self.multimodal = whole.config.get_text_config() is not whole.config
-        """whether the model has more parts than a language model: an export copies them, and tensors that no part has, unchanged"""
+        """whether the model is multimodal. Then an export copies the tensors outside the language
+        model unchanged, including those in `foreign`"""
         self._tied: dict[str, str] = dict(whole.all_tied_weights_keys)
         for target, source in self._tied.items():
             if target in self._sources and source not in self._sources:
                 self._sources[source] = self._sources[target]
-        self.missing = {name: tuple(value.shape) for name, value in expected.items() if name not in self._sources and name not in self._tied}
-        """shapes of the model's tensors that the checkpoint does not have, by name"""
+        self.missing = {
+            name: tuple(value.shape)
+            for name, value in expected.items()
+            if name not in self._sources and name not in self._tied
+        }
+        """shapes of the model's tensors that are not in the checkpoint, by name"""
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._sources:
@@ -68,32 +102,55 @@ class StoredTensors:
         return tensor
 
     def outside(self, prefixes: tuple[str, ...]) -> list[str]:
-        """Keys of tensors whose names in the model begin with none of `prefixes`."""
-        return [key for name, found in self._sources.items() if not name.startswith(prefixes) for key, _ in found]
+        """Returns the keys of tensors whose names in the model begin with none of `prefixes`."""
+        return [
+            key
+            for name, found in self._sources.items()
+            if not name.startswith(prefixes)
+            for key, _ in found
+        ]
 
     def refuse_untied(self, where: str) -> None:
-        """Raises UserError where the config ties two matrices that differ in the checkpoint: transformers then leaves them apart, which a plan that counts
-        one matrix does not.
+        """Raises UserError if the config ties two matrices that differ in the checkpoint.
+
+        transformers would load both matrices, but the plan contains only one.
         """
         for target, source in self._tied.items():
-            if target in self._sources and self._sources[target] is not self._sources[source] and not _equal(self(target), self(source)):
+            if (
+                target in self._sources
+                and self._sources[target] is not self._sources[source]
+                and not _equal(self(target), self(source))
+            ):
                 raise UserError(
-                    f"{where}: {target}", found=f"another matrix than {source}, to which tie_word_embeddings in config.json ties it", allowed="the same matrix",
+                    f"{where}: {target}",
+                    found=(
+                        f"a matrix that differs from {source}, to which tie_word_embeddings in"
+                        " config.json ties it"
+                    ),
+                    allowed="the same matrix",
                     fix="set tie_word_embeddings to false in config.json and make the plan again",
-                )  # fmt: skip
+                )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the values are the same, whatever the dtypes."""
-    return one.shape == other.shape and all(torch.equal(part.float(), same.float()) for part, same in zip(one.split(_ROWS), other.split(_ROWS), strict=True))
+    """Returns whether shapes and values are the same. The dtypes may differ."""
+    return one.shape == other.shape and all(
+        torch.equal(part.float(), same.float())
+        for part, same in zip(one.split(_ROWS), other.split(_ROWS), strict=True)
+    )
 
 
 def summary(keys: Iterable[str]) -> str:
-    """The keys in one line: how many there are under each module, the number of a layer left standing."""
+    """Returns one line with the number of keys in each module.
+
+    A module's name ends after the first layer number in it.
+    """
     counted: dict[str, int] = defaultdict(int)
     for key in keys:
         parts = key.split(".")
-        depth = next((index + 1 for index, part in enumerate(parts) if part.isdigit()), min(2, len(parts)))
+        depth = next(
+            (index + 1 for index, part in enumerate(parts) if part.isdigit()), min(2, len(parts))
+        )
         counted[".".join(parts[:depth]) + (".*" if depth < len(parts) else "")] += 1
     most = sorted(counted.items(), key=lambda entry: -entry[1])
     shown = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in most[:_SHOWN])

@@ -1,7 +1,8 @@
-"""Tensors to and from safetensors files in bounded pieces: from the memory where they lie to the file, and back, with no copy of either in between.
+"""Writes and reads tensors of safetensors files in pieces of bounded size, without further copies.
 
-A checksum (xxh3, 128 bits) is taken of the whole file as it passes: 23 GB/s on one core, where blake2b makes 0.6 and sha256 1.4 (measured on the
-machine of the test suite), so that the disk decides the speed. It finds accidents, not forgery: who can write a checkpoint can write its checksum.
+A checksum of the whole file (xxh3, 128 bits) is computed on the way. It runs at 23 GB/s on one core
+(`docs/lab_notes.md`), faster than disks. It detects accidental damage, not forgery: anyone who can
+write a checkpoint can also write its checksum.
 """
 
 from __future__ import annotations
@@ -17,32 +18,41 @@ import xxhash
 from megatrain.runtime.files.tensor_file import MalformedFile, make_header, read_entries
 
 PIECE_BYTES = 2**25
-"""what is under way at one time: 32 MiB take 1.3 ms over PCIe 5, and a disk needs no larger writes"""
+"""size of a piece. Copying 32 MiB takes 1.3 ms over PCIe 5, and larger writes to disk are not
+faster"""
 
 
-class Source(NamedTuple):
-    """A tensor to be written, that need not exist as a whole."""
+class TensorSource(NamedTuple):
+    """A tensor to be written. It need not be in memory as a whole."""
 
     dtype: torch.dtype
+    """dtype of the tensor"""
     shape: tuple[int, ...]
+    """shape of the tensor"""
     pieces: Callable[[], Iterator[torch.Tensor]]
-    """its elements in order, flat, on any device"""
+    """yields the elements in order, as flat tensors on any device"""
 
     @property
     def bytes(self) -> int:
+        """Returns the size of the tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Source:
-        """A contiguous tensor."""
+    def of(cls, tensor: torch.Tensor) -> TensorSource:
+        """Returns the source of a contiguous tensor."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: iter((tensor,)))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Source]) -> tuple[int, str]:
-    """Writes `tensors` to a new file and syncs it; its size in bytes and its checksum. Raises OSError."""
+def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> tuple[int, str]:
+    """Writes `tensors` to a new file and syncs it to disk.
+
+    Returns its size in bytes and its checksum. Raises OSError if it cannot be written.
+    """
     checksum, staging = xxhash.xxh3_128(), _Staging()
     with path.open("xb") as file:
-        header = make_header({name: (source.dtype, source.shape) for name, source in tensors.items()})
+        header = make_header(
+            {name: (source.dtype, source.shape) for name, source in tensors.items()}
+        )
         file.write(header)
         checksum.update(header)
         for source in tensors.values():
@@ -54,25 +64,35 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> tuple[int, str]:
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
-        assert size == len(header) + sum(source.bytes for source in tensors.values()), "a tensor's pieces are not its elements"
-        _forget(file.fileno())
+        assert size == len(header) + sum(source.bytes for source in tensors.values()), (
+            "a tensor's pieces are not its elements"
+        )
+        _drop_cache(file.fileno())
     return size, checksum.hexdigest()
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Fills `tensors` from the file, which holds exactly these, in this order; its checksum.
+    """Fills `tensors` from a file that contains exactly these tensors, in this order.
 
-    Raises MalformedFile for another file, before a byte of `tensors` is written, and where it shrinks while it is read.
+    Returns the checksum of the file.
+
+    Raises MalformedFile if the file has other tensors, before any byte of `tensors` is changed, or
+    if it becomes shorter while it is read.
     """
     entries = read_entries(path)
     expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     if list(found.items()) != list(expected.items()):
-        differs = next((name for name in (*expected, *found) if found.get(name) != expected.get(name)), "their order")
+        differs = next(
+            (name for name in (*expected, *found) if found.get(name) != expected.get(name)),
+            "their order",
+        )
         raise MalformedFile(
-            f"{path}: {differs}", found=found.get(differs, "no such tensor"), allowed=expected.get(differs, f"{', '.join(expected)}, in this order"),
+            f"{path}: {differs}",
+            found=found.get(differs, "no such tensor"),
+            allowed=expected.get(differs, f"{', '.join(expected)}, in this order"),
             fix="use a checkpoint of this run",
-        )  # fmt: skip
+        )
     checksum, staging = xxhash.xxh3_128(), _Staging()
     with path.open("rb", buffering=0) as file:
         start = next((entry.start for entry in entries.values()), os.fstat(file.fileno()).st_size)
@@ -81,20 +101,25 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
             for piece in _pieces(tensor):
                 view = staging.view(piece)
                 if not _fill(file.fileno(), view):
-                    raise MalformedFile(str(path), found="an end before the last tensor's", allowed="a file that stays as it is", fix="read it again")
+                    raise MalformedFile(
+                        str(path),
+                        found="an end before that of the last tensor",
+                        allowed="a file that does not change",
+                        fix="read it again",
+                    )
                 checksum.update(view)
                 staging.send(piece)
-        _forget(file.fileno())
+        _drop_cache(file.fileno())
     return checksum.hexdigest()
 
 
 def checksum_of(path: Path) -> str:
-    """Of a file's bytes. Raises OSError."""
+    """Returns the checksum of a file. Raises OSError if it cannot be read."""
     checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             checksum.update(buffer[:count])
-        _forget(file.fileno())
+        _drop_cache(file.fileno())
     return checksum.hexdigest()
 
 
@@ -103,7 +128,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _fill(handle: int, view: memoryview) -> bool:
-    """Reads until `view` is full; False where the file ends first."""
+    """Reads until `view` is full. Returns False if the file ends before that."""
     while view:
         count = os.readv(handle, [view])
         if not count:
@@ -112,8 +137,8 @@ def _fill(handle: int, view: memoryview) -> bool:
     return True
 
 
-def _forget(handle: int) -> None:
-    """The system need not cache the file: arenas take nearly all of the host's memory."""
+def _drop_cache(handle: int) -> None:
+    """Removes the file from the system's cache, because arenas need nearly all host memory."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -124,24 +149,26 @@ def _bytes_of(host: torch.Tensor) -> memoryview:
 
 
 class _Staging:
-    """The bytes of a piece, for the system's calls: itself where it is in host memory, else one buffer of a piece's size."""
+    """Host memory for the bytes of a piece: the piece itself if it is in host memory, otherwise a
+    staging buffer.
+    """
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     def view(self, piece: torch.Tensor) -> memoryview:
-        """Host memory of the piece's size."""
+        """Returns host memory of the piece's size."""
         return _bytes_of(self._host(piece))
 
     def fetch(self, piece: torch.Tensor) -> memoryview:
-        """`view`, with the piece's bytes in it."""
+        """Returns `view` with the piece's bytes in it."""
         host = self._host(piece)
         if host is not piece:
             host.copy_(piece)
         return _bytes_of(host)
 
     def send(self, piece: torch.Tensor) -> None:
-        """Writes what is in `view` into the piece."""
+        """Copies the bytes in `view` to the piece."""
         host = self._host(piece)
         if host is not piece:
             piece.copy_(host)
@@ -150,5 +177,7 @@ class _Staging:
         if piece.device.type == "cpu":
             return piece
         if self._buffer is None:
-            self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=piece.device.type == "cuda")
+            self._buffer = torch.empty(
+                PIECE_BYTES, dtype=torch.uint8, pin_memory=piece.device.type == "cuda"
+            )
         return self._buffer[: piece.numel()]

@@ -1,1 +1,3 @@
-"""Layers: transformers' own modules as functions of the bytes in a slot, for every family."""
+"""Layers of all model families: transformers' own modules, called as functions of the tensors in a
+slot.
+"""

@@ -1,4 +1,4 @@
-"""LayerKinds: one template for all decoder layers that are computed alike."""
+"""LayerKind: one module that computes all decoder layers of the same kind."""
 
 from __future__ import annotations
 
@@ -8,53 +8,84 @@ import torch
 from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers.edges import Arguments
-from megatrain.runtime.layers.skeleton import kind_of
+from megatrain.runtime.layers.embedding_and_head import Arguments
+from megatrain.runtime.layers.meta_model import kind_of
 
 _ROUTERS = "router_logits"
-"""what transformers' models call the output of their routers"""
+"""name of the routers' output in transformers' models"""
 
 
 class LayerKind:
-    """The decoder layers of one kind: a module without memory."""
+    """A decoder layer's module without memory. It computes all decoder layers of its kind."""
 
-    def __init__(self, module: torch.nn.Module, router: type | None, output: int, compiled: bool) -> None:
-        self._module = module.to("meta")  # its buffers too: they come with each layer, and one that is its own would be another graph
+    def __init__(
+        self, module: torch.nn.Module, router: type | None, output: int, compiled: bool
+    ) -> None:
+        # Also moves its buffers, which are passed with each call like the parameters.
+        self._module = module.to("meta")
         narrow = {parameter.dtype for parameter in module.parameters()} - {torch.float32}
-        self._wide = [name for name, parameter in module.named_parameters() if narrow and parameter.dtype == torch.float32]
+        self._wide = [
+            name
+            for name, parameter in module.named_parameters()
+            if narrow and parameter.dtype == torch.float32
+        ]
         self._routed: list[torch.Tensor] = []
         for part in module.modules() if router else ():
             if isinstance(part, router or ()):
-                part.register_forward_hook(lambda _module, _input, outputs: self._routed.append(outputs[output]))
+                part.register_forward_hook(
+                    lambda _module, _input, outputs: self._routed.append(outputs[output])
+                )
         self.run = torch.compile(self.eager, dynamic=False) if compiled else self.eager
-        """`eager`, compiled where the workload is"""
+        """`eager`, compiled if the workload is compiled"""
         self.attend = torch.compile(self._attend, dynamic=False) if compiled else self._attend
-        """the same, and what the layer's attention leaves"""
+        """like `run`, but also returns the attention output and log-sum-exp of the layer"""
 
-    def eager(self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output and its router's logits. `tensors`: its parameters and buffers."""
+    def eager(
+        self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the layer's output and the logits of its router, or None without a router.
+
+        Args:
+            tensors: parameters and buffers of the layer by name.
+            x: input of the layer, [batch, sequence, hidden].
+            arguments: keyword arguments of the layer.
+        """
         self._routed.clear()
-        if self._wide:  # fp32 beside bf16 weights: multiplied in fp32, with what the slot has of them
+        # The slot has these fp32 parameters in bf16. They are multiplied in fp32.
+        if self._wide:
             tensors = {**tensors, **{name: tensors[name].float() for name in self._wide}}
         output = functional_call(self._module, tensors, (x,), arguments)
-        return output[0] if isinstance(output, tuple) else output, self._routed.pop() if self._routed else None
+        return output[0] if isinstance(output, tuple) else output, (
+            self._routed.pop() if self._routed else None
+        )
 
     def _attend(
         self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:  # fmt: skip
-        taken: list[torch.Tensor] = []
-        output, logits = self.eager(tensors, x, arguments | {"taken": taken})
-        return output, logits, taken
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+        results: list[torch.Tensor] = []
+        output, logits = self.eager(tensors, x, arguments | {"results": results})
+        return output, logits, results
 
 
 def layer_kinds(whole: Any, *, routed: bool, compiled: bool) -> list[LayerKind]:
-    """Of each decoder layer of a `skeleton`, whose layers are on the meta device after it. `routed`: their routers' logits are wanted."""
+    """Returns the LayerKind of each decoder layer. Layers of the same kind share one.
+
+    Args:
+        whole: a model of `meta_model`. Its decoder layers are moved to the meta device.
+        routed: whether to record the logits of the routers.
+        compiled: whether to compile the layers.
+    """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     kinds: dict[object, LayerKind] = {}
     found = []
     for layer in DecoderStack.of(whole).layers_of(whole):
         kind = kind_of(layer)
         if kind not in kinds:
-            kinds[kind] = LayerKind(layer, recorder and recorder.target_class, recorder.index if recorder else 0, compiled)
+            kinds[kind] = LayerKind(
+                layer,
+                recorder and recorder.target_class,
+                recorder.index if recorder else 0,
+                compiled,
+            )
         found.append(kinds[kind])
     return found

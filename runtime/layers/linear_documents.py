@@ -1,14 +1,21 @@
-"""Documents in layers with a state (the gated delta rule of Qwen3-Next and Qwen3.5, the Mamba-2 mixer of Falcon-H1): each document begins with an empty
-state, and its convolution sees itself alone.
+"""Packed documents in layers with a recurrent state: the gated delta rule of Qwen3-Next and
+Qwen3.5, and the Mamba-2 mixer of Falcon-H1.
 
-transformers' modules hand the arguments of a layer on to functions of their file: a convolution, and a delta rule or a scan. `take_over` puts functions in
-their place that do the same, unless they are handed `document_positions`, each token's distance from the start of its document. Then
+Each document must begin with an empty state, and its convolution must not read other documents.
+transformers' modules pass the keyword arguments of a layer on to functions in their file: a
+convolution, and a delta rule or a scan. `take_over` replaces these functions. The replacements
+behave differently only if they receive `document_positions`, each token's distance from the start
+of its document. Then:
 
-* the convolution leaves out the taps that reach before a token's document: it runs once for each number of taps, and each token takes its own;
-* the state is scaled by exp(-30) = 9e-14 before a document's first token, which is less than fp32 resolves. A larger step would cost precision: the
-  delta rule and the scan sum the logarithms of the scales over the tokens of a chunk, and take differences of the sums: each document that begins
-  in a chunk adds 2e-6 to the relative error of the state in fp32;
-* the scan is PyTorch's, and the kernel that computes a whole mixer is not used: neither of the packages' kernels takes a scale for each token.
+* The convolution leaves out the taps that reach before a token's document. It runs once for each
+  number of taps, and each token uses the result for its own number.
+* The state is multiplied by exp(-30) = 9e-14 before the first token of a document, which is below
+  the resolution of fp32. A smaller factor would cost precision, because the delta rule and the scan
+  sum the logarithms of the factors over the tokens of a chunk and take differences of these sums.
+  With this factor, each document that begins in a chunk adds 2e-6 to the relative error of the
+  state in fp32.
+* The scan is computed by PyTorch code, and the fused kernel for a whole mixer is not used. The
+  optional packages' kernels do not accept a factor for each token.
 """
 
 from __future__ import annotations
@@ -23,14 +30,18 @@ import torch
 from transformers.activations import ACT2FN
 
 ARGUMENT = "document_positions"
-"""what a layer is handed: [batch, sequence] int64"""
+"""name of the keyword argument, [batch, sequence] int64"""
 STATEFUL = ("linear_attention", "hybrid")
-"""the types of the layers that are handed it"""
+"""types of the layers that receive it"""
 _RESET = -30.0
+"""logarithm of the factor of the state before the first token of a document"""
 
 
 def take_over(whole: Any) -> None:
-    """Makes the layers with a state of transformers' model `whole` heed `document_positions`. Without them nothing changes, for any model."""
+    """Makes the recurrent layers of transformers' model `whole` accept `document_positions`.
+
+    Without this argument, no model behaves differently.
+    """
     for name in {type(module).__module__ for module in whole.modules()}:
         file = sys.modules[name]
         for function_name, around in _AROUND.items():
@@ -40,41 +51,94 @@ def take_over(whole: Any) -> None:
 
 
 def _convolve(
-    function: Callable[..., torch.Tensor], rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None,
-    document_positions: torch.Tensor | None = None, **others: Any,
-) -> torch.Tensor:  # fmt: skip
-    """`rows` [batch, channels, sequence] convolved with `weight` [channels, taps], of which the last is the token's own; the same shape."""
+    function: Callable[..., torch.Tensor],
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    document_positions: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Replaces the causal convolution.
+
+    Args:
+        function: transformers' convolution.
+        rows: [batch, channels, sequence].
+        weight: [channels, taps]. The last tap is the token itself.
+        bias: [channels], or None.
+        activation: name of the activation, or None.
+        document_positions: each token's distance from the start of its document, or None.
+
+    Returns the convolved rows, [batch, channels, sequence].
+    """
     if document_positions is None:
         return function(rows, weight, bias, activation=activation, **others)
     taps = weight.shape[-1]
     made = function(rows, weight, bias, activation=None, **others)
-    for before in range(taps - 1):  # tokens that a document has before this one
-        own = torch.cat([torch.zeros_like(weight[:, : taps - 1 - before]), weight[:, taps - 1 - before :]], dim=1)
-        made = torch.where(document_positions[:, None] == before, function(rows, own, bias, activation=None, **others), made)
+    for before in range(taps - 1):  # number of earlier tokens in the document
+        own = torch.cat(
+            [torch.zeros_like(weight[:, : taps - 1 - before]), weight[:, taps - 1 - before :]],
+            dim=1,
+        )
+        made = torch.where(
+            document_positions[:, None] == before,
+            function(rows, own, bias, activation=None, **others),
+            made,
+        )
     return made if activation is None else ACT2FN[activation](made)
 
 
 def _reset(logarithms: torch.Tensor, document_positions: torch.Tensor) -> torch.Tensor:
-    """The logarithms of what the state is scaled by before each token [batch, sequence, heads], with documents' first tokens made to forget it."""
+    """Returns the logarithms of the state's factors with the state reset where documents begin.
+
+    `logarithms` are those of the factors before each token, [batch, sequence, heads].
+    """
     begins = document_positions == 0
-    begins = torch.cat([torch.zeros_like(begins[:, :1]), begins[:, 1:]], dim=1)  # a row's first token finds no state
+    # There is no state yet at the first token of a row.
+    begins = torch.cat([torch.zeros_like(begins[:, :1]), begins[:, 1:]], dim=1)
     return logarithms.masked_fill(begins[..., None], _RESET)
 
 
-def _rule(function: Callable[..., Any], *tensors: torch.Tensor, g: torch.Tensor, document_positions: torch.Tensor | None = None, **others: Any) -> Any:
-    """The delta rule; `g` [batch, sequence, heads], the logarithm of what the state is scaled by before each token."""
+def _rule(
+    function: Callable[..., Any],
+    *tensors: torch.Tensor,
+    g: torch.Tensor,
+    document_positions: torch.Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """Replaces the delta rule.
+
+    `g` [batch, sequence, heads] is the logarithm of the state's factor before each token.
+    """
     if document_positions is not None:
         g = _reset(g, document_positions)
     return function(*tensors, g=g, **others)
 
 
 def _scan(
-    function: Callable[..., Any], rows: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *,
-    document_positions: torch.Tensor | None = None, **others: Any,
-) -> Any:  # fmt: skip
-    """Mamba-2's scan of `rows` [batch, sequence, heads, size] with steps `dt` [batch, sequence, heads].
+    function: Callable[..., Any],
+    rows: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    document_positions: torch.Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """Replaces the scan of Mamba-2.
 
-    With documents, rows are scaled by their steps here, and the scan is given steps of 1 and a logarithm `A` for each token instead of each head.
+    With documents, the rows are multiplied by their time steps here. The scan then receives time
+    steps of 1, and a logarithm `A` for each token instead of one for each head.
+
+    Args:
+        function: transformers' scan.
+        rows: [batch, sequence, heads, size].
+        dt: time steps, [batch, sequence, heads].
+        A: logarithm of the state's factor per unit of time, [heads].
+        B: input projection of the state, as for `function`.
+        C: output projection of the state, as for `function`.
+        document_positions: each token's distance from the start of its document, or None.
     """
     if document_positions is None:
         return function(rows, dt, A, B, C, **others)
@@ -85,16 +149,29 @@ def _scan(
         dt = torch.nn.functional.softplus(dt)
     dt, wide = dt.clamp(least, most).float(), rows.float()
     logarithms = _reset(A.float() * dt, document_positions)
-    made = inspect.unwrap(function)(wide * dt[..., None], torch.ones_like(dt), logarithms, B, C, **others)
+    made = inspect.unwrap(function)(
+        wide * dt[..., None], torch.ones_like(dt), logarithms, B, C, **others
+    )
     return made if skip is None else made + skip[..., None] * wide
 
 
-def _in_parts(function: Callable[..., Any], *tensors: Any, document_positions: torch.Tensor | None = None, **others: Any) -> Any:
-    """A kernel for a whole mixer; with documents there is none, and the mixer calls the convolution and the scan."""
+def _in_parts(
+    function: Callable[..., Any],
+    *tensors: Any,
+    document_positions: torch.Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """Replaces the fused kernel of a whole mixer.
+
+    With documents it returns None. The mixer then calls the convolution and the scan instead.
+    """
     return function(*tensors, **others) if document_positions is None else None
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _rule, "mamba2_chunk_scan": _scan, "mamba2_split_conv1d_scan_combined": _in_parts,
-}  # fmt: skip
-"""what takes the place of a function of transformers, by the function's name"""
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _rule,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_split_conv1d_scan_combined": _in_parts,
+}
+"""replacements of transformers' functions, by the function's name"""

@@ -1,13 +1,14 @@
-"""ScaledPositions: rotary embeddings whose frequencies depend on a document's length, computed for each document by its own.
+"""ScaledPositions: rotary embeddings with frequencies that depend on the length of each document.
 
-transformers takes the length from the largest position that it is given, so that all documents of a micro-batch would get the frequencies of the
-longest one. Here its own module runs once for the documents of each class of lengths that share their frequencies, and each token takes the result
-of its class.
+transformers computes the frequencies from the largest position in its input. So all documents of a
+micro-batch would get the frequencies of the longest one. Here, transformers' module runs once for
+each class of document lengths with the same frequencies, and each token uses the result of its
+class.
 
 | rope type | classes of lengths |
 |---|---|
 | `longrope` | up to the original length, and longer |
-| `dynamic` | up to the original length, and each longer length by itself |
+| `dynamic` | up to the original length, and one class for each longer length |
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SCALED = ("longrope", "dynamic")
 
 
 class ScaledPositions(nn.Module):
-    """A model's rotary embedding, with each document's frequencies by its own length."""
+    """Wraps a rotary embedding, so that each document's frequencies depend on its own length."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
@@ -29,16 +30,24 @@ class ScaledPositions(nn.Module):
 
     @classmethod
     def around(cls, rotary: Any) -> nn.Module:
-        """`rotary` itself where its frequencies do not depend on a length."""
+        """Returns `rotary` in a ScaledPositions if its frequencies depend on a length.
+
+        Otherwise returns `rotary` itself.
+        """
         types = getattr(rotary, "rope_type", "default")
         found = types.values() if isinstance(types, dict) else (types,)
-        return cls(rotary) if any(scaled in each for each in found for scaled in _SCALED) else rotary
+        return (
+            cls(rotary) if any(scaled in each for each in found for scaled in _SCALED) else rotary
+        )
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """What the model's own module returns: a tensor, or several, of [batch, sequence, size]."""
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> Any:
+        """Returns what the model's own module returns: tensors of [batch, sequence, size]."""
         kind = {} if layer_type is None else {"layer_type": layer_type}
         found = document_lengths(position_ids)
-        self._rotary(x, torch.zeros_like(position_ids[..., :1]), **kind)  # one token: undoes the scaling of an earlier call
+        # A call with one token resets the scaling of an earlier call.
+        self._rotary(x, torch.zeros_like(position_ids[..., :1]), **kind)
         made: Any = None
         for above, most in self._classes(found, layer_type):
             here = (found > above) if most is None else (found > above) & (found <= most)
@@ -47,7 +56,11 @@ class ScaledPositions(nn.Module):
         return made
 
     def _classes(self, found: torch.Tensor, layer_type: str | None) -> list[tuple[int, int | None]]:
-        """Lengths that share their frequencies, shortest first: above the first number, up to the second one."""
+        """Returns the classes of lengths with the same frequencies, shortest first.
+
+        The lengths of a class are above the first number and up to the second one. None stands for
+        no limit.
+        """
         rope, types = self._rotary.config.rope_parameters, self._rotary.rope_type
         if layer_type is not None:
             rope, types = rope[layer_type], types[layer_type]
@@ -57,7 +70,8 @@ class ScaledPositions(nn.Module):
         if "dynamic" not in types:
             return [(0, None)]
         original = int(self._rotary.original_max_seq_len)
-        longer = found[found > original].unique().tolist()  # waits for the device, as transformers' module does at every call
+        # This synchronizes with the device, as does every call of transformers' module.
+        longer = found[found > original].unique().tolist()
         return [(0, original), *((length - 1, length) for length in longer)]
 
 
@@ -68,7 +82,10 @@ def _chosen(here: torch.Tensor, part: Any, other: Any) -> Any:
 
 
 def document_lengths(positions: torch.Tensor) -> torch.Tensor:
-    """[..., sequence] int64, each token's distance from the start of its document -> the length of its document, the same shape."""
+    """Returns the length of each token's document, [..., sequence] int64.
+
+    `positions` [..., sequence] int64 is each token's distance from the start of its document.
+    """
     size = positions.shape[-1]
     ends = torch.ones_like(positions, dtype=torch.bool)
     ends[..., :-1] = positions[..., 1:] == 0

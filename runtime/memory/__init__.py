@@ -1,1 +1,1 @@
-"""Memory: pools of exactly the plan's size, registered once; what does not fit, and what runs out."""
+"""Allocates a plan's pools, and checks that they fit the machine."""

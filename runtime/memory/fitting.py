@@ -1,26 +1,50 @@
-"""Whether a plan fits this machine: said before a weight is read or a byte allocated, with the pool that binds and what would help."""
+"""Checks whether a plan fits this machine, before weights are read or memory is allocated."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.units import format_bytes
+from megatrain.simulator.schedule.plan import Plan
 
 LOADING_BYTES = 2**27
-"""host memory that loading, saving and exporting take besides the pools: pieces under way, 67 MB as measured; mapped files are the system's to drop"""
+"""Host memory that loading, saving and exporting need besides the pools. Measured: 67 MB. Memory of
+mapped files is not counted, because the system can drop it."""
 
 
-def refuse_what_does_not_fit(plan: Plan, schedule: Schedule, *, host_bytes: int | None = None, device_bytes: int | None = None) -> None:
-    """Compares the pools, what loading takes and, where the plan has a prediction, its peak with the plan's limits and with what the machine has.
+def refuse_what_does_not_fit(
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    host_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> None:
+    """Raises UserError if `plan` needs more memory than its limits allow or than the machine has.
 
-    `host_bytes` and `device_bytes`: of the machine; None where they are not known, or the plan's limit is to be believed. Raises UserError.
+    The need is that of the pools or, if it is higher, the peak that the plan predicts. On the host,
+    the need for loading is added before it is compared with the machine.
+
+    Args:
+        plan: The plan to check.
+        schedule: The schedule of `plan`.
+        host_bytes: Host memory of the machine. None if only the plan's limit counts.
+        device_bytes: Device memory of the machine. None if only the plan's limit counts.
     """
     for place, predicted, limit, there in (
-        ("device", plan.prediction and plan.prediction.device_peak_bytes, plan.device_limit_bytes, device_bytes),
-        ("host", plan.prediction and plan.prediction.host_peak_bytes, plan.host_limit_bytes, host_bytes),
+        (
+            "device",
+            plan.prediction and plan.prediction.device_peak_bytes,
+            plan.device_limit_bytes,
+            device_bytes,
+        ),
+        (
+            "host",
+            plan.prediction and plan.prediction.host_peak_bytes,
+            plan.host_limit_bytes,
+            host_bytes,
+        ),
     ):
         pools: Counter[str] = Counter()
         for buffer in schedule.buffers:
@@ -31,12 +55,26 @@ def refuse_what_does_not_fit(plan: Plan, schedule: Schedule, *, host_bytes: int 
         if needed > limit:
             _refuse(place, needed, pools, format_bytes(limit), needed - limit)
         if there is not None and needed + loading > there:
-            _refuse(place, needed + loading, pools, f"{format_bytes(there)}, what this machine has", needed + loading - there)
+            _refuse(
+                place,
+                needed + loading,
+                pools,
+                f"{format_bytes(there)}, what this machine has",
+                needed + loading - there,
+            )
 
 
 def _refuse(place: str, needed: int, pools: Counter[str], allowed: str, excess: int) -> None:
     ((largest, size),) = pools.most_common(1) or [("no pool", 0)]
     raise UserError(
-        f"{place} memory", found=f"a plan whose peak is {format_bytes(needed)}, of which {largest} {format_bytes(size)}", allowed=allowed,
-        fix=f"raise the limit by {format_bytes(excess)}, or make a plan for this limit with `megatrain plan`",
-    )  # fmt: skip
+        f"{place} memory",
+        found=(
+            f"a plan that needs {format_bytes(needed)}, the largest pool being {largest}"
+            f" {format_bytes(size)}"
+        ),
+        allowed=allowed,
+        fix=(
+            f"raise the limit by {format_bytes(excess)}, or make a plan for this limit with"
+            " `megatrain plan`"
+        ),
+    )

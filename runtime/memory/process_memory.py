@@ -1,4 +1,4 @@
-"""Process memory: what this process takes of the host's memory beside the pools that a plan accounts for."""
+"""Measures the host memory of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import psutil
 
 
 def host_peak_bytes() -> int | None:
-    """The most of this process that was in memory at one time. Not `getrusage`, whose figure of a new process begins with that of its parent."""
+    """Returns the peak resident set size of this process in bytes, or None if the system does not
+    report it. `getrusage` is not used, because its peak in a new process starts at that of the
+    parent.
+    """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -23,10 +26,12 @@ def host_peak_bytes() -> int | None:
 
 @contextlib.contextmanager
 def growth() -> Iterator[list[int]]:
-    """Gets the bytes by which this process was larger, at most, than at the start; nothing where the system does not tell."""
+    """Yields a list that receives the peak growth of the resident set size, in bytes. The list
+    stays empty if the system does not report it.
+    """
     found: list[int] = []
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew: proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, see proc(5)
         before = psutil.Process(os.getpid()).memory_info().rss
     except OSError:
         before = 0

@@ -1,1 +1,3 @@
-"""Training: what people expect around a step: config, schedule, callbacks, run folder, resume."""
+"""The training loop around the executor: config, learning-rate schedule, callbacks, run folder and
+resuming.
+"""

@@ -1,4 +1,6 @@
-"""Callback: who wants to hear of a training, or take part in it: loggers, progress bars, checkpoints, early stopping."""
+"""Callback: the base class of loggers, progress bars, early stopping, and other code that the
+trainer calls during a training.
+"""
 
 from __future__ import annotations
 
@@ -6,80 +8,100 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.simulator.errors import RunError
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.base.errors import RunError
+from megatrain.simulator.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
-    from megatrain.runtime.training.trainer import Trainer
+    from megatrain.runtime.training.training_run import TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step, done."""
+    """The results of one optimizer step."""
 
     number: int
-    """from 1"""
+    """number of the step, from 1"""
     loss: float
-    """mean over all labelled tokens, before the update"""
+    """mean loss over all labelled tokens, computed with the weights before the update"""
     gradient_norm: float | None
-    """before clipping; None where the plan does not clip"""
+    """gradient norm before clipping; None if the plan does not clip"""
     rate: float
-    """learning rate"""
+    """learning rate of the step"""
     seconds: float
+    """wall time of the step"""
     tokens_per_second: float
+    """tokens of the step divided by `seconds`"""
     timeline: Timeline
+    """measured start and end of each op"""
     checksum: int | None = None
-    """in deterministic mode, of the weights"""
+    """checksum of the weights in deterministic mode; otherwise None"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The loss on the evaluation data by the weights after step `number`."""
+class EvaluationResult:
+    """The results of one evaluation."""
 
     number: int
+    """number of the step after which the weights were evaluated"""
     loss: float
-    """mean over all labelled tokens"""
+    """mean loss over all labelled tokens"""
     tokens: int
-    """labelled ones"""
+    """number of labelled tokens"""
     seconds: float
+    """wall time of the evaluation"""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite beyond what a float holds."""
+        """Returns exp(loss), or infinity if that is too large for a float."""
         return math.exp(self.loss) if not self.loss > 700 else math.inf
 
 
 class Callback:
-    """Does nothing; override what is of interest. `trainer` has the plan, config, executor and state, and may be told to `stop`."""
+    """Base class of callbacks. Every method does nothing; override those that you need.
+
+    `trainer` gives access to the plan, config, executor and model state. Call `trainer.stop` to end
+    the training early.
+    """
 
     def on_note(self, text: str) -> None:
-        """Something the user may want to read, one line."""
+        """Receives one line of text for the user, such as a warning."""
 
     def on_allocate(self, done: int, total: int) -> None:
-        """Of `total` bytes of memory `done` are allocated and touched."""
+        """Called while memory is allocated: `done` of `total` bytes are allocated and touched."""
 
     def on_load(self, parameters: int) -> None:
-        """A layer's weights have been read."""
+        """Called after the weights of one layer, with this many parameters, have been read."""
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Weights are loaded, no step is done. One that restores a checkpoint sets `trainer.first_step`."""
+    def on_start(self, trainer: TrainingRun) -> None:
+        """Called before the first step, after the weights have been loaded.
 
-    def on_step(self, trainer: Trainer, step: Step) -> None:
-        """After every optimizer step.
-
-        Where the plan leaves a step's update to the next step, reading `trainer.state` applies it at once. The bits stay the same, but
-        the next step has nothing to hide behind its forward pass and is slower.
+        A callback that restores a checkpoint of its own sets `trainer.first_step` here.
         """
 
-    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """After every evaluation."""
+    def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        """Called after each optimizer step.
 
-    def on_save(self, trainer: Trainer, number: int) -> None:
-        """After step `number` a checkpoint was due, and is written where there is a run folder: the time to save more."""
+        If the plan defers updates, reading `trainer.state` applies the deferred update at once. The
+        result is the same bit for bit, but the next step is slower, because that update no longer
+        overlaps its forward pass.
+        """
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        """No further step comes, because of `error` where there is one. The weights, with every update, are still there."""
+    def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
+        """Called after each evaluation."""
+
+    def on_save(self, trainer: TrainingRun, number: int) -> None:
+        """Called when a checkpoint is due after step `number`.
+
+        If there is a run folder, the trainer writes its checkpoint before this call. Override this
+        method to save more.
+        """
+
+    def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
+        """Called after the last step, or with the `error` that ended the training.
+
+        The weights are still available, with all updates applied.
+        """
 
 
 class CallbackError(RunError):
-    """A callback failed; the text names it."""
+    """An error that a callback raised. The text names the callback and its method."""

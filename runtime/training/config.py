@@ -1,6 +1,9 @@
-"""Config: everything that a training run may choose and its plan does not say, in sections, each field with its range and meaning.
+"""Config: the settings of a training run that are not in its plan, in sections.
 
-None of it changes a schedule: batch, sequence, accumulation, dtype and the kind of clipping belong to the plan. Reading it loads no torch.
+Each field has its type, its range, and a description that `megatrain train --help` prints.
+
+No setting changes the schedule. Batch size, sequence length, gradient accumulation, dtype and the
+kind of gradient clipping belong to the plan. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,70 +16,177 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.training.data_options import DataOptions
+from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.training.learning_rate import LearningRate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert, read_text
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_text
 
-_MANY = 2**40
-
-
-class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long, from what."""
-
-    steps: Annotated[int, Meta(ge=1, le=_MANY, description="optimizer steps")]
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="of everything random: the order of the data, random weights, dropout")] = 0
-    init: Annotated[Literal["model", "random"], Meta(description="weights of the model's folder, or random ones")] = "model"
-    deterministic: Annotated[bool, Meta(description="only kernels that give the same bits every time; slower with CUDA")] = False
+_LARGEST = 2**40
+"""upper bound of all counts"""
 
 
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the loss on the evaluation data is measured: at the end, and in between."""
+class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The number of steps, the seed and the initial weights. `steps` has no default."""
 
-    every_steps: Annotated[int, Meta(ge=0, le=_MANY, description="optimizer steps between evaluations; 0: at the end alone")] = 0
-    over_steps: Annotated[int, Meta(ge=0, le=_MANY, description="at most as many steps' worth of tokens an evaluation is over; 0: all")] = 0
+    steps: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=_LARGEST,
+            description="number of optimizer steps, counted from the beginning of the run",
+        ),
+    ]
+    seed: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**32 - 1,
+            description="seed for the order of the data and for random initial weights",
+        ),
+    ] = 0
+    init: Annotated[
+        Literal["model", "random"],
+        Meta(description="initial weights: those in the model's folder, or random ones"),
+    ] = "model"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description=(
+                "use only deterministic kernels, so that a repeated run gives the same bits;"
+                " slower with CUDA"
+            )
+        ),
+    ] = False
+
+
+class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the loss on the evaluation data is measured, and on how much of the data.
+
+    With evaluation data, there is always an evaluation after the last step.
+    """
+
+    every_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=_LARGEST,
+            description="optimizer steps between evaluations; 0: evaluate only after the last step",
+        ),
+    ] = 0
+    over_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=_LARGEST,
+            description=(
+                "largest size of an evaluation, in batches of one optimizer step; 0: all of the"
+                " evaluation data"
+            ),
+        ),
+    ] = 0
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run folder keeps: checkpoints, from which the run goes on, and the model at its end."""
+    """Which checkpoints a run folder keeps, and how the trained model is exported.
+
+    A run can be resumed from a checkpoint. The exported model is a Hugging Face folder.
+    """
 
     every_steps: Annotated[
-        int, Meta(ge=0, le=_MANY, description="optimizer steps between checkpoints, and one at the end; 0: only when a signal ends the run")
+        int,
+        Meta(
+            ge=0,
+            le=_LARGEST,
+            description=(
+                "optimizer steps between checkpoints, with one more after the last step; 0: save"
+                " only when a signal ends the run"
+            ),
+        ),
     ] = 0
-    keep_last: Annotated[int, Meta(ge=1, le=_MANY, description="the newest checkpoints are kept, as many")] = 2
-    keep_best: Annotated[int, Meta(ge=0, le=_MANY, description="so are as many of least loss, on the evaluation data where there is some")] = 0
-    on_failure: Annotated[Literal["stop", "go on"], Meta(description="when a checkpoint cannot be written")] = "stop"
-    export: Annotated[bool, Meta(description="write `model/` at the end, in Hugging Face format")] = True
-    export_dtype: Annotated[Literal["", "bf16", "fp32"], Meta(description="its weights: fp32 are the masters; empty: what the plan computes in")] = ""
+    keep_last: Annotated[
+        int, Meta(ge=1, le=_LARGEST, description="number of newest checkpoints to keep")
+    ] = 2
+    keep_best: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=_LARGEST,
+            description=(
+                "number of checkpoints with the lowest loss to keep as well; the loss is the"
+                " evaluation loss, or the training loss if there is no evaluation data"
+            ),
+        ),
+    ] = 0
+    on_failure: Annotated[
+        Literal["stop", "go on"],
+        Meta(description="whether to stop or go on if a checkpoint cannot be written"),
+    ] = "stop"
+    export: Annotated[
+        bool, Meta(description="write the model to `model/` at the end, in Hugging Face format")
+    ] = True
+    export_dtype: Annotated[
+        Literal["", "bf16", "fp32"],
+        Meta(
+            description=(
+                "dtype of the exported weights; fp32 exports the master weights; empty: the dtype"
+                " that the plan computes in"
+            )
+        ),
+    ] = ""
 
 
 class Logging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who hears of it besides metrics.jsonl."""
+    """Where metrics are written in addition to `metrics.jsonl` in the run folder."""
 
-    tensorboard: Annotated[bool, Meta(description="event files in `tensorboard/` of the run folder")] = False
-    tracker: Annotated[Literal["", "wandb", "trackio"], Meta(description="an experiment tracker; its package must be installed")] = ""
-    project: Annotated[str, Meta(min_length=1, description="the tracker's project")] = "megatrain"
-    name: Annotated[str, Meta(description="the tracker's name of this run; empty: it chooses")] = ""
+    tensorboard: Annotated[
+        bool, Meta(description="write TensorBoard event files to `tensorboard/` in the run folder")
+    ] = False
+    tracker: Annotated[
+        Literal["", "wandb", "trackio"],
+        Meta(
+            description=(
+                "experiment tracker that receives the metrics; its package must be installed;"
+                " empty: none"
+            )
+        ),
+    ] = ""
+    project: Annotated[
+        str, Meta(min_length=1, description="name of the project in the tracker")
+    ] = "megatrain"
+    name: Annotated[
+        str, Meta(description="name of this run in the tracker; empty: the tracker chooses one")
+    ] = ""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it."""
+    """All settings of a training run. Only `training.steps` has no default."""
 
-    training: Training
+    training: TrainingSettings
+    """number of steps, seed and initial weights"""
     optimizer: AdamW = AdamW()
+    """hyperparameters of AdamW"""
     schedule: LearningRate = LearningRate()
+    """learning rate of each step"""
     data: DataOptions = DataOptions()
-    evaluation: Evaluation = Evaluation()
+    """training data, evaluation data, and how they are packed into rows"""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """when to evaluate"""
     saving: Saving = Saving()
+    """checkpoints and the exported model"""
     logging: Logging = Logging()
+    """TensorBoard and experiment trackers"""
 
     def __post_init__(self) -> None:
         self.schedule.refuse_impossible(self.training.steps)
 
     @classmethod
     def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-        """The TOML file at `path`, if any, with `overrides` (`SECTION.FIELD` -> plain value) on top.
+        """Returns the config in the TOML file at `path`, changed by `overrides`.
+
+        Args:
+            path: the file, or None to start from the defaults.
+            overrides: maps `SECTION.FIELD` to the plain value that replaces the file's.
 
         Raises UserError for an unknown key, a wrong type, or a value out of its range.
         """
@@ -86,64 +196,102 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             try:
                 data = tomllib.loads(read_text(path))
             except (ValueError, RecursionError) as error:
-                raise UserError(where, found=f"text that is not TOML ({error})", allowed="a TOML file", fix="correct the file") from None
+                raise UserError(
+                    where,
+                    found=f"text that is not TOML ({error})",
+                    allowed="a TOML file",
+                    fix="correct the file",
+                ) from None
         for key, value in (overrides or {}).items():
             section, _, field = key.partition(".")
             held = data.setdefault(section, {})
             if not isinstance(held, dict):
-                raise UserError(f"{where}: {section}", found=repr(held), allowed="a section", fix=f"write [{section}]")
+                raise UserError(
+                    f"{where}: {section}",
+                    found=repr(held),
+                    allowed="a section",
+                    fix=f"write [{section}]",
+                )
             held[field] = value
         data.setdefault("training", {})
         return checked(data, where)
 
 
 def checked(value: object, where: str = "config") -> Config:
-    """A Config, or plain data for one, with every type and range looked at: what Python code builds is not checked as it is built.
+    """Returns `value` as a Config with every type and range checked.
 
-    Raises UserError.
+    `value` is a Config or plain data for one. The check is needed because msgspec does not validate
+    a struct that Python code builds.
+
+    Raises UserError if a value has a wrong type or is out of its range.
     """
     return convert(msgspec.to_builtins(value), Config, where)
 
 
 def with_data(config: Config, data: str) -> Config:
-    """`config` for other data."""
+    """Returns `config` with `data` as the path of the training data."""
     return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, data=data))
 
 
 class Field(NamedTuple):
-    """One field, for whoever offers it."""
+    """The description of one config field, from which the command-line options are made."""
 
     meaning: str
+    """the help text"""
     default: object
-    """msgspec.NODEFAULT where it must be given"""
+    """the default value, or msgspec.NODEFAULT if the field is required"""
     words: tuple[str, ...]
-    """its values, where they are words; without the empty one"""
+    """the allowed values of a `Literal` field, without the empty string; empty for other fields"""
 
 
 def fields() -> dict[str, Field]:
-    """Every field by `SECTION.FIELD`."""
+    """Returns all fields of all sections, keyed by `SECTION.FIELD`."""
     found = {}
     for section in msgspec.structs.fields(Config):
         for field in msgspec.structs.fields(section.type):
             plain, *extra = get_args(field.type)
-            words = tuple(word for word in get_args(plain) if word) if get_origin(plain) is Literal else ()
-            found[f"{section.name}.{field.name}"] = Field(next(meta.description for meta in extra if meta.description), field.default, words)
+            words = (
+                tuple(word for word in get_args(plain) if word)
+                if get_origin(plain) is Literal
+                else ()
+            )
+            found[f"{section.name}.{field.name}"] = Field(
+                next(meta.description for meta in extra if meta.description), field.default, words
+            )
     return found
 
 
 def full_name(key: str) -> str:
-    """`key` as `SECTION.FIELD`: a field's name alone is enough where only one section has it. Raises UserError for one that is no field's."""
+    """Returns `key` as `SECTION.FIELD`.
+
+    `key` may be the field's name alone if only one section has a field of that name.
+
+    Raises UserError if no field has this name, or fields of several sections have it.
+    """
     names = list(fields())
     found = [name for name in names if key in (name, name.partition(".")[2])]
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"--set {key}", found="a field of several sections", allowed=", ".join(found), fix="name the section too")
-    raise UserError(f"--set {key}", found="no field of this name", allowed=", ".join(names), fix="correct its spelling")
+        raise UserError(
+            f"--set {key}",
+            found="a field of several sections",
+            allowed=", ".join(found),
+            fix="name the section too",
+        )
+    raise UserError(
+        f"--set {key}",
+        found="no field of this name",
+        allowed=", ".join(names),
+        fix="correct its spelling",
+    )
 
 
 def parse_value(text: str) -> Any:
-    """What `text` means in TOML; where it means nothing there, the text itself, so that words need no quotes."""
+    """Returns the value of `text` as a TOML value.
+
+    Returns `text` itself if it is not a TOML value, so that words need no quotes.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -1,4 +1,7 @@
-"""export_run: a Hugging Face folder of a run's checkpoint, afterwards, without a GPU and without the memory that training takes."""
+"""export_run: writes a checkpoint of a run as a Hugging Face folder.
+
+It needs no GPU, and only a small part of the memory that training takes.
+"""
 
 from __future__ import annotations
 
@@ -19,65 +22,112 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.tensor_file import MalformedFile
-from megatrain.runtime.layers.skeleton import skeleton
+from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import exported_config, find_model, not_trained
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.workload import Dtype
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import Dtype
+from megatrain.simulator.schedule.plan import Plan
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of `export_run`."""
 
     step: int
+    """step of the exported checkpoint"""
     parameters: int
+    """number of parameters of the model"""
     dtype: Dtype
+    """dtype of the exported weights"""
 
 
 def export_run(
-    run: Path, out: Path, *, step: int | None = None, dtype: Dtype | None = None, model: str | None = None, on_note: Callable[[str], None] = lambda _: None
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: Dtype | None = None,
+    model: str | None = None,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Writes the weights of a checkpoint to the new folder `out`, which `from_pretrained` loads, streamed: a piece of a tensor is in memory at one time.
+    """Writes the weights of a checkpoint to the new folder `out`, which `from_pretrained` can load.
 
-    `run`: a run's folder, of which the newest sound checkpoint is taken, or that of `step`; or one checkpoint's folder. `dtype`: of the weights; None for
-    what the run's config says, else for what it computes in. `model`: the folder or the hub's name that config, tokenizer and generation config come from;
-    None for the one that the run began with. Each file is held against its checksum before anything is written.
+    Only a piece of one tensor is in memory at a time. The checksums of all files of the checkpoint
+    are verified before anything is written.
 
-    Raises UserError where there is no sound checkpoint, and for an `out` that is there already or cannot be written.
+    Args:
+        run: the folder of a run or of one checkpoint.
+        out: the folder to write. It must not exist.
+        step: the step of the checkpoint to export; None for the newest undamaged one.
+        dtype: the dtype of the exported weights; None for `export_dtype` in the run's config, or,
+            if that is empty, the dtype that the run computes in.
+        model: the folder, or the name on the hub, that config, tokenizer and generation config are
+            copied from; None for the model that the run began with.
+        on_note: receives lines of text for the user.
+
+    Raises UserError if there is no undamaged checkpoint, or if `out` exists or cannot be written.
     """
     if out.exists():
-        raise UserError(str(out), found="something there already", allowed="a folder that does not exist", fix="name another one with --out")
+        raise UserError(
+            str(out),
+            found="something there already",
+            allowed="a folder that does not exist",
+            fix="name another one with --out",
+        )
     folder, manifest = _checkpoint(run, step, on_note)
     home = run if folder != run else run.parent.parent  # RUN/checkpoints/step-00000123
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None
     random = config is not None and config.training.init == "random"
-    origin = find_model(model, manifest.model, needed=True) if model is not None else _origin(home, manifest, on_note)
+    origin = (
+        find_model(model, manifest.model, needed=True)
+        if model is not None
+        else _origin(home, manifest, on_note)
+    )
     settled = exported_config(origin, manifest.model, init="random" if random else "model")
     if note := not_trained(origin, settled):
         on_note(note)
     if origin is not None and not random:
-        with contextlib.suppress(UserError), folder_weights(origin, on_note):  # for its notes; an export does without the folder's weights
+        # Opened only for its notes. An export does not need the folder's weights.
+        with contextlib.suppress(UserError), folder_weights(origin, on_note):
             pass
     buffers = _buffers(manifest, settled, None if random else origin, random=random)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
-    export(StoredState(folder, manifest, buffers), manifest, settled, out, dtype=chosen, source=origin, chat_template=home / CHAT_TEMPLATE)
+    export(
+        StoredState(folder, manifest, buffers),
+        manifest,
+        settled,
+        out,
+        dtype=chosen,
+        source=origin,
+        chat_template=home / CHAT_TEMPLATE,
+    )
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
 
 
-def _checkpoint(run: Path, step: int | None, on_note: Callable[[str], None]) -> tuple[Path, Manifest]:
-    """The folder and the manifest of what is to be exported, all of which has been read once. Raises UserError."""
+def _checkpoint(
+    run: Path, step: int | None, on_note: Callable[[str], None]
+) -> tuple[Path, Manifest]:
+    """Returns the folder and the manifest of the checkpoint to export, after verifying its files.
+
+    Raises UserError if there is no such checkpoint or it is damaged.
+    """
     if (run / "manifest.json").exists():
         return run, verify(run)
     checkpoints = Checkpoints(run / "checkpoints")
     steps = checkpoints.steps()
     if step is not None and step not in steps:
         raise UserError(
-            str(checkpoints.folder), found=f"no checkpoint of step {step}", allowed=", ".join(map(str, steps)) or "none yet", fix="name one of these"
+            str(checkpoints.folder),
+            found=f"no checkpoint of step {step}",
+            allowed=", ".join(map(str, steps)) or "none yet",
+            fix="name one of these",
         )
     if not steps:
         raise UserError(
-            str(run), found="no checkpoint", allowed="a checkpoint's folder, or that of a run with one", fix="train with --save-every, or check the path"
+            str(run),
+            found="no checkpoint",
+            allowed="the folder of a checkpoint, or of a run with a checkpoint",
+            fix="train with --save-every, or check the path",
         )
     for number in [step] if step is not None else reversed(steps):
         try:
@@ -85,12 +135,15 @@ def _checkpoint(run: Path, step: int | None, on_note: Callable[[str], None]) -> 
         except MalformedFile as error:
             if step is not None or number == steps[0]:
                 raise
-            on_note(f"left out: {error.where}: found {error.found}")
-    raise AssertionError("a checkpoint is sound or raises")
+            on_note(f"skipped a damaged checkpoint: {error.where}: found {error.found}")
+    raise AssertionError("the last checkpoint is returned or raises")
 
 
 def _origin(home: Path, manifest: Manifest, on_note: Callable[[str], None]) -> Path | None:
-    """The model's folder that the run in `home` began with, as its plan has it; None where it is gone. Raises UserError where another model is there."""
+    """Returns the folder of the model that the run in `home` began with, or None if it is gone.
+
+    Raises UserError if that folder contains another model.
+    """
     file = home / "plan.toml"
     source = Plan.load(file).source if file.is_file() else ""
     if source and (home / source).is_dir():
@@ -98,22 +151,40 @@ def _origin(home: Path, manifest: Manifest, on_note: Callable[[str], None]) -> P
     try:
         return find_model(source, manifest.model, needed=True)
     except UserError as error:
-        on_note(f"no tokenizer and no generation config go along: {error.where}: {error.found}; --model names a folder that has them")
+        on_note(
+            "the tokenizer and the generation config are not exported:"
+            f" {error.where}: {error.found}; pass --model with a folder that has them"
+        )
         return None
 
 
-def _buffers(manifest: Manifest, config: PretrainedConfig, origin: Path | None, *, random: bool) -> dict[str, dict[str, torch.Tensor]]:
-    """Of the decoder layers, by layer and name, from the folder that the run began with, or where it began at random those that transformers starts with."""
+def _buffers(
+    manifest: Manifest, config: PretrainedConfig, origin: Path | None, *, random: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the buffers of the decoder layers, by layer and name.
+
+    They come from the folder that the run began with. For a run with random initial weights, they
+    are those of a new model in transformers.
+    """
     shapes = {layer: named for layer, named in CheckpointNames(config).buffers().items() if named}
     if not shapes:
         return {}
     if origin is None and random:
-        whole = skeleton(config, torch.float32, torch.device("cpu"))
+        whole = meta_model(config, torch.float32, torch.device("cpu"))
         layers = DecoderStack.of(whole).layers_of(whole)
-        return {layer: {name: layers[int(layer)].get_buffer(name) for name in named} for layer, named in shapes.items()}
+        return {
+            layer: {name: layers[int(layer)].get_buffer(name) for name in named}
+            for layer, named in shapes.items()
+        }
     if origin is None:
         raise UserError(
-            f"model {manifest.model.name}", found="no folder with its buffers", allowed="the folder that the run began with", fix="name it with --model"
+            f"model {manifest.model.name}",
+            found="no folder with the model's buffers",
+            allowed="the folder of the model that the run began with",
+            fix="pass it with --model",
         )
     with folder_weights(origin) as weights:
-        return {layer: {name: weights(layer, name, shape).clone() for name, shape in named.items()} for layer, named in shapes.items()}
+        return {
+            layer: {name: weights(layer, name, shape).clone() for name, shape in named.items()}
+            for layer, named in shapes.items()
+        }

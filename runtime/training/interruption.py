@@ -1,4 +1,6 @@
-"""Interruption: Ctrl-C and SIGTERM end a run between two steps, in good order; a second one ends it at once."""
+"""Interruption: lets Ctrl-C and SIGTERM end a run after the current step. A second signal ends the
+run at once.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +9,48 @@ import threading
 from types import FrameType
 from typing import Self
 
-from megatrain.simulator.errors import Interrupted
+from megatrain.simulator.base.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """While it is entered, the first signal is only noted: ask `if interruption:` between steps, save, and raise `interruption.error()`.
+    """A context manager that records the first signal instead of raising KeyboardInterrupt.
 
-    The second signal raises Interrupted where the main thread is. Outside the main thread, where Python delivers no signals, it notes nothing.
+    Test `if interruption:` between steps, save, and raise `interruption.error()`.
+
+    A second signal raises Interrupted in the main thread. If the context is entered in another
+    thread, nothing is recorded, because Python delivers signals only to the main thread.
     """
 
     def __init__(self) -> None:
-        self._noted: int | None = None
+        self._signal: int | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+            restored = handler if handler is not None else signal.SIG_DFL
+            signal.signal(number, restored)  # type: ignore[arg-type]
         self._before = {}
 
     def __bool__(self) -> bool:
-        """A signal has come."""
-        return self._noted is not None
+        """Returns whether a signal has come."""
+        return self._signal is not None
 
     def error(self) -> Interrupted:
-        """What to raise when the run has been saved: it carries the exit status, 130 after Ctrl-C and 143 after SIGTERM."""
-        assert self._noted is not None, "no signal has come"
-        return Interrupted(self._noted)
+        """Returns the exception to raise after the run has been saved.
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self._noted is not None:
+        It contains the exit status: 130 after Ctrl-C and 143 after SIGTERM.
+        """
+        assert self._signal is not None, "no signal has come"
+        return Interrupted(self._signal)
+
+    def _record(self, number: int, _: FrameType | None) -> None:
+        if self._signal is not None:
             raise Interrupted(number)
-        self._noted = number
+        self._signal = number

@@ -1,4 +1,4 @@
-"""What a run needs before its first step, each looked at before anything is allocated or written: where is the model, the data."""
+"""Finds and checks the model and the data of a run, before anything is allocated or written."""
 
 from __future__ import annotations
 
@@ -10,54 +10,84 @@ import msgspec
 from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.data import Corpus, DataOptions, open_data
+from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.opening import open_data
+from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import model_folder
 from megatrain.runtime.layers.model_config import completed, differences, refused_config
 from megatrain.runtime.layers.supported import refuse_multimodal
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 
-class Source(Protocol):
-    """Where batches to train on come from. One with a `digest` of what it holds is recognised when a run goes on."""
+class BatchSource(Protocol):
+    """A source of training batches.
+
+    If it has an attribute `digest`, a run can only be resumed with data of the same digest.
+    """
 
     def step(self, number: int) -> list[Batch]:
-        """The micro-batches of step `number`, from 1: always the same."""
+        """Returns the micro-batches of step `number`, counted from 1.
+
+        Must return the same batches whenever it is called with the same number.
+        """
 
 
 class HeldOut(Protocol):
-    """Where batches to evaluate on come from."""
+    """A source of evaluation batches."""
 
     def batches(self) -> Iterable[Batch]:
-        """All micro-batches, the same every time."""
+        """Returns all micro-batches. Must return the same batches every time."""
 
 
-def find_data(options: DataOptions, plan: Plan, folder: Path | None, seed: int, on_note: Callable[[str], None]) -> tuple[Corpus, Corpus | None]:
-    """What is trained and what is evaluated on, where there is such, packed as the plan's workload has it unless `options` say how.
+def find_data(
+    options: DataOptions, plan: Plan, folder: Path | None, seed: int, on_note: Callable[[str], None]
+) -> tuple[Corpus, Corpus | None]:
+    """Returns the training data and the evaluation data. The latter is None if there is none.
 
-    Raises UserError for what `open_data` does, and for a packing that the plan cannot execute, before anything is tokenised.
+    If `options.packing` is empty, the packing depends on the plan's workload.
+
+    Raises UserError if the plan cannot execute the packing, before anything is tokenized, and
+    whenever `open_data` does.
     """
-    chosen = msgspec.structs.replace(options, packing=options.packing or ("documents" if plan.workload.documents else "plain"))
+    chosen = msgspec.structs.replace(
+        options, packing=options.packing or ("documents" if plan.workload.documents else "plain")
+    )
     refuse_packing(chosen.packing, plan)
-    training, held_out = open_data(chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed)
+    training, held_out = open_data(
+        chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed
+    )
     if training.conversations and not training.documents:
-        on_note("conversations are packed so that each sees the ones before it in its row; a plan made without --plain-packing keeps them apart")
+        on_note(
+            "each conversation attends to those before it in its row; to keep them apart, make the"
+            " plan without --plain-packing"
+        )
     return training, held_out
 
 
 def refuse_packing(packing: str, plan: Plan) -> None:
-    """Raises UserError where batches would number their documents and the plan does not keep them apart."""
+    """Raises UserError if `packing` separates documents but the plan attends across them."""
     if packing != "plain" and not plan.workload.documents:
-        raise UserError("data: packing", found=packing, allowed="plain, since the plan attends over whole rows", fix="leave packing out, or make a plan for it")
+        raise UserError(
+            "data: packing",
+            found=packing,
+            allowed="plain, since the plan attends over whole rows",
+            fix="leave packing out, or make a plan for it",
+        )
 
 
 def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
-    """The folder of `source`, a folder or a hub name, where it holds the model that was planned; None where it holds none and its weights are not `needed`.
+    """Returns the folder of the planned model.
 
-    Raises UserError where there is none but one is needed, or another one.
+    Args:
+        source: a folder, or a name on the hub.
+        planned: the model in the plan.
+        needed: whether the folder's weights are needed. If not, returns None if there is no model.
+
+    Raises UserError if the model is needed but missing, or if it is not the planned model.
     """
     if not needed and not Path(source).is_dir():
         return None
@@ -66,44 +96,69 @@ def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
         return folder
     if not needed:
         return None
-    raise UserError(f"model {folder}", found="no config.json", allowed="a Hugging Face model folder", fix="check `source` in the plan, or pass --init random")
+    raise UserError(
+        f"model {folder}",
+        found="no config.json",
+        allowed="a Hugging Face model folder",
+        fix="check `source` in the plan, or pass --init random",
+    )
 
 
 def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> PretrainedConfig:
-    """The config that is written with trained weights: that of the model's `folder`, which may be a multimodal model and has keys that matter to no step.
-    Where there is no folder, or a multimodal model's weights were not read from it, that of the planned language model alone.
+    """Returns the config to write with the trained weights.
 
-    Raises UserError for a value that transformers refuses.
+    This is the config in the model's `folder`, which may be that of a multimodal model and may have
+    keys that training does not use. Returns the config of the planned language model if there is no
+    folder, or if the folder has a multimodal model and `init` is "random".
+
+    Raises UserError if transformers refuses a value in the config.
     """
     if folder is None:
         return completed(planned)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a config class computes on values that nobody has checked
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a config class may fail in any way on values of a wrong type
         raise refused_config(str(folder / "config.json"), error) from None
     return completed(planned) if init == "random" and is_multimodal(config) else config
 
 
 def not_trained(folder: Path | None, config: PretrainedConfig) -> str:
-    """A note that says which tensors of a multimodal model are not trained; empty where there are none. Raises UserError where its files cannot be read."""
+    """Returns a note on the tensors of a multimodal model that are not trained.
+
+    Returns an empty string for other models. Raises UserError if the files cannot be read.
+    """
     if folder is None or not is_multimodal(config):
         return ""
     with FolderTensors(folder) as tensors:
         others = CheckpointNames(config).other_keys(tensors.entries)
     names = sorted({name.removeprefix("model.").partition(".")[0] for name in others})
-    return f"only the language model is trained; {len(others)} tensors of {', '.join(names)} are exported unchanged"
+    return (
+        f"only the language model is trained; {len(others)} tensors of {', '.join(names)} are"
+        " exported unchanged"
+    )
 
 
 def _is_model(folder: Path, planned: ModelSpec) -> bool:
-    """Whether `folder` has a model. Raises UserError where it is another one than was planned."""
+    """Returns whether `folder` has a model. Raises UserError if it is not the planned model."""
     config = folder / "config.json"
     if not config.exists():
         return False
     found = ModelSpec.load(str(config))
     refuse_multimodal(folder, found)
     if differing := differences(found, planned):
-        differs, expected = (", ".join(f"{key} {value}" for key, value in named) for named in (
-            [(entry.key, entry.first) for entry in differing], [(entry.key, entry.second) for entry in differing],
-        ))  # fmt: skip
-        raise UserError(str(config), found=differs, allowed=f"{expected}, as planned", fix="make the plan again with `megatrain plan`, or restore config.json")
+        differs, expected = (
+            ", ".join(f"{key} {value}" for key, value in named)
+            for named in (
+                [(entry.key, entry.first) for entry in differing],
+                [(entry.key, entry.second) for entry in differing],
+            )
+        )
+        raise UserError(
+            str(config),
+            found=differs,
+            allowed=f"{expected}, as planned",
+            fix="make the plan again with `megatrain plan`, or restore config.json",
+        )
     return True

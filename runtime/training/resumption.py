@@ -1,5 +1,7 @@
-"""settings_of: what has to be the same when a run goes on, or it would not be the run that it was. The optimizer and the workload are not here:
-a checkpoint holds them itself.
+"""settings_of: the settings that must not change when a run is resumed.
+
+The optimizer and the workload must not change either. They are not included here, because a
+checkpoint stores them separately.
 """
 
 from __future__ import annotations
@@ -9,20 +11,31 @@ from typing import Any
 import msgspec
 
 from megatrain.runtime.training.config import Config
-from megatrain.runtime.training.opening import Source
+from megatrain.runtime.training.opening import BatchSource
 
 _OF_DATA = ("split", "columns", "loss", "evaluation_fraction", "evaluation_documents")
 
 
-def settings_of(config: Config, data: Source | None) -> dict[str, Any]:
-    """By `SECTION.FIELD`, plain values: learning-rate schedule, seed, and of the data how it is read, packed and what it holds, wherever it lies.
+def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
+    """Returns the settings that must not change, as plain values keyed by `SECTION.FIELD`.
 
-    The number of steps counts where the learning rate depends on it: a constant rate may go on for longer. Of `data` without a `digest` nothing is known;
-    with None, not read yet, what it holds and how it is packed are left out.
+    They are the learning-rate schedule, the seed, and how the data is read and packed. The digest
+    of the data is included, its path is not. The number of steps is included only if the learning
+    rate depends on it: a run with a constant rate may be extended.
+
+    Args:
+        config: the config of the run.
+        data: the training data; None if it has not been read yet. Then its packing and digest are
+            left out. The digest is empty if `data` has none.
     """
-    found = {f"schedule.{key}": value for key, value in msgspec.to_builtins(config.schedule).items()}
+    found = {
+        f"schedule.{key}": value for key, value in msgspec.to_builtins(config.schedule).items()
+    }
     found |= {f"data.{key}": getattr(config.data, key) for key in _OF_DATA}
     if data is not None:
-        found |= {"data.packing": getattr(data, "packing", ""), "data.digest": getattr(data, "digest", "")}
+        found |= {
+            "data.packing": getattr(data, "packing", ""),
+            "data.digest": getattr(data, "digest", ""),
+        }
     steps = None if config.schedule.kind == "constant" else config.training.steps
     return {**found, "training.seed": config.training.seed, "training.steps": steps}

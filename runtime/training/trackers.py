@@ -1,4 +1,7 @@
-"""Trackers: metrics to TensorBoard, Weights & Biases or trackio, each a callback. Their packages are optional, imported when asked for."""
+"""Callbacks that send metrics to TensorBoard, Weights & Biases or trackio.
+
+The packages of these trackers are optional, and are imported only when they are used.
+"""
 
 from __future__ import annotations
 
@@ -11,122 +14,188 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megatrain.runtime.training.callback import Callback, Evaluation, Step
+from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.config import Logging
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert, read_json, write_json
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_json, write_json
 
 if TYPE_CHECKING:
-    from megatrain.runtime.training.trainer import Trainer
+    from megatrain.runtime.training.training_run import TrainingRun
 
 
 def step_values(step: Step) -> dict[str, float]:
-    """What is drawn of a step."""
-    values = {"train/loss": step.loss, "train/learning_rate": step.rate, "train/tokens_per_second": step.tokens_per_second}
-    return values if step.gradient_norm is None else {**values, "train/gradient_norm": step.gradient_norm}
+    """Returns the logged values of a step by name."""
+    values = {
+        "train/loss": step.loss,
+        "train/learning_rate": step.rate,
+        "train/tokens_per_second": step.tokens_per_second,
+    }
+    return (
+        values
+        if step.gradient_norm is None
+        else {**values, "train/gradient_norm": step.gradient_norm}
+    )
 
 
-def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
-    """What is drawn of an evaluation."""
+def evaluation_values(evaluation: EvaluationResult) -> dict[str, float]:
+    """Returns the logged values of an evaluation by name."""
     return {"evaluation/loss": evaluation.loss, "evaluation/perplexity": evaluation.perplexity}
 
 
 class _Metrics(Callback):
-    """Steps and evaluations as named numbers."""
+    """Base class that passes the values of each step and evaluation to `write`."""
 
     def write(self, values: Mapping[str, float], number: int) -> None:
-        """`values` of step `number`."""
+        """Logs `values` for step `number`."""
         raise NotImplementedError
 
-    def on_step(self, trainer: Trainer, step: Step) -> None:
+    def on_step(self, trainer: TrainingRun, step: Step) -> None:
         self.write(step_values(step), step.number)
 
-    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
         self.write(evaluation_values(evaluation), evaluation.number)
 
 
 class TensorBoard(_Metrics):
-    """Event files in `folder`."""
+    """Writes TensorBoard event files to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=trainer.first_step if trainer.first_step > 1 else None)
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=trainer.first_step if trainer.first_step > 1 else None
+        )
 
     def write(self, values: Mapping[str, float], number: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, number)
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
 class Tracker(_Metrics):
-    """wandb or trackio: two modules with nearly the same `init`, and a run with `log(values, step)` and `finish()`.
+    """Logs to wandb or trackio.
 
-    Which run it is stands in the run folder's `tracker.json`, so that a training that goes on goes on there too: wandb finds a run by its id, trackio by
-    its name. What is logged again of steps after the checkpoint has the same values; wandb leaves it out.
+    The two modules have nearly the same `init`, and their runs have the methods `log(values, step)`
+    and `finish()`.
+
+    The file `tracker.json` in the run folder identifies the tracker's run, so that a resumed
+    training continues that run. wandb finds a run by its id, trackio by its name. Steps after the
+    checkpoint are logged a second time, with the same values. wandb ignores these.
     """
 
-    def __init__(self, module: str, project: str, name: str = "", *, file: Path | None = None) -> None:
-        """`file`: where to keep which run it is; None for nowhere. Raises UserError where the package `module` is not installed."""
+    def __init__(
+        self, module: str, project: str, name: str = "", *, file: Path | None = None
+    ) -> None:
+        """Checks that the package `module` is installed.
+
+        Args:
+            module: "wandb" or "trackio".
+            project: name of the project in the tracker.
+            name: name of the run; empty to let the tracker choose one.
+            file: file that identifies the tracker's run; None to write no such file.
+
+        Raises UserError if the package `module` is not installed.
+        """
         if importlib.util.find_spec(module) is None:
             raise UserError(
-                f"logging: tracker: {module}", found="no such package", allowed="an installed one", fix=f"pip install {module}, or leave tracker out"
+                f"logging: tracker: {module}",
+                found="no such package",
+                allowed="an installed package",
+                fix=f"pip install {module}, or leave tracker out",
             )
         self._module, self._project, self._name, self._file = module, project, name, file
         self._run: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        config = {"config": msgspec.to_builtins(trainer.config), "plan": msgspec.to_builtins(trainer.plan)}
-        held = self._held() if trainer.first_step > 1 else None
+    def on_start(self, trainer: TrainingRun) -> None:
+        config = {
+            "config": msgspec.to_builtins(trainer.config),
+            "plan": msgspec.to_builtins(trainer.plan),
+        }
+        earlier = self._earlier_run() if trainer.first_step > 1 else None
         given: dict[str, Any] = {"name": self._name or None}
-        if held is not None:
-            given = {"name": held.name, "resume": "allow", **({"id": held.id} if self._module == "wandb" else {})}
-        self._run = importlib.import_module(self._module).init(project=self._project, config=config, **given)
+        if earlier is not None:
+            given = {
+                "name": earlier.name,
+                "resume": "allow",
+                **({"id": earlier.id} if self._module == "wandb" else {}),
+            }
+        self._run = importlib.import_module(self._module).init(
+            project=self._project, config=config, **given
+        )
         if self._file is not None:
             names = {key: str(getattr(self._run, key, None) or "") for key in ("id", "name")}
             write_json(self._file, _Tracked(tracker=self._module, project=self._project, **names))
 
-    def _held(self) -> _Tracked | None:
-        """The run that this training has had so far, where it is one of the same tracker and project. Raises UserError for a file that is none."""
+    def _earlier_run(self) -> _Tracked | None:
+        """Returns the tracker's run that this training has logged to so far.
+
+        Returns None if there is none, or if it belongs to another tracker or project. Raises
+        UserError if the file is not valid.
+        """
         if self._file is None or not self._file.exists():
             return None
-        held = convert(read_json(self._file), _Tracked, str(self._file))
-        return held if (held.tracker, held.project) == (self._module, self._project) else None
+        run = convert(read_json(self._file), _Tracked, str(self._file))
+        return run if (run.tracker, run.project) == (self._module, self._project) else None
 
     def write(self, values: Mapping[str, float], number: int) -> None:
-        self._run.log({name: value for name, value in values.items() if math.isfinite(value)}, step=number)
+        self._run.log(
+            {name: value for name, value in values.items() if math.isfinite(value)}, step=number
+        )
 
-    def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
         if self._run is not None:
             self._run.finish()
 
 
 class _Tracked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `tracker.json` holds."""
+    """The content of `tracker.json`."""
 
     tracker: str
+    """`wandb` or `trackio`"""
     project: str
+    """name of the project in the tracker"""
     id: str
+    """id of the run; empty if the tracker has none"""
     name: str
+    """name of the run"""
 
 
 def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[str]]:
-    """Those that `chosen` asks for, and notes on what cannot be. Raises UserError for a tracker whose package is not installed."""
+    """Returns the callbacks that `chosen` selects, and notes on those that cannot be used.
+
+    TensorBoard is left out, with a note, if there is no run folder or the package is not installed.
+
+    Args:
+        chosen: the config's section.
+        out: the run folder, or None.
+
+    Raises UserError if the package of the chosen tracker is not installed.
+    """
     found: list[Callback] = []
     notes: list[str] = []
     if chosen.tensorboard and out is None:
         notes.append("no TensorBoard files: there is no run folder")
     elif chosen.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        notes.append("no TensorBoard files: the package tensorboard is not installed (pip install 'megatrain[tensorboard]')")
+        notes.append(
+            "no TensorBoard files: the package tensorboard is not installed (pip install"
+            " 'megatrain[tensorboard]')"
+        )
     elif chosen.tensorboard and out is not None:
         found.append(TensorBoard(out / "tensorboard"))
     if chosen.tracker:
-        found.append(Tracker(chosen.tracker, chosen.project, chosen.name, file=None if out is None else out / "tracker.json"))
+        found.append(
+            Tracker(
+                chosen.tracker,
+                chosen.project,
+                chosen.name,
+                file=None if out is None else out / "tracker.json",
+            )
+        )
     return found, notes

@@ -1,25 +1,86 @@
-"""Cost models: two to predict with (`Calibrated`, `Datasheet`), one to check with (`Replayed`). They say how lanes slow each other; the engine applies it."""
+"""Cost models: the durations of ops, and how ops on different lanes slow each other down.
+
+`Calibrated` and `Datasheet` predict. `Replayed` takes durations from a run, to check the engine.
+The engine applies what the cost models return.
+"""
 
 from __future__ import annotations
 
+from megatrain.simulator.base import plugins
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.costs.contention import Sharing
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.costs.protocol import CostModel
+from megatrain.simulator.costs.protocol import CostModel, Unmeasured
 from megatrain.simulator.costs.replayed import Replayed
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 
-__all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "cost_model"]
+__all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "Unmeasured", "cost_model"]
+
+
+GROUP = "megatrain.cost_models"
+"""The entry point group of cost models that installed packages define."""
 
 
 def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
-    """The calibrated model where the machine was measured, else the datasheet's."""
+    """Returns the cost model of `model` and `workload` on `hardware`.
+
+    That is the one that `hardware.cost_model` names, if it names one. Otherwise it is `Calibrated`
+    if the machine was measured, and `Datasheet` if not. Raises UserError if a cost model from
+    outside the package is not found or fails.
+    """
+    if hardware.cost_model:
+        return _from_outside(hardware, model, workload)
     table = hardware.costs
     if table is None:
         return Datasheet(hardware, model, workload)
-    sharing = Sharing(table.contention, table.host_memory or hardware.host_memory, hardware.duplex_curve, table.turns or hardware.turns)
-    datasheet = Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
+    sharing = Sharing(
+        table.contention,
+        table.host_memory or hardware.host_memory,
+        hardware.duplex_curve,
+        table.turns or hardware.turns,
+    )
+    datasheet = (
+        Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
+    )
     return Calibrated(table, datasheet, sharing, Elementwise(model, workload))
+
+
+def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
+    """Returns the cost model that `hardware.cost_model` names."""
+    name = hardware.cost_model
+    where = f"hardware {hardware.name}: cost_model {name}"
+    if name.endswith(".py"):
+        make = getattr(plugins.load_file("cost model", name), "cost_model", None)
+    elif name in plugins.installed(GROUP):
+        make = plugins.load(GROUP, name)
+    else:
+        installed = ", ".join(plugins.installed(GROUP)) or "none is installed"
+        raise UserError(
+            where,
+            found="no such cost model",
+            allowed=f"an installed one ({installed}), or the path of a .py file",
+            fix="correct the name, or remove it to use the built-in cost models",
+        )
+    if not callable(make):
+        raise UserError(
+            where,
+            found="no function cost_model",
+            allowed="a function (hardware, model, workload) that returns a CostModel",
+            fix="see docs/adding.md",
+        )
+    try:
+        made: CostModel = make(hardware, model, workload)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            where,
+            found=f"{type(error).__name__}: {error}".splitlines()[0],
+            allowed="a function that returns a CostModel",
+            fix="correct the function",
+        ) from error
+    return made

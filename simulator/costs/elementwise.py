@@ -1,53 +1,80 @@
-"""Elementwise: bytes that the elementwise ops read and write, on either side of the link."""
+"""Elementwise: the bytes that elementwise ops read and write, on the host or on the device."""
 
 from __future__ import annotations
 
-from megatrain.simulator.hardware import PASS_KINDS
+from megatrain.simulator.hardware.machine import PASS_KINDS
+from megatrain.simulator.model.optimizer import find
+from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
-from megatrain.simulator.workload import Workload
 
 
 class Elementwise:
-    """Bytes by op, for one model and workload."""
+    """The bytes that ops read and write, for one model and workload."""
 
     def __init__(self, model: ModelSpec, workload: Workload) -> None:
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
+        self._moments = find(workload.optimizer).moments
 
     def _gradient_width(self, layer: str) -> int:
-        """Bytes an element of the layer's step gradient: fp32 where several are summed."""
+        """Returns the bytes per element of the layer's gradient of a step. It is fp32 if several
+        gradients are summed.
+        """
         several = self._workload.accumulation > 1 or (self._model.tied and layer == EMBEDDING)
         return 4 if several else self._width
 
     def wide(self, layer: str) -> bool:
-        """Its step gradient is wider than what layers compute in."""
+        """Checks whether the layer's gradient of a step is wider than the compute dtype."""
         return self._gradient_width(layer) > self._width
 
     def summed_bytes(self, op: Op) -> int:
-        """What a compute op moves because its gradient is one of several, besides what it moves with one micro-batch, as calibration measures it.
+        """Returns the extra bytes that a compute op moves because its gradient is one of several.
+        They are in addition to the bytes with one micro-batch, which calibration measures.
 
-        A gradient is read as the layer leaves it, b bytes, and written with w; where it is added, w more are read: b + w [+ w].
+        A gradient is read with b bytes per element, as the layer computes it, and written with w
+        bytes. If it is added to another, that one is read too: b + w [+ w].
         """
         layer = {"head": self._model.head, "embed_backward": EMBEDDING}.get(op.kind, op.layer)
-        if self._workload.accumulation == 1 or op.kind not in ("backward", "head", "embed_backward"):
+        if self._workload.accumulation == 1 or op.kind not in (
+            "backward",
+            "head",
+            "embed_backward",
+        ):
             return 0
         shared = self._model.tied and layer == EMBEDDING
-        alone = (4 if shared else self._width) + (4 if shared and op.kind == "embed_backward" else 0)
+        alone = (4 if shared else self._width) + (
+            4 if shared and op.kind == "embed_backward" else 0
+        )
         return (4 + (4 if op.adds else 0) - alone) * self._model.stack[layer].elements
 
     def touched_bytes(self, op: Op) -> int | None:
-        """The sum of squares reads the gradient, that of g^2 / v also the second moment; an accumulation reads the slab, writes the gradient, and reads it
-        where it adds; AdamW reads and writes master (4) and moments (8) and reads the gradient. None for a kind without a formula.
+        """Returns the bytes that `op` reads and writes, or None if there is no formula for its
+        kind.
+
+        * `norm` reads the gradient.
+        * `update_ratios` reads the gradient and the second moment.
+        * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
+          also reads the gradient.
+        * An update reads and writes the master and each of the optimizer's moments (4 bytes per
+          parameter each), and reads the gradient.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:
             return op.bytes
         if kind == "norm":
             return gradient * op.parameters
-        if kind == "ratios":
+        if kind == "update_ratios":
             return (gradient + 4) * op.parameters
         if kind == "accumulate_gradients":
             return (self._width + gradient * (2 if op.adds else 1)) * op.parameters
         if kind in ("update", "cpu_update"):
-            return (24 + gradient) * op.parameters
+            return (8 + 8 * self._moments + gradient) * op.parameters
         return 0 if kind == "clip" else None
+
+    def update_share(self, layer: str) -> float:
+        """The bytes that the update of a parameter of `layer` moves over those of AdamW's, which
+        is what machines are measured with. An update is bound by memory, so it is taken for the
+        share of the time, too; nobody measured another optimizer.
+        """
+        gradient = self._gradient_width(layer)
+        return (8 + 8 * self._moments + gradient) / (24 + gradient)

@@ -1,10 +1,12 @@
-"""Grid: a compute op's duration at tokens T and sequence length S between those that were measured.
+"""Interpolation of a compute op's duration over tokens T and sequence length S.
 
     duration(T, S) = f(T) + T g(S)
 
-f is a line between the token counts measured at one sequence length, the one with most of them; g is what a token takes more at another length,
-a line between the lengths: a causal kernel that reaches efficiency x S / (S + h) of the peak takes T (S + h) over a constant (`datasheet.py`). Ops
-without attention do not hang on S, and g is 0. Nothing is said beyond what was measured.
+f is linear between the token counts measured at one sequence length, the length with the most token
+counts. g is the extra time per token at another length, and it is linear between the measured
+lengths. It may be linear because a causal attention kernel that reaches efficiency x S / (S + h) of
+the peak takes a time proportional to T (S + h) (`datasheet.py`). Ops without attention do not
+depend on S, so g is 0. There is no extrapolation.
 """
 
 from __future__ import annotations
@@ -19,19 +21,26 @@ from megatrain.simulator.costs.interpolation import interpolate
 
 
 class Point(NamedTuple):
-    """One measurement."""
+    """One measurement of a compute op."""
 
     tokens: int
+    """Tokens per micro-batch."""
     sequence: int
+    """Tokens per sequence."""
     duration_ns: int
+    """The measured duration."""
 
 
 def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: bool) -> int | None:
-    """ns at `tokens` and `sequence`; None where either lies outside of what was measured, or too little was. `attends`: it hangs on the sequence.
+    """Returns the duration in ns at `tokens` and `sequence`. Returns None if either is outside the
+    measured range or if there are too few points. `attends` says whether the op has attention, so
+    that its duration depends on the sequence length.
 
     >>> measured = [Point(100, 10, 50), Point(300, 10, 130), Point(200, 30, 110)]
-    >>> between(measured, 200, 10, attends=True), between(measured, 200, 20, attends=True), between(measured, 400, 10, attends=True)
-    (90, 100, None)
+    >>> between(measured, 200, 10, attends=True), between(measured, 200, 20, attends=True)
+    (90, 100)
+    >>> between(measured, 400, 10, attends=True) is None
+    True
     """
     found: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
@@ -43,9 +52,13 @@ def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: boo
     length = sequence if attends else 0
     if len(curve) < 2 or not curve[0][0] <= tokens <= curve[-1][0]:
         return None
-    more = {reference: 0.0}  # ns a token
+    more = {reference: 0.0}  # extra ns per token, by sequence length
     for other, measured in found.items():
-        inside = [(ns - interpolate(curve, count)[0]) / count for count, ns in _curve(measured) if curve[0][0] <= count <= curve[-1][0]]
+        inside = [
+            (ns - interpolate(curve, count)[0]) / count
+            for count, ns in _curve(measured)
+            if curve[0][0] <= count <= curve[-1][0]
+        ]
         if other != reference and inside:
             more[other] = statistics.mean(inside)
     if not min(more) <= length <= max(more):
@@ -55,10 +68,15 @@ def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: boo
 
 
 def _curve(durations: dict[int, list[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((tokens, round(statistics.mean(times))) for tokens, times in sorted(durations.items()))
+    """Returns points (tokens, mean duration) in ascending order of tokens."""
+    return tuple(
+        (tokens, round(statistics.mean(times))) for tokens, times in sorted(durations.items())
+    )
 
 
 def _line(points: list[tuple[int, float]], place: int) -> float:
-    """Between the two neighbours of `place`."""
-    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(points) if pair[0][0] <= place <= pair[1][0])
+    """Interpolates between the two neighbors of `place`."""
+    (x0, y0), (x1, y1) = next(
+        pair for pair in itertools.pairwise(points) if pair[0][0] <= place <= pair[1][0]
+    )
     return y0 + (y1 - y0) * (place - x0) / (x1 - x0)

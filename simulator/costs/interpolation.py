@@ -1,4 +1,4 @@
-"""Interpolation: a duration at any size from a curve of measured ones."""
+"""Linear interpolation of a measured curve."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import bisect
 
 
 def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bool]:
-    """(duration in ns, extrapolated) at `size` on a curve of ascending (size, ns) points; never below 0.
+    """Returns (duration in ns, extrapolated) at `size` on a curve of (size, ns) points.
 
-    One point of size 0 is a constant. One point of another size stands for a proportion.
+    The points are in ascending order of size. Between two points the duration is linear, and beyond
+    the outermost points it continues their segment. It is at least 0. A curve of one point is a
+    constant if its size is 0, otherwise the duration is proportional to the size.
 
     >>> interpolate(((100, 20), (200, 30)), 150), interpolate(((100, 20), (200, 30)), 400)
     ((25, False), (50, True))
@@ -18,4 +20,7 @@ def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bo
         return (duration, False) if known in (0, size) else (-(-duration * size // known), True)
     right = min(max(bisect.bisect_left(points, (size, -1)), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return max(y0 + -(-(y1 - y0) * (size - x0) // (x1 - x0)), 0), not points[0][0] <= size <= points[-1][0]
+    return (
+        max(y0 + -(-(y1 - y0) * (size - x0) // (x1 - x0)), 0),
+        not points[0][0] <= size <= points[-1][0],
+    )

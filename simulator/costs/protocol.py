@@ -1,4 +1,4 @@
-"""CostModel: how long an op takes when it has its lane, the link and the host's memory to itself, and what disturbs it."""
+"""CostModel: how long an op takes while nothing else runs, and how ops slow each other down."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import abc
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatrain.simulator.hardware import Workspace
+from megatrain.simulator.costs.contention import Demand, Sharing
+from megatrain.simulator.hardware.machine import Workspace
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op, Schedule, Sizes
-from megatrain.simulator.sharing import Demand, Sharing
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
 
 FIX = "run `megatrain calibrate` for this model and workload"
 
 
 class CostModel(Protocol):
-    """Durations of ops in integer nanoseconds, and what else the machine does to a schedule."""
+    """The protocol of a cost model. Durations are in integer nanoseconds."""
 
     @property
     def dispatch_ns(self) -> Mapping[str, int]:
-        """Lane -> time from an op being ready to its start."""
+        """Time from an op being ready to its start, by lane."""
 
     @property
     def step_overhead_ns(self) -> int:
@@ -28,34 +28,51 @@ class CostModel(Protocol):
 
     @property
     def process_bytes(self) -> int:
-        """Host memory that a process with state on the host takes beside its pools; 0 where that was not measured."""
+        """Host memory that a process with state on the host needs in addition to its pools, or 0 if
+        it was not measured.
+        """
 
     def sizes(self, schedule: Schedule) -> Sizes:
-        """One op of each cost, and for every op of the schedule which of them it costs as: the players ask once a size, not once an op."""
+        """Returns the ops of the schedule grouped by cost. A simulator then asks for one duration
+        per size and not one per op.
+        """
 
     def duration_ns(self, op: Op) -> int:
-        """Time of `op` at full rate. Raises UserError where nothing is known of its kind or shape."""
+        """Returns the time of `op` at full speed. Raises UserError if its kind or shape is
+        unknown.
+        """
 
     def demand(self, op: Op) -> Demand | None:
-        """What `op` shares with ops that run at the same time; None where it neither disturbs another nor is disturbed."""
+        """Returns what `op` needs of the resources that it shares with other ops. None means that
+        it neither slows another op nor is slowed.
+        """
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
-        """Millionths of full speed at which ops with these demands, on different lanes, run together; each at least 1."""
+        """Returns the speed of each op while all of `busy`, on different lanes, run together. It is
+        in millionths of full speed and at least 1.
+        """
 
     def extrapolated(self, op: Op) -> bool:
-        """The duration lies outside what was measured."""
+        """Checks whether the duration of `op` is outside the measured range."""
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
-        """Bytes of one decoder layer's saved activations, the largest's where they differ; where that was measured."""
+        """Returns the measured bytes of one decoder layer's saved activations, or None if they were
+        not measured. If layers differ, it is the largest.
+        """
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Peak device bytes besides the planned pools and saved activations, where that was measured."""
+        """Returns the measured peak device bytes in addition to the pools and the saved
+        activations, or None if they were not measured.
+        """
 
 
 class Shared(abc.ABC):
-    """What cost models have in common: ops of one size cost the same, and share what `sharing` says."""
+    """Base class of the cost models. Ops of one size cost the same, and `sharing` says how ops slow
+    each other down.
+    """
 
     sharing: Sharing
+    """The resources that the lanes share."""
     process_bytes = 0
 
     def sizes(self, schedule: Schedule) -> Sizes:
@@ -63,21 +80,26 @@ class Shared(abc.ABC):
 
     @abc.abstractmethod
     def duration_ns(self, op: Op) -> int:
-        """As in CostModel."""
+        """Returns the time of `op` at full speed."""
 
     def touched_bytes(self, op: Op) -> int:
-        """Bytes that an op of the cpu lane reads and writes."""
+        """Returns the bytes that an op of the cpu lane reads and writes."""
         return 0
 
     def demand(self, op: Op) -> Demand | None:
-        return self.sharing.demand(op.lane, self.touched_bytes(op) if op.lane == "cpu" else op.bytes, self.duration_ns(op), op.kind)
+        return self.sharing.demand(
+            op.lane,
+            self.touched_bytes(op) if op.lane == "cpu" else op.bytes,
+            self.duration_ns(op),
+            op.kind,
+        )
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
         return self.sharing.rates(busy)
 
 
 class Unmeasured(Shared):
-    """A cost model that knows no measured sizes and flags nothing."""
+    """Base class of cost models without measured bytes. No duration counts as extrapolated."""
 
     def extrapolated(self, op: Op) -> bool:
         return False

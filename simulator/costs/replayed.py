@@ -1,32 +1,41 @@
-"""Replayed: durations of a run, to see what the engine makes of them."""
+"""Replayed: a cost model with the durations of a run, which measures the error of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs.contention import Sharing
 from megatrain.simulator.costs.protocol import Unmeasured
-from megatrain.simulator.errors import UserError
 from megatrain.simulator.schedule import Op, Schedule, Sizes
-from megatrain.simulator.sharing import Sharing
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.schedule.timeline import Timeline
 
 
 class Replayed(Unmeasured):
-    """Durations of a timeline: what the engine makes of them, against the timeline, is the engine's own error."""
+    """The durations of a timeline. If the engine simulates the schedule with them, the difference
+    from the timeline is the engine's own error.
+    """
 
     sharing = Sharing({})
     step_overhead_ns = 0
 
     def __init__(self, timeline: Timeline, dispatch_ns: Mapping[str, int] | None = None) -> None:
-        """`dispatch_ns`: lane -> what the engine adds before each op, as it does in a prediction; by default nothing."""
+        """`dispatch_ns` is the time that the engine adds before each op, by lane, as in a
+        prediction. By default it adds none.
+        """
         self.dispatch_ns: Mapping[str, int] = dispatch_ns or {}
         self._durations = {span.op: span.duration_ns for span in timeline.spans}
 
     def sizes(self, schedule: Schedule) -> Sizes:
-        """Every op has a duration of its own."""
+        """Returns every op as a size of its own, because each has its own duration."""
         return Sizes(schedule.ops, list(range(len(schedule.ops))))
 
     def duration_ns(self, op: Op) -> int:
         if op.id not in self._durations:
-            raise UserError("timeline", found=f"no span of {op.id}", allowed="a timeline of this very schedule", fix="run the plan again")
+            raise UserError(
+                "timeline",
+                found=f"no span of {op.id}",
+                allowed="a timeline of this schedule",
+                fix="run the plan again",
+            )
         return self._durations[op.id]

@@ -1,19 +1,24 @@
-"""Within the spread: a measured machine as slow, or as fast, as its own repeats say it may be.
+"""WithinSpread: a measured machine that is as slow, or as fast, as its repeated measurements allow.
 
-A spread is the interquartile range of a number's repeats over their median: of normally distributed repeats 82 % lie within one of it to either side. All
-ops are taken to be long together, or short together, as they are where the host or its neighbours are. Only what they take is varied, not how lanes slow
-each other, nor dispatch.
+The spread of a number is the interquartile range of its repetitions divided by their median. With
+normally distributed repetitions, 82 % are within one spread of the median. All ops become longer
+together or shorter together, as they do when the host is busy with other work. Only durations
+change, not how lanes slow each other down and not the dispatch time.
 """
 
 from __future__ import annotations
 
 from megatrain.simulator.costs.calibrated import Calibrated
-from megatrain.simulator.costs.changed import Changed
+from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.schedule import Op
 
 
-class WithinSpread(Changed):
-    """`costs`, with every op longer, or shorter, by the spread of the measured number nearest to it; by `uncertainty` where it is extrapolated."""
+class WithinSpread(ScaledCosts):
+    """The cost model `costs` with every op longer or shorter by its spread.
+
+    The spread of an op is that of the nearest measured number. If the op's duration is
+    extrapolated, `uncertainty` is used in its place.
+    """
 
     def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
         super().__init__(costs, lambda op: op)

@@ -1,8 +1,8 @@
-"""Scheduling policies: how one optimizer step is ordered.
+"""Scheduling policies: the order of one optimizer step.
 
-A policy writes a step as a sequential program over buffers. The builder derives the dependencies;
-lanes and slots give the overlap. `Policy` is the interface and `registry.py` finds policies by name.
-The functions below take a plan and ask the policy that it names.
+A policy writes a step as a sequential program over buffers. The builder derives the dependencies,
+and lanes and slots give the overlap. `Policy` is the interface, and `registry.py` finds policies by
+name. Most functions below take a plan and ask the policy that it names.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 
 import msgspec
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model import optimizer
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
     "Policy",
@@ -39,57 +40,61 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """Every registered policy that the runtime executes."""
+    """Returns the registered policies that the runtime can execute."""
     return [name for name in registered() if not find(name).prediction_only]
 
 
 def contenders() -> list[str]:
-    """The policies of `names` that no other one dominates: the fastest plan is one of theirs."""
+    """Returns the policies of `names` that no other policy dominates.
+
+    The fastest plan uses one of these.
+    """
     return [name for name in names() if not find(name).dominated_by]
 
 
 def peers() -> list[str]:
-    """Every registered policy of another system, which is only for prediction."""
+    """Returns the registered policies of other systems, which are only for prediction."""
     return [name for name in registered() if find(name).prediction_only]
 
 
 def dominated_by(name: str) -> str:
-    """The policy that can do all that `name` can; empty where there is none."""
+    """Returns the policy that can do all that `name` can, or an empty string."""
     return find(name).dominated_by
 
 
 def is_prediction_only(name: str) -> bool:
-    """Whether the policy is another system's and cannot be executed."""
+    """Returns whether the policy is that of another system and cannot be executed."""
     return find(name).prediction_only
 
 
 def places(name: str) -> bool:
-    """Whether the policy keeps each layer's state where the plan's placement says."""
+    """Returns whether the policy keeps each layer's state where the plan places it."""
     return find(name).places_state
 
 
 def lower(plan: Plan) -> Schedule:
-    """The schedule of `plan` under its policy.
+    """Returns the schedule of `plan` under its policy.
 
-    Raises UserError for an unknown policy, for a plan that the policy refuses, and with the policy's
-    name where the policy itself fails.
+    Raises UserError if the policy is unknown, refuses the plan, or fails.
     """
     find(plan.policy)
-    blank = msgspec.structs.replace(plan, digest="", prediction=None, device_limit_bytes=1, host_limit_bytes=1)
+    blank = msgspec.structs.replace(
+        plan, digest="", prediction=None, device_limit_bytes=1, host_limit_bytes=1
+    )
     return _lowered(blank)
 
 
 @functools.lru_cache(maxsize=2)
 def _lowered(plan: Plan) -> Schedule:
-    """Cached because a plan is lowered three times: to time, assess and explain it. Lowering a dense
-    120B model takes 0.4 s.
+    """Cached because a plan is lowered three times: to time, assess and explain it. Lowering a
+    dense 120B model takes 0.4 s.
     """
     return lower_anew(plan)
 
 
 def lower_anew(plan: Plan) -> Schedule:
-    """`lower` without the cache."""
-    policy = find(plan.policy)
+    """Returns what `lower` returns, without its cache."""
+    policy = _policy(plan)
     try:
         return policy.lower(plan)
     except UserError:
@@ -99,11 +104,12 @@ def lower_anew(plan: Plan) -> Schedule:
 
 
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
-    """A schedule with the buffers of `lower`; its ops may be left out, which takes a tenth of the time.
+    """Returns a schedule with the buffers of `lower`. Its ops may be missing.
 
-    With `merged` the buffers of a pool may be one, for a caller that asks only for bytes.
+    Without ops it takes a tenth of the time. With `merged`, the buffers of a pool may be merged
+    into one, for callers that only need the bytes of each pool.
     """
-    policy = find(plan.policy)
+    policy = _policy(plan)
     if type(policy).buffers is Policy.buffers:
         return lower(plan)
     try:
@@ -114,56 +120,81 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
         raise _failed(plan.policy, "buffers", error) from error
 
 
+def _policy(plan: Plan) -> Policy:
+    """Returns the policy of `plan`.
+
+    Raises UserError if the policy is another system's and the optimizer is not AdamW.
+    """
+    policy = find(plan.policy)
+    if policy.prediction_only and plan.workload.optimizer != optimizer.ADAMW:
+        raise UserError(
+            f"policy {plan.policy}: optimizer",
+            found=plan.workload.optimizer,
+            allowed=f"{optimizer.ADAMW}, as that system was described",
+            fix="use another policy, or leave out --optimizer",
+        )
+    return policy
+
+
 def _failed(name: str, method: str, error: Exception) -> UserError:
-    """The error of a policy that failed in one of its methods."""
+    """Returns the error for a policy that failed in `method`."""
     text = str(error).splitlines()[0] if str(error) else ""
     return UserError(
         f"policy {name}",
         found=f"{type(error).__name__} in {method}: {text}",
         allowed="a schedule, or a UserError for a plan that the policy refuses",
-        fix="mend the policy, or use another one",
+        fix="correct the policy, or use another one",
     )
 
 
 def defers_update(plan: Plan) -> bool:
-    """Whether a step of `plan` leaves its update to the next one."""
+    """Returns whether a step of `plan` defers its update to the next step."""
     return find(plan.policy).defers_update(plan)
 
 
 def flush_update(plan: Plan) -> Schedule | None:
-    """The deferred update of a step of `plan`, on the step's buffers; None where none is deferred."""
+    """Returns the deferred update of a step of `plan` as a schedule on the step's buffers.
+
+    Returns None if the policy defers no update.
+    """
     return find(plan.policy).flush_update(plan)
 
 
 def evaluation(plan: Plan) -> Schedule:
-    """The micro-batches of one step, forward with loss, on the step's buffers.
+    """Returns a forward pass with loss over the micro-batches of one step, on the step's buffers.
 
-    Raises UserError for a policy whose buffers it cannot use.
+    Raises UserError if the policy lacks a buffer that evaluation needs.
     """
     return forward_only(plan, lower(plan))
 
 
 def verified(plan: Plan) -> Schedule:
-    """The plan's schedule, checked. Raises UserError where its digest is not the plan's."""
+    """Returns the plan's schedule after checking it.
+
+    Raises UserError if its digest differs from that in the plan.
+    """
     schedule = lower(plan)
     if plan.digest != schedule.digest:
         raise UserError(
             "plan: digest",
             found=repr(plan.digest),
-            allowed=f"{schedule.digest}, what policy {plan.policy} makes of it",
+            allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
             fix="make the plan again with `megatrain plan`",
         )
-    schedule.check()
+    schedule.check(optimizer.find(plan.workload.optimizer).moments)
     return schedule
 
 
 def executable(plan: Plan) -> Schedule:
-    """`verified`, for the runtime. Raises UserError for a policy that is only for prediction."""
+    """Returns the plan's schedule, checked, for the runtime.
+
+    Raises UserError if the digest differs, or if the policy is only for prediction.
+    """
     schedule = verified(plan)
     if is_prediction_only(plan.policy):
         raise UserError(
             "plan: policy",
-            found=f"{plan.policy}, another system's, which is only for prediction",
+            found=f"{plan.policy}, the policy of another system, which is only for prediction",
             allowed=", ".join(names()),
             fix="plan with one of these, or use that system itself",
         )

@@ -1,35 +1,57 @@
-"""PyTorch FSDP2 with CPUOffloadPolicy on one GPU: what a user of `fully_shard` gets. Prediction only.
+"""The policy `fsdp2_offload`: PyTorch FSDP2 (`fully_shard`) with CPUOffloadPolicy on one GPU.
 
-Read in PyTorch's fully_shard and measured with 2.11: a group per decoder layer, one for the rest; bf16 compute and reduction, pinned memory.
+Prediction only. Read in the source of `fully_shard` and measured with PyTorch 2.11, with one
+parameter group per decoder layer and one for the rest, bf16 compute and reduction, and pinned
+memory. Numbers in parentheses are bytes read + bytes written per parameter.
 
-* A layer's fp32 parameters cross the link (4 B a parameter), are cast to bf16 (4 + 2) and copied once (2 + 2), all on the compute stream: with one rank
-  `unshard` leaves it to `wait_for_unshard`, which copies there and then, so that nothing is fetched ahead, in forward or backward, whatever
-  prefetching was asked for (read in 2.13; pytorch PR 178861 of March 2026 says the same of its time, and offers a remedy). Freed after forward and
-  gathered again for backward: 8 B a parameter up. Embedding and head come at the start, together, and stay.
-* A gradient is put into the reduction's buffer (2 + 2), copied (2 + 2), cast to fp32 (2 + 4) and leaves the device as such, beside the next layer's
-  backward: 4 B a parameter down.
-* After backward: PyTorch's fused AdamW on the CPU, everything fp32. Clipping breaks under this offload, so there is none, whatever the workload says.
+* A layer's fp32 parameters are copied to the device (4 bytes per parameter), cast to bf16 (4 + 2)
+  and copied once (2 + 2), all on the compute stream. Nothing is prefetched, whatever the settings:
+  with one rank, `unshard` leaves the copy to `wait_for_unshard`, which does it at once (read in
+  2.13; pytorch PR 178861 of March 2026 describes the same and proposes a fix). A layer is freed
+  after forward and gathered again for backward, so that 8 bytes per parameter are copied to the
+  device. Embedding and head are gathered together at the start and stay.
+* A gradient is copied into the buffer of the reduction (2 + 2), copied again (2 + 2), cast to fp32
+  (2 + 4) and copied to the host (4 bytes per parameter) during the next layer's backward.
+* After backward, PyTorch's fused AdamW runs on the CPU, all in fp32. Clipping fails with this
+  offload, so it is left out, whatever the workload has.
 
-Host bytes a parameter: weights 4 and gradients 4, pinned, a block per tensor; moments 8, pageable.
+Host bytes per parameter:
+
+* weights: 4, one pinned block per tensor
+* gradients: 4, one pinned block per tensor
+* moments: 8, pageable
 """
 
 from __future__ import annotations
 
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.offload_peers import Gathered, PeerPolicy, rounding
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.specs import EMBEDDING
+from megatrain.simulator.schedule.plan import Plan
 
 _GATHER_BYTES = (4 + 2) + (2 + 2)
+"""Bytes per parameter that the cast and the copy of gathered weights read and write."""
 _REDUCE_BYTES = 2 * (2 + 2) + (2 + 4)
+"""Bytes per parameter that the two copies and the cast of a gradient read and write."""
 
 
 class _Sharded(Gathered):
+    """The parameter store of one step of FSDP2."""
+
     def __init__(self, builder: Builder, plan: Plan) -> None:
-        super().__init__(builder, plan, {"weights": 4, "gradients": 4, "moments": 8}, 1, freed=True, landing_bytes=4)
+        super().__init__(
+            builder,
+            plan,
+            {"weights": 4, "gradients": 4, "moments": 8},
+            1,
+            freed=True,
+            landing_bytes=4,
+        )
         builder.slots("device.shards", 1, 4 * self.decoder, "weights", "fp32", staging=True)
-        builder.slots("device.shards_vocabulary", 1, 4 * self.vocabulary, "weights", "fp32", staging=True)
+        builder.slots(
+            "device.shards_vocabulary", 1, 4 * self.vocabulary, "weights", "fp32", staging=True
+        )
         blocks = [4 * tensor.elements for layer in self.stack.values() for tensor in layer.tensors]
         rounding(builder, "weights", blocks)
         rounding(builder, "gradients", blocks)
@@ -42,15 +64,33 @@ class _Sharded(Gathered):
 
     def fetch(self, layer: str, phase: str, micro: int, slot: str) -> None:
         elements = self.stack[layer].elements
-        shard = self.builder.acquire("device.shards" if self.stack[layer].kind == "decoder" else "device.shards_vocabulary")
+        shard = self.builder.acquire(
+            "device.shards" if self.stack[layer].kind == "decoder" else "device.shards_vocabulary"
+        )
         self.builder.op(
-            OpId("load_weights", layer, phase, micro, 0), "h2d", [self.host["weights", layer]], [shard, slot], bytes=4 * elements
-        )  # into the slot too: it waits until that is free
-        self.builder.op(OpId("device_pass", layer, phase, micro, 0), "compute", [shard], [slot], bytes=_GATHER_BYTES * elements)
+            OpId("load_weights", layer, phase, micro, 0),
+            "h2d",
+            [self.host["weights", layer]],
+            [shard, slot],  # `slot` too, so that the copy waits until it is free
+            bytes=4 * elements,
+        )
+        self.builder.op(
+            OpId("device_pass", layer, phase, micro, 0),
+            "compute",
+            [shard],
+            [slot],
+            bytes=_GATHER_BYTES * elements,
+        )
         self.builder.release(shard)
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
-        self.builder.op(OpId("device_pass", layer, phase, micro, 1), "compute", [buffer], [buffer], bytes=_REDUCE_BYTES * self.stack[layer].elements)
+        self.builder.op(
+            OpId("device_pass", layer, phase, micro, 1),
+            "compute",
+            [buffer],
+            [buffer],
+            bytes=_REDUCE_BYTES * self.stack[layer].elements,
+        )
         super().gradient_written(layer, phase, micro, buffer)
 
     def update(self) -> None:

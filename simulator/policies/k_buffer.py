@@ -1,4 +1,7 @@
-"""`double_buffer` with any number of weight slots: loads run further ahead, and layers stay for the backward pass where slots allow."""
+"""The policy `k_buffer`: like `double_buffer`, with any number of weight slots.
+
+With more slots, loads run further ahead, and the last layers can stay for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,6 @@ from megatrain.simulator.policies.streamed import StreamedPolicy
 
 
 class KBuffer(StreamedPolicy):
-    """Any number of weight slots."""
+    """Streams weights through any number of slots."""
 
     name = "k_buffer"

@@ -1,16 +1,23 @@
-"""What the peers share: other systems as schedules, for prediction only.
+"""The base of peers: the policies of other systems, which are only for prediction.
 
-Their compute is `_layerwise.compute` with a checkpoint at every decoder layer; here is where they keep things. Bytes an element of the
-loss and sizes of host memory are derived from what PyTorch does, not fitted:
+Their compute is `training_step.compute` with a checkpoint at every decoder layer. The classes here
+say where they keep weights, gradients and optimizer state. The bytes of the loss and of host memory
+follow from what PyTorch does. They are not fitted.
 
-* transformers' loss makes the logits of the whole micro-batch (bf16), an fp32 copy, and cross-entropy on it. Kept until backward: the fp32
-  log-softmax, 4; there the gradients of its output and of its input join it, 4 + 4: LOGIT_BYTES. Memory traffic: upcast 2 + 4, log-softmax
-  4 + 4; backward zeros with the picked entries 4, log-softmax 4 + 4 + 4, downcast 4 + 2.
-* PyTorch's allocator of pinned memory rounds each block up to a power of two, and keeps what was freed: pools `host.rounding`, `host.initial`.
-* The allocator of device memory reuses: logits, a layer's activations and its gradients never live together, so `device.logits` holds what
-  the logits take beyond the room of the others (as `memory.workspace_beside` counts the head's workspace).
+* The loss of transformers makes the logits of the whole micro-batch in bf16, copies them to fp32
+  and applies cross-entropy. The fp32 log-softmax (4 bytes per logit) is kept until backward, which
+  also needs the gradients of its output and of its input (4 + 4). The sum is LOGIT_BYTES.
+* The loss reads and writes, in bytes per logit: forward, the cast to fp32 2 + 4 and log-softmax
+  4 + 4; backward, zeros with the picked entries 4, log-softmax 4 + 4 + 4 and the cast 4 + 2.
+* PyTorch's allocator of pinned memory rounds each block up to a power of two (`host.rounding`) and
+  keeps blocks that were freed (`host.initial`).
+* PyTorch's allocator of device memory reuses blocks. Logits are never live at the same time as a
+  layer's activations and gradients. `device.logits` therefore holds only the bytes that the logits
+  need beyond those of the others. The memory account treats the head's workspace in the same way.
 
-Pools have other names than ours, whose slots are knobs of a plan: no knob would make a peer fit. Not counted: the process itself (interpreter, CUDA, libraries), 1.5 GiB with PyTorch alone, some 3 with DeepSpeed.
+The pools differ in name from those of our policies, whose slots are set by a plan's knobs, since no
+knob makes a peer fit. The process itself (interpreter, CUDA, libraries) is not counted: 1.5 GiB
+with PyTorch alone, some 3 GiB with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,18 +27,21 @@ from typing import ClassVar
 
 import msgspec
 
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.policies.building.training_step import compute
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 LOGIT_BYTES = 12
+"""Bytes of device memory per logit in the backward pass of the loss."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 14, 22
+"""Bytes per logit that the loss reads and writes, forward and backward."""
 ADAM_BYTES = 28
-"""read and written a parameter by AdamW with everything in fp32: weight 4 + 4, gradient 4, moments 8 + 8"""
+"""Bytes per parameter that AdamW reads and writes, all in fp32: weight 4 + 4, gradient 4, moments
+8 + 8."""
 _HOST_DATA: dict[str, tuple[DataClass, BufferDtype]] = {
     "weights": ("weights", "mixed"),
     "master": ("weights", "fp32"),
@@ -40,12 +50,13 @@ _HOST_DATA: dict[str, tuple[DataClass, BufferDtype]] = {
     "gradients_fp32": ("gradients", "fp32"),
     "moments": ("moments", "fp32"),
 }
-"""what peers keep on the host, by their own name for it: class of data and dtype"""
-_BUCKET = 500_000_000  # parameters of a gradient bucket in DeepSpeed's default, in the compute dtype
+"""A peer's own name of data in host memory -> its class of data and dtype."""
+_BUCKET = 500_000_000
+"""Parameters of DeepSpeed's default gradient bucket, which has the compute dtype."""
 
 
 def whole_blocks(sizes: Iterable[int]) -> int:
-    """Bytes that pinned blocks of these sizes take.
+    """Returns the bytes that pinned blocks of these sizes occupy.
 
     >>> whole_blocks([4096, 5000])
     12288
@@ -54,111 +65,236 @@ def whole_blocks(sizes: Iterable[int]) -> int:
 
 
 def rounding(builder: Builder, name: str, sizes: Iterable[int]) -> None:
-    """What pinned blocks of these sizes take beyond them."""
+    """Adds a buffer with the bytes that rounding adds to pinned blocks of these sizes."""
     sizes = list(sizes)
     builder.persistent("host.rounding", name, whole_blocks(sizes) - sum(sizes), "workspace")
 
 
 def workspace(builder: Builder, plan: Plan) -> int:
-    """A layer's temporaries in `memory_formulas.workspace_estimate`, as a pool of the schedule: its bytes."""
-    size = plan.model.transient_bytes(plan.workload.tokens, plan.workload.sequence, plan.workload.dtype)
+    """Adds a buffer with a layer's temporaries, as in `memory.formulas.workspace_estimate`.
+
+    Returns its bytes.
+    """
+    size = plan.model.transient_bytes(
+        plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
+    )
     builder.persistent("device.workspace", "layer", size, "workspace")
     return size
 
 
 class Offload:
-    """State on the host, `host_bytes` a parameter by name, with `gradients` among it; a layer's gradient leaves the device when it is whole."""
+    """A parameter store with gradients and optimizer state in host memory.
 
-    def __init__(self, builder: Builder, plan: Plan, host_bytes: dict[str, int], landing_bytes: int = 0) -> None:
-        """`landing_bytes` a parameter: what a policy's own buffers take on the device while a layer is gathered, and not during the loss."""
+    A layer's gradient is copied to the host as soon as it is complete. Subclasses define
+    `on_device` and `update`.
+    """
+
+    def __init__(
+        self, builder: Builder, plan: Plan, host_bytes: dict[str, int], landing_bytes: int = 0
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            builder: The builder of the step.
+            plan: The plan.
+            host_bytes: Name -> bytes per parameter in host memory. It must contain `gradients`.
+            landing_bytes: Bytes per parameter of a subclass's own device buffers that are in use
+                while a layer is gathered, but not during the loss.
+        """
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.parameters = sum(layer.elements for layer in self.stack.values())
         self.gradient_width = host_bytes["gradients"]
         self.host = {
-            (name, layer.name): builder.persistent(f"host.{name}", layer.name, size * layer.elements, *_HOST_DATA[name], staging=name == "converted")
-            for name, size in host_bytes.items() for layer in self.stack.values()
-        }  # fmt: skip
+            (name, layer.name): builder.persistent(
+                f"host.{name}",
+                layer.name,
+                size * layer.elements,
+                *_HOST_DATA[name],
+                staging=name == "converted",
+            )
+            for name, size in host_bytes.items()
+            for layer in self.stack.values()
+        }
         self.decoder = max(layer.elements for layer in plan.model.decoders)
-        self.vocabulary = max(layer.elements for layer in self.stack.values() if layer.kind != "decoder")
-        leaving = max(self.width, self.gradient_width)  # some are cast before they leave
+        self.vocabulary = max(
+            layer.elements for layer in self.stack.values() if layer.kind != "decoder"
+        )
+        leaving = max(self.width, self.gradient_width)  # some peers cast before the copy
         builder.slots("device.layer_gradients", 2, leaving * self.decoder, "gradients", "mixed")
-        builder.slots("device.layer_gradients_vocabulary", 1, leaving * self.vocabulary, "gradients", "mixed")
+        builder.slots(
+            "device.layer_gradients_vocabulary", 1, leaving * self.vocabulary, "gradients", "mixed"
+        )
         if plan.workload.accumulation > 1:
-            builder.slots("host.gradient_slabs", 2, self.gradient_width * max(self.decoder, self.vocabulary), "gradients", "mixed", staging=True)
-        self.held: str | None = None  # a tied matrix's gradient, between head and embedding
+            builder.slots(
+                "host.gradient_staging",
+                2,
+                self.gradient_width * max(self.decoder, self.vocabulary),
+                "gradients",
+                "mixed",
+                staging=True,
+            )
+        self.held: str | None = None
+        """The slot with a tied matrix's gradient, between the head's and the embedding's backward.
+        """
         self.passes = 0
-        beside = workspace(builder, plan) + plan.model.most_saved_bytes(plan.workload.tokens, plan.workload.sequence, plan.workload.dtype)
-        beside += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (self.decoder + self.vocabulary)
+        """Host passes so far."""
+        reused = workspace(builder, plan) + plan.model.most_saved_bytes(
+            plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
+        )
+        reused += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (
+            self.decoder + self.vocabulary
+        )
         self.logits = plan.workload.tokens * plan.model.vocabulary
-        builder.persistent("device.logits", "loss", max(LOGIT_BYTES * self.logits - beside, 0), "workspace")
+        builder.persistent(
+            "device.logits", "loss", max(LOGIT_BYTES * self.logits - reused, 0), "workspace"
+        )
 
     def host_pass(self, bytes_: int, reads: Iterable[str], writes: Iterable[str]) -> None:
-        """An elementwise pass of the host, all threads; `bytes_` read and written a parameter of the whole model."""
-        self.builder.op(OpId("host_pass", chunk=self._next()), "cpu", reads, writes, bytes=bytes_ * self.parameters)
+        """Emits an elementwise pass over the whole model by all threads of the host.
+
+        `bytes_` are read and written per parameter.
+        """
+        self.builder.op(
+            OpId("host_pass", chunk=self._next()),
+            "cpu",
+            reads,
+            writes,
+            bytes=bytes_ * self.parameters,
+        )
 
     def _next(self) -> int:
         self.passes += 1
         return self.passes - 1
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        """As in `Storage`; before the head, the traffic of the loss's forward."""
+        """Returns what `ParameterStore.weights` returns.
+
+        Before the head, it emits the memory traffic of the loss's forward pass.
+        """
         if phase == "h":
-            self.builder.op(OpId("device_pass", layer, "h", micro), "compute", (), (), bytes=LOSS_FORWARD_BYTES * self.logits)
+            self.builder.op(
+                OpId("device_pass", layer, "h", micro),
+                "compute",
+                (),
+                (),
+                bytes=LOSS_FORWARD_BYTES * self.logits,
+            )
         return self.on_device(layer, phase, micro)
 
     def on_device(self, layer: str, phase: str, micro: int) -> str:
+        """Returns a device buffer with the layer's weights."""
         raise NotImplementedError
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         if layer == EMBEDDING and self.held:
             return self.held, True
-        return self.builder.acquire("device.layer_gradients" if self.stack[layer].kind == "decoder" else "device.layer_gradients_vocabulary"), False
+        return (
+            self.builder.acquire(
+                "device.layer_gradients"
+                if self.stack[layer].kind == "decoder"
+                else "device.layer_gradients_vocabulary"
+            ),
+            False,
+        )
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         if phase == "h":
-            self.builder.op(OpId("device_pass", layer, "b", micro), "compute", (), (), bytes=LOSS_BACKWARD_BYTES * self.logits)
+            self.builder.op(
+                OpId("device_pass", layer, "b", micro),
+                "compute",
+                (),
+                (),
+                bytes=LOSS_BACKWARD_BYTES * self.logits,
+            )
             if self.plan.model.tied:
                 self.held = buffer
                 return
-        size, target = self.gradient_width * self.stack[layer].elements, self.host["gradients", layer]
-        arrival = self.builder.acquire("host.gradient_slabs") if micro else target
-        self.builder.op(OpId("save_gradients", layer, phase, micro, 0), "d2h", [buffer], [arrival], bytes=size)
+        size, target = (
+            self.gradient_width * self.stack[layer].elements,
+            self.host["gradients", layer],
+        )
+        arrival = self.builder.acquire("host.gradient_staging") if micro else target
+        self.builder.op(
+            OpId("save_gradients", layer, phase, micro, 0), "d2h", [buffer], [arrival], bytes=size
+        )
         self.builder.release(buffer)
         self.held = None if layer == EMBEDDING else self.held
-        if arrival != target:  # DeepSpeed's stage 3 adds on the device instead, with one more trip over the link
-            self.builder.op(OpId("host_pass", layer, phase, micro), "cpu", [arrival, target], [target], bytes=3 * size)
+        if arrival != target:
+            # DeepSpeed's stage 3 adds on the device instead, which takes one more copy.
+            self.builder.op(
+                OpId("host_pass", layer, phase, micro),
+                "cpu",
+                [arrival, target],
+                [target],
+                bytes=3 * size,
+            )
             self.builder.release(arrival)
         if micro == self.plan.workload.accumulation - 1:
             self.gradient_arrived(layer)
 
     def gradient_arrived(self, layer: str) -> None:
-        """The layer's gradient of the whole step is on the host."""
+        """Runs once the layer's gradient of the whole step is in host memory."""
 
     def losses_written(self, losses: list[str]) -> None:
-        """Clips on the host, by gradients alone."""
+        """Does nothing: the peers clip by gradients alone."""
 
     def update(self) -> None:
+        """Clips and updates, when every gradient of the step is in host memory."""
         raise NotImplementedError
 
     def all(self, name: str) -> list[str]:
+        """Returns the host buffers of `name`, one for each layer."""
         return [self.host[name, layer] for layer in self.stack]
 
     def adam(self, reads: list[str], writes: list[str]) -> None:
-        """AdamW over the whole model in one call, so after every gradient: nothing hides it."""
-        self.builder.op(OpId("cpu_adam"), "cpu", reads, writes, parameters=self.parameters, bytes=ADAM_BYTES * self.parameters)
+        """Emits AdamW over the whole model in one call. It reads every gradient, so that it cannot
+        overlap with the backward pass.
+        """
+        self.builder.op(
+            OpId("cpu_adam"),
+            "cpu",
+            reads,
+            writes,
+            parameters=self.parameters,
+            bytes=ADAM_BYTES * self.parameters,
+        )
 
 
 class Gathered(Offload):
-    """Weights come a layer at a time into `slots` slots; one still there is not loaded again, unless `freed` after the forward pass."""
+    """An `Offload` whose weights are gathered into device slots, layer by layer."""
 
-    def __init__(self, builder: Builder, plan: Plan, host_bytes: dict[str, int], slots: int, *, freed: bool, landing_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        plan: Plan,
+        host_bytes: dict[str, int],
+        slots: int,
+        *,
+        freed: bool,
+        landing_bytes: int = 0,
+    ) -> None:
+        """Makes the buffers.
+
+        `slots` is the number of slots for decoder layers. A layer that is still in a slot is not
+        loaded again, unless layers are `freed` after the forward pass. The other arguments are
+        those of `Offload`.
+        """
         super().__init__(builder, plan, host_bytes, landing_bytes)
         self.freed = freed
         self.loaded = SlotCache(builder, "device.gathered", slots)
-        self.kept: dict[str, str] = {}  # embedding and head stay from their first use to the end
-        builder.slots("device.gathered", slots, self.width * self.decoder, "weights", plan.workload.dtype)
-        builder.slots("device.gathered_vocabulary", 1 if plan.model.tied else 2, self.width * self.vocabulary, "weights", plan.workload.dtype)
+        self.kept: dict[str, str] = {}
+        """Slots of embedding and head, which stay from their first use to the end of the step."""
+        builder.slots(
+            "device.gathered", slots, self.width * self.decoder, "weights", plan.workload.dtype
+        )
+        builder.slots(
+            "device.gathered_vocabulary",
+            1 if plan.model.tied else 2,
+            self.width * self.vocabulary,
+            "weights",
+            plan.workload.dtype,
+        )
 
     def on_device(self, layer: str, phase: str, micro: int) -> str:
         if self.stack[layer].kind != "decoder":
@@ -175,31 +311,46 @@ class Gathered(Offload):
         return slot
 
     def fetch(self, layer: str, phase: str, micro: int, slot: str) -> None:
-        """Loads the layer into its slot."""
+        """Emits the copy of the layer's weights into `slot`."""
         self.builder.op(
-            OpId("load_weights", layer, phase, micro, 0), "h2d", [self.host["weights", layer]], [slot], bytes=self.width * self.stack[layer].elements
+            OpId("load_weights", layer, phase, micro, 0),
+            "h2d",
+            [self.host["weights", layer]],
+            [slot],
+            bytes=self.width * self.stack[layer].elements,
         )
 
     def release(self) -> None:
+        """Releases all slots."""
         self.loaded.clear()
         for slot in self.kept.values():
             self.builder.release(slot)
 
 
 def bucket(builder: Builder, plan: Plan) -> None:
-    """DeepSpeed's buffer in which gradients are reduced."""
-    builder.persistent("device.bucket", "reduce", _BUCKET * DTYPE_BYTES[plan.workload.dtype], "gradients", plan.workload.dtype, staging=True)
+    """Adds the device buffer in which DeepSpeed reduces gradients."""
+    builder.persistent(
+        "device.bucket",
+        "reduce",
+        _BUCKET * DTYPE_BYTES[plan.workload.dtype],
+        "gradients",
+        plan.workload.dtype,
+        staging=True,
+    )
 
 
 class PeerPolicy(Policy):
-    """Another system. Every decoder layer is a checkpoint, whatever the plan's knobs say."""
+    """The policy of another system. Every decoder layer is a checkpoint, whatever the knobs are."""
 
     prediction_only = True
     step: ClassVar[type[Offload]]
-    """where it keeps what"""
+    """The parameter store of one step."""
 
     def lower(self, plan: Plan) -> Schedule:
-        plan = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, checkpoint_interval=1, placement=Placement()))
+        plan = msgspec.structs.replace(
+            plan,
+            knobs=msgspec.structs.replace(plan.knobs, checkpoint_interval=1, placement=Placement()),
+        )
         builder = Builder(plan.policy)
         compute(builder, plan, self.step(builder, plan))  # type: ignore[call-arg]
         return builder.build()

@@ -1,51 +1,86 @@
-"""Everything placed where the plan says, on the device or streamed, and AdamW on the device, hidden behind compute.
+"""The policy `overlapped`: copies and AdamW run while the GPU computes.
 
-Clipping by the global norm needs every gradient before the first update. So a step first applies, in forward order and just ahead of each
-layer's forward, the update that the step before owes (its clip coefficient is known by then); the updated high plane is what the forward
-computes with. State that lives on the host streams through chunks: up on `h2d`, AdamW on `update` beside `compute`, back on `d2h`. Then head
-and backward, which leave gradients and the new norm. No staleness, nothing to roll back; `flush_update` applies the last step's.
+The plan's placement says which layers keep their weights, optimizer state and gradients on the
+device. Everything else lives in host memory and streams through a few device buffers (slots). AdamW
+runs on the device, on a CUDA stream of its own, next to forward and backward. Like every policy,
+this one writes a step as a sequential program. The builder derives the dependencies from the
+buffers, and the lanes give the overlap.
 
-Without a global norm a layer is updated inside the backward pass, as soon as its gradient is complete, and the gradient never leaves the device.
-Clipping by `update` asks for the second moments of a whole layer before any of it is updated. Where the slots of state hold all chunks of a layer, they
-are all loaded, then updated; of a larger layer the second moments are loaded first (4 bytes a parameter), then the whole state for the update. The copies of a layer's state wait for each other; with `weights_ahead` those of
-the next layer's weights, which compute waits for, go first.
+With clipping by the global norm (`clipping = "global"`), a step is:
 
-Layers that are `host_updated` go another way: their gradient goes to the host, where the cores do AdamW in one pass (`cpu_update`, at the same point of
-the program), and their weights come up as any that stream, each chunk as soon as it is updated. That spares the link their state, at the cost of the
-host's memory bandwidth: for hosts with much of it.
+    for each layer, first to last:
+        the update that the step before deferred: load_state, update, save_state, chunk by chunk
+        forward
+    head with loss, forward and backward
+    for each layer, last to first:
+        recompute, backward, save the gradient, compute its norm
+    clip: the coefficient, from the norms of all layers
+
+The coefficient depends on every gradient, so no update can start before the backward pass is over.
+A step therefore defers its update to the next step, which updates each layer just before its
+forward pass. Every forward pass reads updated weights: nothing is stale. `flush_update` applies
+the update that the last step deferred.
+
+With any other clipping, a layer is updated inside the backward pass, as soon as its gradient is
+complete. The gradient of a layer that the device updates never leaves the device.
+
+* `clipping = "update"` needs the sums of g^2 / v of a whole layer before any of it is updated. If
+  the state slots hold all chunks of the layer, its state is loaded once. In a larger layer, the
+  second moments (4 bytes per parameter) are loaded first, and all state again for the update.
+* `weights_ahead` changes the order on the `h2d` lane. Compute waits for the weights of the next
+  layer, but not for the state of the layer before it. With 1, these weights are loaded first.
+
+Layers in `host_updated` are updated by the CPU at the same point of the program (`cpu_update`).
+Their gradients are copied to the host and only their weights are copied back, each chunk as soon as
+it is updated. This saves the copies of their state and costs host memory bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.simulator.arithmetic import STATE, StateClass, contributions, gradient_bytes, gradient_dtype, state_bytes, state_dtype
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
+from megatrain.simulator.model.workload import Dtype
 from megatrain.simulator.policies.building.builder import Builder
-from megatrain.simulator.policies.building.clipping import Clipping
+from megatrain.simulator.policies.building.clipping import Chunk, Clipping
+from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.slot_cache import SlotCache
-from megatrain.simulator.policies.building.training_step import compute, declare
-from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import OpId, Schedule
-from megatrain.simulator.specs import ALIGNMENT, DTYPE_BYTES
-from megatrain.simulator.workload import Dtype
+from megatrain.simulator.schedule.arithmetic import (
+    STATE,
+    StateClass,
+    contributions,
+    gradient_bytes,
+    gradient_dtype,
+    state_bytes,
+    state_dtype,
+)
+from megatrain.simulator.schedule.plan import Plan
 
-UPDATED: tuple[StateClass, ...] = ("weights", "low", "moments")
-"""what an update changes"""
+UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
+"""The classes of data that an update changes."""
 
 
-class _State:
-    """Buffers of the layers that stay, slots for those that stream."""
+class _OverlappedStore:
+    """The `ParameterStore` of one step: buffers of resident layers, slots for streamed ones.
+
+    `compute` asks it for weights and gradient buffers, layer by layer, and it emits the copies and
+    updates that have to come first.
+    """
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.defers = plan.workload.clipping == "global"
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        self.chunks: dict[int, list[tuple[int, int, int]]] = {}  # by the elements of a layer: (number, first parameter, how many)
+        """Parameters of a chunk."""
+        self.chunks: dict[int, list[tuple[int, int, int]]] = {}
+        """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
         self.gradient_bytes = {layer: gradient_bytes(plan, layer) for layer in self.stack}
-        self.home: dict[tuple[StateClass, str], str] = {}  # (class, layer) -> the buffer that keeps it
+        self.home: dict[tuple[StateClass, str], str] = {}
+        """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
+        gradient that is used up inside the backward pass has none."""
         self.on_host = plan.placed("host_updated")
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
@@ -53,145 +88,265 @@ class _State:
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
                 size = state_bytes(plan, name, layer)
-                if size and (layer in placed or name != "gradients" or self.defers or self.contributions[layer] > 1):
+                if size and (
+                    layer in placed
+                    or name != "gradients"
+                    or self.defers
+                    or self.contributions[layer] > 1
+                ):
                     place = "device" if layer in resident else "host"
                     dtype = state_dtype(plan, name, layer)
-                    self.home[name, layer] = builder.persistent(f"{place}.{name}", layer, size * spec.elements, name, dtype)
+                    self.home[name, layer] = builder.persistent(
+                        f"{place}.{name}", layer, size * spec.elements, name, dtype
+                    )
         self._make_slots()
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self.arrived = dict.fromkeys(self.stack, 0)
+        """Layer -> gradient contributions that the step has written so far."""
         self.updated: set[str] = set()
-        self.pending: tuple[str, str] | None = None  # the layer whose update waits for the next one's weights to be on their way, and its gradient
+        """Layers whose deferred update this step has applied."""
+        self.pending: tuple[str, str] | None = None
+        """(layer, gradient buffer) of an update that waits until the copies of the next layer's
+        weights are emitted."""
 
     def _streams(self, name: StateClass, layer: str) -> bool:
+        """Returns whether this class of the layer's data lives in host memory."""
         return self.home.get((name, layer), "").startswith("host.")
 
     def _make_slots(self) -> None:
+        """Makes the slots for chunks of state, for streamed weights and for gradients."""
         for name in STATE if self.defers else UPDATED:
-            streaming = {layer: spec for layer, spec in self.stack.items() if self._streams(name, layer) and layer not in self.on_host}
-            sizes = [state_bytes(self.plan, name, layer) * min(self.chunk, spec.elements) for layer, spec in streaming.items()]
+            streaming = {
+                layer: spec
+                for layer, spec in self.stack.items()
+                if self._streams(name, layer) and layer not in self.on_host
+            }
+            sizes = [
+                state_bytes(self.plan, name, layer) * min(self.chunk, spec.elements)
+                for layer, spec in streaming.items()
+            ]
             dtypes = {state_dtype(self.plan, name, layer) for layer in streaming}
             if sizes:
                 dtype = dtypes.pop() if len(dtypes) == 1 else "home"
-                self.builder.slots(f"device.{name}_chunks", self.plan.knobs.state_slots, max(sizes), name, dtype, chunk=True, knob="state_slots")
+                self.builder.slots(
+                    f"device.{name}_chunks",
+                    self.plan.knobs.state_slots,
+                    max(sizes),
+                    name,
+                    dtype,
+                    chunk=True,
+                    knob="state_slots",
+                )
         pools: dict[tuple[str, StateClass, Dtype, str], list[tuple[int, int]]] = {}
         for layer, spec in self.stack.items():
             decoder = spec.kind == "decoder"
             if self._streams("weights", layer):
-                kind: tuple[str, StateClass, Dtype, str] = (self._weight_pool(layer), "weights", self.plan.workload.dtype, "weight_slots" if decoder else "")
-                pools.setdefault(kind, []).append((self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements))
+                kind: tuple[str, StateClass, Dtype, str] = (
+                    self._weight_pool(layer),
+                    "weights",
+                    self.plan.workload.dtype,
+                    "weight_slots" if decoder else "",
+                )
+                pools.setdefault(kind, []).append(
+                    (self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements)
+                )
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
-                kind = self._gradient_pool(layer), "gradients", gradient_dtype(self.plan, layer), "gradient_slots" if decoder else ""
-                pools.setdefault(kind, []).append((count, self.gradient_bytes[layer] * spec.elements))
+                kind = (
+                    self._gradient_pool(layer),
+                    "gradients",
+                    gradient_dtype(self.plan, layer),
+                    "gradient_slots" if decoder else "",
+                )
+                pools.setdefault(kind, []).append(
+                    (count, self.gradient_bytes[layer] * spec.elements)
+                )
         for (pool, name, dtype_, knob), wanted in pools.items():
-            self.builder.slots(pool, max(count for count, _ in wanted), max(size for _, size in wanted), name, dtype_, knob=knob)
+            self.builder.slots(
+                pool,
+                max(count for count, _ in wanted),
+                max(size for _, size in wanted),
+                name,
+                dtype_,
+                knob=knob,
+            )
 
     def _weight_pool(self, layer: str) -> str:
-        return "device.streamed_weights" if self.stack[layer].kind == "decoder" else "device.streamed_vocabulary"
+        return (
+            "device.streamed_weights"
+            if self.stack[layer].kind == "decoder"
+            else "device.streamed_vocabulary"
+        )
 
     def _gradient_pool(self, layer: str) -> str:
-        """Gradients of one contribution, and fp32 sums of several, have pools of their own."""
+        """Returns the pool of slots for the layer's gradient.
+
+        Single gradients and fp32 sums of several have different dtypes, hence separate pools.
+        """
         name = "sums" if self.contributions[layer] > 1 else "gradients"
-        return f"device.streamed_{name}" if self.stack[layer].kind == "decoder" else f"device.streamed_{name}_vocabulary"
+        return (
+            f"device.streamed_{name}"
+            if self.stack[layer].kind == "decoder"
+            else f"device.streamed_{name}_vocabulary"
+        )
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
-        """(number, first parameter, how many)"""
+        """Returns the layer's chunks: (number, first parameter, number of parameters)."""
         total = self.stack[layer].elements
         if total not in self.chunks:
-            self.chunks[total] = [(number, first, min(self.chunk, total - first)) for number, first in enumerate(range(0, total, self.chunk))]
+            self.chunks[total] = [
+                (number, first, min(self.chunk, total - first))
+                for number, first in enumerate(range(0, total, self.chunk))
+            ]
         return self.chunks[total]
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        owed = self.defers and layer not in self.updated
+        """Returns a device buffer with the layer's weights, updated if an update was deferred.
+
+        Emits the deferred update at the layer's first use in the step, and the copy of streamed
+        weights that are not in a slot. An update on the device writes the new weights into the slot
+        itself, so that they need no copy.
+        """
+        deferred = self.defers and layer not in self.updated
         self.updated.add(layer)
         if not self._streams("weights", layer):
-            if owed:
+            if deferred:
                 self.apply(layer, self.home["gradients", layer])
-            self.settle()
+            self.emit_pending_update()
             return self.home["weights", layer]
         cache = self._cache(layer)
         found = cache.find(layer)
         if found is not None:
-            self.settle()
+            self.emit_pending_update()
             return found
-        if self.pending and self.pending[0] == cache.next_to_leave():  # its update reads the old weights there
-            self.settle()
+        if self.pending and self.pending[0] == cache.next_to_leave():
+            # The pending update reads its old weights from the slot that is about to be reused.
+            self.emit_pending_update()
         slot = cache.take(layer)
-        if owed and layer not in self.on_host:
+        if deferred and layer not in self.on_host:
             self.apply(layer, self.home["gradients", layer], slot)
         else:
-            if owed:
+            if deferred:
                 self.apply_on_host(layer)
-            self._copies("load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width)
-            self.settle()
+            self._copies(
+                "load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width
+            )
+            self.emit_pending_update()
         return slot
 
     def _cache(self, layer: str) -> SlotCache:
-        """The slots that the layer's weights stream through."""
+        """Returns the slots that the layer's weights stream through."""
         return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
 
-    def _copies(self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int) -> None:
-        """A layer's buffer to or from the host, in chunks. The host's side is named by parts: a chunk waits for its own."""
+    def _copies(
+        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int
+    ) -> None:
+        """Copies a layer's buffer to or from the host, chunk by chunk.
+
+        `width` is in bytes per parameter. Each op names only its own chunk of the host's buffer, so
+        that it waits for that chunk alone.
+        """
         up = source.startswith("host.")
         lane, add = "h2d" if up else "d2h", self.builder.op
         for number, first, count in self._chunks(layer):
             read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
-            add(OpId(kind, layer, phase, micro, number), lane, (read,), (written,), offset=width * first, bytes=width * count)
+            add(
+                OpId(kind, layer, phase, micro, number),
+                lane,
+                (read,),
+                (written,),
+                offset=width * first,
+                bytes=width * count,
+            )
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
+        """Returns a device buffer for the layer's gradient, and whether the op adds to its content.
+
+        The sum of earlier contributions is loaded if it lives in host memory.
+        """
         home = self.home.get(("gradients", layer), "")
         adding = self.arrived[layer] > 0
         if home.startswith("device."):
             return home, adding
         pool = self._gradient_pool(layer)
         if self.pending and self.plan.knobs.gradient_slots == 1:
-            self.settle()
+            self.emit_pending_update()
         slot = self.builder.acquire(pool)
         if adding:
-            self._copies("load_gradients", layer, phase, micro, home, slot, self.gradient_bytes[layer])
+            self._copies(
+                "load_gradients", layer, phase, micro, home, slot, self.gradient_bytes[layer]
+            )
         return slot, adding
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
+        """Takes over the gradient in `buffer`.
+
+        A complete gradient, with all contributions, is measured for clipping. If updates are not
+        deferred, its layer is then updated: at once, or with `weights_ahead` after the copies of
+        the next layer's weights. A gradient that is needed later is copied to its home.
+        """
         self.arrived[layer] += 1
         complete = self.arrived[layer] == self.contributions[layer]
-        here = layer not in self.on_host
-        if complete and (self.defers or not (here or self.clipping.kind == "update")):
+        on_device = layer not in self.on_host
+        if complete and (self.defers or not (on_device or self.clipping.kind == "update")):
             self.clipping.measure(layer, buffer, "")
-        if complete and here and not self.defers:
-            self.settle()
+        if complete and on_device and not self.defers:
+            self.emit_pending_update()
             self.pending = (layer, buffer)
             if not self.plan.knobs.weights_ahead:
-                self.settle()
+                self.emit_pending_update()
             return
         home = self.home.get(("gradients", layer), "")
         if buffer != home:
-            self._copies("save_gradients", layer, phase, micro, buffer, home, self.gradient_bytes[layer])
+            self._copies(
+                "save_gradients", layer, phase, micro, buffer, home, self.gradient_bytes[layer]
+            )
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
 
     def apply_on_host(self, layer: str) -> None:
-        """AdamW on `layer` by the host, whose gradient is there; chunk by chunk, so that its weights need not wait for all of it."""
+        """Emits AdamW on `layer` by the CPU, from a gradient in host memory.
+
+        It runs chunk by chunk, so that copying the new weights can start before all are updated.
+        """
         chunks = self._chunks(layer)
         if self.clipping.kind == "update":
             rows = self.clipping.rows(layer)
             for chunk in chunks:
-                gradient, moments = (f"{home}#{chunk[0]}" for home in (self.home["gradients", layer], self.home["moments", layer]))
+                gradient, moments = (
+                    f"{home}#{chunk[0]}"
+                    for home in (self.home["gradients", layer], self.home["moments", layer])
+                )
                 self.clipping.ratios(layer, gradient, moments, rows, chunk)
             self.clipping.clip_by(layer, rows)
         for number, first, count in chunks:
-            homes = {name: f"{self.home[name, layer]}#{number}" for name in STATE if (name, layer) in self.home}
+            homes = {
+                name: f"{self.home[name, layer]}#{number}"
+                for name in STATE
+                if (name, layer) in self.home
+            }
             reads = [homes.pop("gradients"), self.clipping.factor(layer)]
-            self.builder.op(OpId("cpu_update", layer, chunk=number), "cpu", reads, homes.values(), offset=first, parameters=count)
+            self.builder.op(
+                OpId("cpu_update", layer, chunk=number),
+                "cpu",
+                reads,
+                homes.values(),
+                offset=first,
+                parameters=count,
+            )
 
-    def settle(self) -> None:
-        """Emits the update that is pending, and gives its gradient's slot back."""
+    def emit_pending_update(self) -> None:
+        """Emits the pending update, if there is one, and releases its gradient's slot."""
         if self.pending is None:
             return
         (layer, gradient), self.pending = self.pending, None
-        measured = self.clipping.kind == "update" and self._streams("moments", layer) and len(self._chunks(layer)) > self.plan.knobs.state_slots
+        measured = (
+            self.clipping.kind == "update"
+            and self._streams("moments", layer)
+            and len(self._chunks(layer)) > self.plan.knobs.state_slots
+        )
         if measured:
             self._measure_in_chunks(layer, gradient)
         self.apply(layer, gradient, source=self._cache(layer).peek(layer), measured=measured)
@@ -199,25 +354,54 @@ class _State:
             self.builder.release(gradient)
 
     def _measure_in_chunks(self, layer: str, gradient: str) -> None:
-        """Sums of g^2 / v with the second moments coming up by themselves: all of them are needed before the update of any."""
+        """Sums g^2 / v of a layer whose chunks do not all fit in the state slots.
+
+        Loads the second moments alone, since the update of any chunk needs the sums of all.
+        """
         rows = self.clipping.rows(layer)
         for chunk in self._chunks(layer):
             number, first, count = chunk
             slot = self.builder.acquire("device.moments_chunks")
             moved = {"offset": first, "parameters": count, "bytes": 4 * count}
-            self.builder.op(OpId("load_second", layer, chunk=number), "h2d", [f"{self.home['moments', layer]}#{number}"], [slot], **moved)
+            self.builder.op(
+                OpId("load_second_moment", layer, chunk=number),
+                "h2d",
+                [f"{self.home['moments', layer]}#{number}"],
+                [slot],
+                **moved,
+            )
             self.clipping.ratios(layer, gradient, slot, rows, chunk)
             self.builder.release(slot)
         self.clipping.clip_by(layer, rows)
 
-    def apply(self, layer: str, gradient: str, copy_to: str | None = None, source: str | None = None, measured: bool = True) -> None:
-        """AdamW on `layer`, chunk by chunk where some of its state streams. The new weights also go into the slot `copy_to`; the old ones come
-        from the slot `source` where they are on the device already. What its gradient is clipped by is to be found first unless it is `measured`:
-        from moments that are in one buffer, or in the slots of all chunks, which there are enough of.
+    def apply(
+        self,
+        layer: str,
+        gradient: str,
+        copy_to: str | None = None,
+        source: str | None = None,
+        measured: bool = True,
+    ) -> None:
+        """Emits AdamW on `layer` by the device, chunk by chunk if any of its state streams.
+
+        Args:
+            layer: The layer to update.
+            gradient: The buffer with its gradient, on the device or the host.
+            copy_to: A weight slot that receives a copy of the new weights.
+            source: A weight slot that holds the old weights, so that they are not loaded.
+            measured: Whether the ops that find the layer's clip factor have been emitted. If not,
+                they are emitted here. The moments are then in one buffer, or the state slots hold
+                all chunks.
         """
-        streamed = [name for name in STATE if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))]
-        chunks: Sequence[tuple[int | None, int, int]] = self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
-        update = _Update(self, layer, gradient, copy_to, source, streamed)
+        streamed = [
+            name
+            for name in STATE
+            if self._streams(name, layer) and (name != "gradients" or gradient.startswith("host."))
+        ]
+        chunks: Sequence[Chunk] = (
+            self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
+        )
+        update = _DeviceUpdate(self, layer, gradient, copy_to, source, streamed)
         if not measured and self.clipping.kind == "update" and "moments" in streamed:
             rows, held = self.clipping.rows(layer), []
             for chunk in chunks:
@@ -229,8 +413,8 @@ class _State:
             return
         for chunk in chunks:
             slots = update.load(chunk)
-            if not measured and not chunk[0]:  # with the first chunk
-                self.clipping.measure(layer, gradient, self.home["moments", layer])
+            if not measured and not chunk[0]:  # once, with the first chunk
+                self.clipping.measure(layer, gradient, self.home.get(("moments", layer), ""))
             update.apply(chunk, slots)
 
     def losses_written(self, losses: list[str]) -> None:
@@ -239,83 +423,144 @@ class _State:
             self.clipping.finish()
 
     def update(self) -> None:
-        self.settle()
+        """Ends the step. With a global norm it computes the clip coefficient for the next step."""
+        self.emit_pending_update()
         self.decoders.clear()
         self.vocabulary.clear()
         if self.defers:
             self.clipping.finish()
 
 
-class _Update:
-    """AdamW on one layer by the device: the ops of each of its chunks, (number, first parameter, how many)."""
+class _DeviceUpdate:
+    """AdamW on one layer by the device: emits the ops of each of its chunks."""
 
-    def __init__(self, storage: _State, layer: str, gradient: str, copy_to: str | None, source: str | None, streamed: list[StateClass]) -> None:
-        self.storage, self.builder, self.layer, self.gradient, self.copy_to, self.source = storage, storage.builder, layer, gradient, copy_to, source
-        home = storage.home
+    def __init__(
+        self,
+        store: _OverlappedStore,
+        layer: str,
+        gradient: str,
+        copy_to: str | None,
+        source: str | None,
+        streamed: list[StateClass],
+    ) -> None:
+        """`streamed` lists the classes of data in host memory. The other arguments are those of
+        `_OverlappedStore.apply`.
+        """
+        self.store, self.builder, self.layer = store, store.builder, layer
+        self.gradient, self.copy_to, self.source = gradient, copy_to, source
+        home = store.home
         self.home = {name: home[name, layer] for name in STATE if (name, layer) in home}
         self.streamed, self.classes = streamed, [name for name in UPDATED if name in self.home]
         self.pools = {name: f"device.{name}_chunks" for name in streamed}
-        self.up = [name for name in streamed if not (name == "weights" and source)]
-        self.down = [name for name in streamed if name != "gradients"]
-        self.up_bytes, self.down_bytes = (sum([state_bytes(storage.plan, name, layer) for name in names]) for names in (self.up, self.down))
-        """a parameter"""
+        self.loaded = [name for name in streamed if not (name == "weights" and source)]
+        self.saved = [name for name in streamed if name != "gradients"]
+        self.load_bytes, self.save_bytes = (
+            sum([state_bytes(store.plan, name, layer) for name in names])
+            for names in (self.loaded, self.saved)
+        )
+        """Bytes per parameter of one load, and of one save."""
 
-    def load(self, chunk: tuple[int | None, int, int]) -> dict[StateClass, str]:
-        """Class of data -> the slot that holds what streams of it, on its way up; the weights are not where they come from `source`."""
+    def load(self, chunk: Chunk) -> dict[StateClass, str]:
+        """Loads the chunk's streamed data and returns its slots by class of data.
+
+        Weights get a slot but no copy if the update reads them from `source`.
+        """
         number, first, count = chunk
         slots = {name: self.builder.acquire(pool) for name, pool in self.pools.items()}
-        if self.up:
-            reads, writes = [f"{self.home[name]}#{number}" for name in self.up], [slots[name] for name in self.up]
-            self.builder.op(OpId("load_state", self.layer, chunk=number), "h2d", reads, writes, offset=first, parameters=count, bytes=count * self.up_bytes)
+        if self.loaded:
+            reads, writes = (
+                [f"{self.home[name]}#{number}" for name in self.loaded],
+                [slots[name] for name in self.loaded],
+            )
+            self.builder.op(
+                OpId("load_state", self.layer, chunk=number),
+                "h2d",
+                reads,
+                writes,
+                offset=first,
+                parameters=count,
+                bytes=count * self.load_bytes,
+            )
         return slots
 
-    def apply(self, chunk: tuple[int | None, int, int], slots: dict[StateClass, str]) -> None:
-        """The update, and the way back of what streams."""
+    def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
+        """Updates the chunk, saves its streamed data to the host and releases its slots."""
         number, first, count = chunk
         old = [self.source] if self.source and "weights" in self.streamed else []
-        reads = [slots.get("gradients", self.gradient), self.storage.clipping.factor(self.layer), *old]
-        writes = [slots.get(name, self.home[name]) for name in self.classes] + ([self.copy_to] if self.copy_to else [])
-        self.builder.op(OpId("update", self.layer, chunk=number), "update", reads, writes, offset=first, parameters=count)
-        if self.down:
-            reads, writes = [slots[name] for name in self.down], [f"{self.home[name]}#{number}" for name in self.down]
-            self.builder.op(OpId("save_state", self.layer, chunk=number), "d2h", reads, writes, offset=first, parameters=count, bytes=count * self.down_bytes)
+        reads = [
+            slots.get("gradients", self.gradient),
+            self.store.clipping.factor(self.layer),
+            *old,
+        ]
+        writes = [slots.get(name, self.home[name]) for name in self.classes] + (
+            [self.copy_to] if self.copy_to else []
+        )
+        self.builder.op(
+            OpId("update", self.layer, chunk=number),
+            "update",
+            reads,
+            writes,
+            offset=first,
+            parameters=count,
+        )
+        if self.saved:
+            reads, writes = (
+                [slots[name] for name in self.saved],
+                [f"{self.home[name]}#{number}" for name in self.saved],
+            )
+            self.builder.op(
+                OpId("save_state", self.layer, chunk=number),
+                "d2h",
+                reads,
+                writes,
+                offset=first,
+                parameters=count,
+                bytes=count * self.save_bytes,
+            )
         for slot in slots.values():
             self.builder.release(slot)
 
 
-class Overlapped(Policy):
-    """Everything placed where the plan says, streamed or resident; updates run on the device."""
+class Overlapped(ParameterStorePolicy):
+    """Keeps or streams each class of data as the plan places it, and updates next to compute."""
 
     name = "overlapped"
-    knobs = ("weight_slots", "gradient_slots", "state_slots", "checkpoint_interval", "chunk_bytes", "weights_ahead")
-    placements = ("weights", "low", "moments", "gradients", "stored", "parked", "attention", "host_updated")
-
+    knobs = (
+        "weight_slots",
+        "gradient_slots",
+        "state_slots",
+        "checkpoint_interval",
+        "chunk_bytes",
+        "weights_ahead",
+    )
+    placements = (
+        "weights",
+        "master_low",
+        "moments",
+        "gradients",
+        "saved_activations",
+        "offloaded_inputs",
+        "saved_attention",
+        "host_updated",
+    )
     goes_layer_by_layer = True
 
-    def lower(self, plan: Plan) -> Schedule:
-        builder = Builder(plan.policy)
-        compute(builder, plan, _State(builder, plan))
-        return builder.build()
-
-    def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
-        """The buffers of `lower`, without its ops."""
-        builder = Builder(plan.policy, merged=merged)
-        declare(builder, plan, _State(builder, plan))
-        return builder.build()
+    def storage(self, builder: Builder, plan: Plan) -> _OverlappedStore:
+        return _OverlappedStore(builder, plan)
 
     def defers_update(self, plan: Plan) -> bool:
-        """With clipping by the global norm."""
+        """Returns True with clipping by the global norm."""
         return plan.workload.clipping == "global"
 
     def flush_update(self, plan: Plan) -> Schedule | None:
-        """The update that a step of `plan` leaves to the next one."""
+        """Returns the update that a step of `plan` defers, or None if it defers none."""
         if not self.defers_update(plan):
             return None
         builder = Builder(plan.policy)
-        state = _State(builder, plan)
+        store = _OverlappedStore(builder, plan)
         for layer in plan.model.stack:
-            if layer in state.on_host:
-                state.apply_on_host(layer)
+            if layer in store.on_host:
+                store.apply_on_host(layer)
             else:
-                state.apply(layer, state.home["gradients", layer])
+                store.apply(layer, store.home["gradients", layer])
         return builder.build()

@@ -1,66 +1,70 @@
-"""Policy: the interface of a scheduling policy."""
+"""Policy: the base class of scheduling policies."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.plan import Plan
 
 
 class PolicyWarning(UserWarning):
-    """A search goes on without a policy."""
+    """Warns that a search leaves a policy out."""
 
 
 class Policy:
     """Writes one optimizer step as a program of ops over buffers.
 
-    A subclass sets `name` and `knobs` and defines `lower`; everything else has a default.
+    A subclass sets `name` and `knobs` and defines `lower`. Everything else has a default.
     """
 
     name: ClassVar[str]
-    """what `--policy` and a plan's `policy` call it"""
+    """The name in `--policy` and in a plan's `policy`."""
     knobs: ClassVar[tuple[str, ...]] = ()
-    """fields of `Knobs` that `lower` reads, `placement` left out; the search varies these"""
+    """The fields of `Knobs` that `lower` reads, without `placement`. The search varies them."""
     placements: ClassVar[tuple[str, ...]] = ()
-    """fields of `Placement` that `lower` obeys"""
+    """The fields of `Placement` that `lower` obeys."""
     prediction_only: ClassVar[bool] = False
-    """the policy is another system's: it is simulated and compared, never executed or searched"""
+    """Whether this is the policy of another system. Such a policy is simulated and compared. It is
+    never executed or searched."""
     dominated_by: ClassVar[str] = ""
-    """a policy that can do all that this one can; this one is then planned only by name"""
+    """A policy that can do all that this one can. The search then skips this one, unless it is
+    named."""
 
     goes_layer_by_layer: ClassVar[bool] = False
-    """each micro-batch takes the layers in order, forward and back, with weights in slots of which the
-    least recently used is reused; the search then has a lower bound that follows the lanes"""
+    """Whether each micro-batch visits the layers in order, forward and backward, and streamed
+    weights always reuse the least recently used slot. For such a policy, the search computes a
+    lower bound lane by lane (`planner/lower_bound.py`)."""
 
     def lower(self, plan: Plan) -> Schedule:
         """Returns the schedule of one step of `plan`.
 
-        Raises UserError for a plan that the policy cannot execute. The search goes on without it.
+        Raises UserError if the policy cannot execute `plan`. The search then skips this plan.
         """
         raise NotImplementedError
 
     def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
-        """Returns a schedule with the buffers of `lower`; its ops may be left out. With `merged` the
-        buffers of a pool may be one of the same total size.
+        """Returns a schedule with the buffers of `lower`. Its ops may be missing.
 
-        Override it where buffers are known without lowering: the search asks for them often.
+        With `merged`, the buffers of a pool may be merged into one of the same total size. Override
+        this method if the buffers are known without lowering, since the search calls it often.
         """
         return self.lower(plan)
 
     def defers_update(self, plan: Plan) -> bool:
-        """Whether a step leaves its update to the next step."""
+        """Returns whether a step of `plan` defers its update to the next step."""
         return False
 
     def flush_update(self, plan: Plan) -> Schedule | None:
-        """Returns the deferred update of a step of `plan` as a schedule on the step's buffers; None
-        where no update is deferred.
+        """Returns the deferred update of a step of `plan` as a schedule on the step's buffers.
+
+        Returns None if no update is deferred.
         """
         return None
 
     @property
     def places_state(self) -> bool:
         """Whether the policy keeps each layer's weights, gradients and optimizer state where the
-        plan's placement says.
+        plan places them.
         """
         return "weights" in self.placements

@@ -1,24 +1,28 @@
-"""Nothing streams: weights, gradients and optimizer state stay on the device, AdamW runs there. What to use when the model fits."""
+"""The policy `resident`: nothing streams, for models that fit in device memory.
+
+Weights, gradients and optimizer state stay on the device, and AdamW runs there.
+"""
 
 from __future__ import annotations
 
-from megatrain.simulator.arithmetic import contributions
-from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
-from megatrain.simulator.policies.building.training_step import compute, declare, state, update_operands
-from megatrain.simulator.policies.policy import Policy
-from megatrain.simulator.schedule import OpId, Schedule
+from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
+from megatrain.simulator.policies.building.training_step import state, update_operands
+from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule.arithmetic import contributions
+from megatrain.simulator.schedule.plan import Plan
 
 
 class _State:
-    """Every buffer is the layer's own, on the device."""
+    """The parameter store of one step, with all buffers on the device."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.device = state(builder, plan, "device")
         self.clipping = Clipping(builder, plan, "device", "compute", "update")
         self.arrived = dict.fromkeys(self.stack, 0)
+        """Layer -> gradient contributions that the step has written so far."""
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         return self.device["weights", layer]
@@ -29,7 +33,7 @@ class _State:
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         self.arrived[layer] += 1
         if self.arrived[layer] == contributions(self.plan, layer):
-            self.clipping.measure(layer, buffer, self.device["moments", layer])
+            self.clipping.measure(layer, buffer, self.device.get(("moments", layer), ""))
 
     def losses_written(self, losses: list[str]) -> None:
         self.clipping.losses = losses
@@ -38,23 +42,17 @@ class _State:
         self.clipping.finish()
         for layer, spec in self.stack.items():
             reads, writes = update_operands(self.device, layer, self.clipping.factor(layer))
-            self.builder.op(OpId("update", layer), "update", reads, writes, parameters=spec.elements)
+            self.builder.op(
+                OpId("update", layer), "update", reads, writes, parameters=spec.elements
+            )
 
 
-class Resident(Policy):
-    """Nothing streams."""
+class Resident(ParameterStorePolicy):
+    """Keeps all state on the device."""
 
     name = "resident"
     knobs = ("checkpoint_interval",)
-    placements = ("stored", "attention", "parked")
+    placements = ("saved_activations", "saved_attention", "offloaded_inputs")
 
-    def lower(self, plan: Plan) -> Schedule:
-        builder = Builder(plan.policy)
-        compute(builder, plan, _State(builder, plan))
-        return builder.build()
-
-    def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
-        """The buffers of `lower`, without its ops."""
-        builder = Builder(plan.policy, merged=merged)
-        declare(builder, plan, _State(builder, plan))
-        return builder.build()
+    def storage(self, builder: Builder, plan: Plan) -> _State:
+        return _State(builder, plan)

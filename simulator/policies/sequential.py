@@ -1,4 +1,4 @@
-"""No overlap: one weight slot, every op waits for the one before it. The floor that every other policy has to beat."""
+"""The policy `sequential`: no overlap, as a baseline for the other policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatrain.simulator.policies.streamed import StreamedPolicy
 
 
 class Sequential(StreamedPolicy):
-    """One weight slot, one op at a time."""
+    """Streams weights through one slot and runs one op at a time."""
 
     name = "sequential"
     dominated_by = "k_buffer"

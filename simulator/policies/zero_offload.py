@@ -1,35 +1,58 @@
-"""DeepSpeed ZeRO-Offload (stage 2, optimizer on the host), on one GPU. Prediction only.
+"""The policy `zero_offload`: DeepSpeed ZeRO-Offload (stage 2, optimizer on the host) on one GPU.
 
-Read in the source of stage_1_and_2.py (0.19.8); not measured here.
+Prediction only. Read in the source of stage_1_and_2.py (0.19.8), not measured here. Numbers in
+parentheses are bytes read + bytes written per parameter.
 
-* bf16 weights stay on the device. Each layer's gradient is cast to fp32 on the device and copied into a pinned fp32 buffer on the host
-  during backward, 4 B a parameter; its norm is taken on the device.
-* After backward, in series, the GPU idle: scale by the clip coefficient (4 + 4), Adam on fp32 master and moments, convert the master to bf16
-  on the host (4 + 2), copy all weights back to the device, 2 B a parameter. That copy is really from pageable memory, a fifth of the link's rate
-  on an H200; here it has the whole.
+* bf16 weights stay on the device. During backward, each layer's gradient is cast to fp32 on the
+  device, its norm is computed there, and it is copied into a pinned fp32 buffer on the host
+  (4 bytes per parameter).
+* After backward, these run one after the other while the GPU is idle: scaling by the clip
+  coefficient (4 + 4), Adam on fp32 master and moments, conversion of the master to bf16 on the host
+  (4 + 2), and a copy of all weights to the device (2 bytes per parameter). DeepSpeed makes that
+  copy from pageable memory, at a fifth of the link rate on an H200. Here it has the full rate.
 
-Host bytes a parameter: fp32 master 4, pinned, one block; fp32 gradients 4, pinned, one block; moments 8; the converted weights 2.
+Host bytes per parameter:
+
+* fp32 master: 4, one pinned block
+* fp32 gradients: 4, one pinned block
+* moments: 8
+* converted weights: 2
 """
 
 from __future__ import annotations
 
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.offload_peers import Offload, PeerPolicy, bucket, rounding
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.schedule.plan import Plan
 
 _NORM_AND_CAST_BYTES = 2 + (2 + 4)
+"""Bytes per parameter that the norm of a gradient reads, and that its cast reads and writes."""
 
 
 class _Stage2(Offload):
+    """The parameter store of one step of ZeRO-Offload."""
+
     def __init__(self, builder: Builder, plan: Plan) -> None:
-        super().__init__(builder, plan, {"gradients": 4, "master": 4, "moments": 8, "converted": DTYPE_BYTES[plan.workload.dtype]})
+        super().__init__(
+            builder,
+            plan,
+            {
+                "gradients": 4,
+                "master": 4,
+                "moments": 8,
+                "converted": DTYPE_BYTES[plan.workload.dtype],
+            },
+        )
         bucket(builder, plan)
         rounding(builder, "gradients", [4 * self.parameters])
         rounding(builder, "master", [4 * self.parameters])
         self.device = {
-            name: builder.persistent("device.weights", name, self.width * layer.elements, "weights", plan.workload.dtype) for name, layer in self.stack.items()
+            name: builder.persistent(
+                "device.weights", name, self.width * layer.elements, "weights", plan.workload.dtype
+            )
+            for name, layer in self.stack.items()
         }
 
     def on_device(self, layer: str, phase: str, micro: int) -> str:
@@ -37,18 +60,30 @@ class _Stage2(Offload):
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         bytes_ = _NORM_AND_CAST_BYTES * self.stack[layer].elements
-        self.builder.op(OpId("device_pass", layer, phase, micro, 1), "compute", [buffer], [buffer], bytes=bytes_)
+        self.builder.op(
+            OpId("device_pass", layer, phase, micro, 1), "compute", [buffer], [buffer], bytes=bytes_
+        )
         super().gradient_written(layer, phase, micro, buffer)
 
     def update(self) -> None:
-        gradients, master, converted = self.all("gradients"), self.all("master"), self.all("converted")
+        gradients, master, converted = (
+            self.all("gradients"),
+            self.all("master"),
+            self.all("converted"),
+        )
         if self.plan.workload.clipping == "global":
             self.host_pass(4 + 4, gradients, gradients)
         self.adam(gradients, master + self.all("moments"))
         self.host_pass(4 + self.width, master, converted)
         for name, layer in self.stack.items():
             reads = [self.host["converted", name]]
-            self.builder.op(OpId("load_weights", name), "h2d", reads, [self.device[name]], bytes=self.width * layer.elements)
+            self.builder.op(
+                OpId("load_weights", name),
+                "h2d",
+                reads,
+                [self.device[name]],
+                bytes=self.width * layer.elements,
+            )
 
 
 class ZeroOffload(PeerPolicy):

@@ -1,52 +1,93 @@
-"""Schedule: the one program that the simulator plays and the runtime executes.
+"""Schedule: the program of one optimizer step, which the simulator plays and the runtime executes.
 
-Ops stand in program order. Each belongs to a lane; a lane runs its ops one at a time, in that order. An op starts when its lane
-reaches it and all of its dependencies have ended. It names the buffers that it reads and writes, in the order that its kind fixes
-(the table below), and those whose hold begins (`acquires`) or ends (`releases`) with it. It has sizes, never a duration.
+A schedule lists its ops in program order. Each op belongs to a lane, and a lane runs its ops one
+at a time in program order. An op starts when its lane reaches it and all of its dependencies have
+ended. An op names the buffers that it reads and writes, in the order that its kind fixes (see
+below). It also names the buffers that it acquires and releases: a buffer is in use from the start
+of the op that acquires it to the end of the op that releases it. An op has sizes, never a duration.
 
-| kind | reads | writes |
-|---|---|---|
-| load_weights (h2d) | host weights | weight slot |
-| embed | embedding weights, tokens | hidden |
-| forward | weights, hidden | hidden |
-| head | head weights, hidden, tokens | gradient of the weights, gradient of hidden, loss |
-| loss | head weights, hidden, tokens | loss |
-| recompute | weights, hidden[, attention] | saved activations[, hidden] |
-| backward | weights, saved activations, hidden, gradient of the output[, attention] | gradient of the weights, gradient of the input |
-| embed_backward | tokens, gradient of hidden | gradient of the weights |
-| save_gradients (d2h) | device gradient | host slab or host gradient |
-| accumulate_gradients (cpu) | slab | host gradient |
-| load_second (h2d) | host moments | a chunk of moments, of which only the second is loaded |
-| norm | gradient | the layer's sum of squares |
-| ratios | gradient, moments | sums of g^2 / v by 64 elements, v the second moment after this step |
-| clip | every sum of squares, every loss | the clip coefficient, NaN where one of them is not finite |
-| clip of a layer | its sum of squares or its sums of g^2 / v, every loss | its coefficient, or its tensors' learning rate factors, likewise |
-| update, cpu_update | gradient, clip coefficient or factors[, weights] | weights[, low plane], moments[, weight slot] |
-| load_state (h2d), save_state (d2h) | one buffer per class | the same classes elsewhere |
-| load_gradients (h2d) | host gradient | device gradient |
-| save_activations (d2h), load_activations (h2d) | hidden | hidden |
+Kinds of ops, their lane where it is fixed, and their operands:
 
-and, in schedules of other systems, which are only for prediction, so what they read and write is in no fixed order:
+* `load_weights` (h2d): host weights -> weight slot
+* `embed`: embedding weights, tokens -> hidden
+* `forward`: weights, hidden -> hidden
+* `head`: head weights, hidden, tokens -> weight gradient, gradient of hidden, loss
+* `loss`: head weights, hidden, tokens -> loss
+* `recompute`: weights, hidden[, attention] -> saved activations[, hidden]
+* `backward`: weights, saved activations, hidden, gradient of the output[, attention] -> weight
+  gradient, gradient of the input
+* `embed_backward`: tokens, gradient of hidden -> weight gradient
+* `save_gradients` (d2h): device gradient -> staging buffer or host gradient
+* `accumulate_gradients` (cpu): staging buffer -> host gradient
+* `load_second_moment` (h2d): host moments -> a chunk of moments; copies only the second moment
+* `norm`: gradient -> the layer's sum of squares
+* `update_ratios`: gradient, moments -> sums of g^2 / v over 64 elements each, where v is the second
+  moment after this step
+* `clip`: every sum of squares, every loss -> the clip coefficient, or NaN if a value that it read
+  is not finite
+* `clip` of one layer: the layer's sum of squares or its sums of g^2 / v, every loss -> the layer's
+  coefficient or its tensors' learning rate factors, or NaN if a value that it read is not finite
+* `update`, `cpu_update`: gradient, clip coefficient or factors[, weights] -> weights[, low half of
+  the master][, moments][, weight slot]
+* `load_state` (h2d), `save_state` (d2h): one buffer for each class of data -> buffers of the same
+  classes
+* `load_gradients` (h2d): host gradient -> device gradient
+* `save_activations` (d2h), `load_activations` (h2d): hidden -> hidden
 
-| kind | what its bytes are |
-|---|---|
-| cpu_adam (cpu) | read and written by a fused, vectorised AdamW of the host |
-| host_pass (cpu) | read and written by an elementwise pass of all the host's threads: copying, scaling, zeroing |
-| thread_pass (cpu) | the same by one thread |
-| device_pass (compute) | read and written in device memory: copies, casts, the loss's elementwise passes |
+Schedules of other systems can only be predicted. They have further kinds, whose operands are in no
+fixed order:
 
-A forward that also writes saved activations keeps them for its backward. One that also writes attention, in `device.attention`, keeps that layer's attention
-output and log-sum-exp: its recompute takes them instead of computing them, and its backward needs them. An update does nothing where its coefficient is NaN;
-one that also reads weights takes the old ones from there, one that also writes a weight slot leaves a copy of the new ones in it. An op that writes its
-gradient *and reads it* adds to what is there; one that only writes it overwrites. `host.moments:12#3` is part 3 of a buffer: two parts never overlap, the
-whole overlaps every part.
+* `cpu_adam` (cpu): a fused, vectorized AdamW on the host
+* `host_pass` (cpu): an elementwise pass by all host threads, such as a copy, a scaling or a zeroing
+* `thread_pass` (cpu): an elementwise pass by one host thread
+* `device_pass` (compute): an elementwise pass on the device, such as a copy, a cast or a part of
+  the loss
+
+The `bytes` of these four kinds count what the op reads and writes.
+
+Rules:
+
+* A forward that also writes saved activations saves them for its backward.
+* A forward that also writes attention, in `device.attention`, saves the layer's attention output
+  and log-sum-exp. The layer's recompute then reads them and skips attention. Its backward reads
+  them too.
+* An update does nothing if its coefficient is NaN. If it also reads weights, it takes the old
+  weights from that buffer. If it also writes a weight slot, it leaves a copy of the new weights
+  there.
+* An op that both reads and writes its gradient adds to it. An op that only writes it overwrites it.
+* `host.moments:12#3` is part 3 of a buffer. Two parts never overlap, and the whole buffer overlaps
+  each of its parts.
 """
 
 from megatrain.simulator.schedule.buffer import Buffer, BufferDtype, DataClass
-from megatrain.simulator.schedule.op import CODES, KEPT, LANES, Op, OpId, ScheduleError, is_kept, parse_id, whole
+from megatrain.simulator.schedule.op import (
+    CODES,
+    KEPT,
+    LANES,
+    Op,
+    OpId,
+    ScheduleError,
+    is_kept,
+    parse_id,
+    whole,
+)
 from megatrain.simulator.schedule.schedule import Schedule, Sizes, restricted, serialized
 
 __all__ = [
-    "CODES", "KEPT", "LANES", "Buffer", "BufferDtype", "DataClass", "Op", "OpId", "Schedule", "ScheduleError", "Sizes", "is_kept", "parse_id", "restricted",
-    "serialized", "whole",
-]  # fmt: skip
+    "CODES",
+    "KEPT",
+    "LANES",
+    "Buffer",
+    "BufferDtype",
+    "DataClass",
+    "Op",
+    "OpId",
+    "Schedule",
+    "ScheduleError",
+    "Sizes",
+    "is_kept",
+    "parse_id",
+    "restricted",
+    "serialized",
+    "whole",
+]

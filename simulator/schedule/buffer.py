@@ -1,4 +1,4 @@
-"""Buffer: a named stretch of memory, and what it holds."""
+"""Buffer: a named block of memory, and what it holds."""
 
 from __future__ import annotations
 
@@ -7,65 +7,105 @@ from typing import Literal
 import msgspec
 
 DataClass = Literal[
-    "weights", "low", "moments", "gradients", "hidden", "activations", "saved_activations", "attention", "tokens", "losses", "norms", "clips", "ratio_sums",
+    "weights",
+    "master_low",
+    "moments",
+    "gradients",
+    "hidden",
+    "activations",
+    "saved_activations",
+    "attention",
+    "tokens",
+    "losses",
+    "norms",
+    "clips",
+    "ratio_sums",
     "workspace",
-]  # fmt: skip
+]
 """What a buffer holds:
 
-* `weights`, `low`, `moments`, `gradients`: a layer's weights, the low half of its fp32 master, both AdamW moments, its gradient
-* `hidden`: a layer's input or output [batch, sequence, hidden], or the gradient of one
-* `activations`, `saved_activations`: what autograd saves of a layer that is recomputed, or of one that is not
+* `weights`: a layer's weights in the compute dtype
+* `master_low`: the low half of a layer's fp32 master weights
+* `moments`: the optimizer's moments of a layer, two with AdamW
+* `gradients`: a layer's gradient
+* `hidden`: the input or output of a layer, [batch, sequence, hidden], or the gradient of one
+* `activations`: what autograd saves in a layer that is recomputed
+* `saved_activations`: what autograd saves in a layer that is not recomputed
 * `attention`: a layer's attention output and log-sum-exp
-* `tokens`: ids, labels and document indices of a micro-batch
-* `losses`, `norms`, `clips`, `ratio_sums`: a micro-batch's loss, a layer's sum of squares, the coefficients that updates read, sums of g^2 / v
+* `tokens`: the ids, labels and document indices of a micro-batch
+* `losses`: the loss of a micro-batch
+* `norms`: the sum of squares of a layer's gradient
+* `clips`: the clip coefficients and learning rate factors that updates read
+* `ratio_sums`: sums of g^2 / v of a layer
 * `workspace`: anything else, which no op of this runtime touches
 """
 BufferDtype = Literal["bf16", "fp32", "int16", "int64", "mixed", "home"]
-"""The dtype of a buffer's elements. `mixed`: several tensors of different dtypes. `home`: a chunk that layers of different dtypes pass through has the
-dtype of the layer's own persistent buffer of the same data."""
+"""The dtype of a buffer's elements. `mixed` means several tensors of different dtypes. `home` is
+for a chunk that layers with different dtypes share: its dtype is that of the current layer's own
+persistent buffer of the same class of data."""
 DTYPE_OF: dict[str, BufferDtype] = {
-    "low": "int16", "moments": "fp32", "tokens": "int64", "losses": "fp32", "norms": "fp32", "clips": "fp32", "ratio_sums": "fp32",
-    "activations": "mixed", "saved_activations": "mixed", "attention": "mixed", "workspace": "mixed",
-}  # fmt: skip
-"""The only dtype of a class of data. `weights`, `hidden` and `gradients` have bf16 or fp32."""
+    "master_low": "int16",
+    "moments": "fp32",
+    "tokens": "int64",
+    "losses": "fp32",
+    "norms": "fp32",
+    "clips": "fp32",
+    "ratio_sums": "fp32",
+    "activations": "mixed",
+    "saved_activations": "mixed",
+    "attention": "mixed",
+    "workspace": "mixed",
+}
+"""The dtype of each class of data that has only one. `weights`, `hidden` and `gradients` are bf16
+or fp32."""
 WIDTH = {"bf16": 2, "fp32": 4, "int16": 2, "int64": 8}
-"""bytes of an element"""
+"""Bytes of one element, by dtype."""
 
 
 def allocated_bytes(name: str, size: int) -> int:
-    """Bytes that a buffer of `size` bytes takes in its pool: whole pages on the host, which registers pages; whole 256-byte lines on the device.
+    """Returns the bytes that a buffer of `size` bytes takes in its pool.
 
-    `name` is the buffer's or the pool's.
+    On the host the size is rounded up to whole 4096-byte pages, because memory is pinned by page.
+    On the device it is rounded up to a multiple of 256 bytes. `name` is the id of the buffer or of
+    its pool.
     """
     unit = 4096 if name.startswith("host.") else 256
     return -(-size // unit) * unit
 
 
 class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory with a name, `PLACE.POOL:KEY`.
+    """A block of memory with a name, `PLACE.POOL:KEY`.
 
-    PLACE is `device` or `host`. POOL is a label: the buffers of a pool are alike and are allocated together, and nothing depends on its text. KEY is the
-    layer or the micro-batch of a persistent buffer, and the number of a slot. `host.moments:12` holds the moments of layer 12.
+    PLACE is `device` or `host`. POOL is a label: the buffers of a pool are alike and are allocated
+    together, and nothing depends on its text. KEY is the layer or the micro-batch of a persistent
+    buffer, or the number of a slot. `host.moments:12` holds the moments of layer 12.
     """
 
     id: str
+    """The name, `PLACE.POOL:KEY`."""
     bytes: int
+    """Size in bytes, before rounding up (see `allocated`)."""
     data: DataClass
+    """The class of data that it holds."""
     dtype: BufferDtype
+    """The dtype of its elements."""
     persistent: bool = False
-    """holds state from step to step (never acquired or released); otherwise a slot, free at both ends of a step"""
+    """True if it holds state from one step to the next; it is never acquired or released. False for
+    a slot, which is free at the start and at the end of a step."""
     dynamic: bool = False
-    """allocated by the framework while a layer runs, not by the plan"""
+    """True if the framework allocates it while a layer runs. Otherwise the plan allocates it."""
     chunk: bool = False
-    """holds a chunk of a layer from its first byte on, where a buffer of a whole layer holds it at the op's `offset`"""
+    """True if it holds one chunk of a layer, starting at its first byte. A buffer of a whole layer
+    holds the same chunk at the op's `offset`."""
     staging: bool = False
-    """data only passes through on its way to another buffer"""
+    """True if data only passes through it on the way to another buffer."""
     scales_with_tokens: bool = False
-    """its bytes are proportional to the tokens of a micro-batch"""
+    """True if its size is proportional to the tokens of a micro-batch."""
     per_gpu: bool = False
-    """in host memory: every GPU of a host has one of its own; otherwise all GPUs share it. Device memory is always a GPU's own."""
+    """For a buffer in host memory: True if each GPU of the host has its own copy, False if all GPUs
+    share one. Device memory always belongs to one GPU."""
     knob: str = ""
-    """the knob that sets how many buffers the pool has; empty where none does"""
+    """The knob that sets how many buffers the pool has, or empty if no knob does."""
 
     @property
     def place(self) -> str:
@@ -74,7 +114,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def allocated(self) -> int:
-        """Bytes it takes in its pool."""
+        """The bytes that it takes in its pool."""
         return allocated_bytes(self.id, self.bytes)
 
     @property
@@ -84,8 +124,9 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def key(self) -> str:
-        """The layer or the micro-batch of a persistent buffer; the number of a slot."""
+        """The layer or the micro-batch of a persistent buffer, or the number of a slot."""
         return self.id.partition(":")[2]
 
 
 FLAGS = ("persistent", "dynamic", "chunk", "staging", "scales_with_tokens", "per_gpu")
+"""The boolean fields of a Buffer, in the order of the schedule's text form."""

@@ -1,4 +1,4 @@
-"""Op: one unit of work on one lane, and the ids that ops have."""
+"""Op: one unit of work on one lane. Also the format of op ids."""
 
 from __future__ import annotations
 
@@ -9,22 +9,46 @@ from typing import NamedTuple
 import msgspec
 
 LANES = ("compute", "update", "h2d", "d2h", "cpu")
-"""FIFO queues: three or four CUDA streams and one host thread."""
+"""The lanes: FIFO queues of ops. `cpu` is a host thread and the others are CUDA streams."""
 
 CODES = {
-    "W": "load_weights", "E": "embed", "F": "forward", "H": "head", "HL": "loss", "R": "recompute", "B": "backward", "EB": "embed_backward",
-    "G": "save_gradients", "GL": "load_gradients", "L": "load_state", "S": "save_state", "P": "save_activations", "PL": "load_activations",
-    "A": "accumulate_gradients", "N": "norm", "Q": "ratios", "LV": "load_second", "C": "clip", "U": "update", "UC": "cpu_update",
-    "UA": "cpu_adam", "HP": "host_pass", "TP": "thread_pass", "DP": "device_pass",
-}  # fmt: skip
+    "W": "load_weights",
+    "E": "embed",
+    "F": "forward",
+    "H": "head",
+    "HL": "loss",
+    "R": "recompute",
+    "B": "backward",
+    "EB": "embed_backward",
+    "G": "save_gradients",
+    "GL": "load_gradients",
+    "L": "load_state",
+    "S": "save_state",
+    "P": "save_activations",
+    "PL": "load_activations",
+    "A": "accumulate_gradients",
+    "N": "norm",
+    "Q": "update_ratios",
+    "LV": "load_second_moment",
+    "C": "clip",
+    "U": "update",
+    "UC": "cpu_update",
+    "UA": "cpu_adam",
+    "HP": "host_pass",
+    "TP": "thread_pass",
+    "DP": "device_pass",
+}
+"""The kind of an op by the code that its id starts with."""
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 KEPT = "-kept"
-"""what the layer's part of `Op.shape` ends with where a recompute need not compute the attention"""
-_ID = re.compile(r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?")
+"""The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""
+_ID = re.compile(
+    r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?"
+)
 
 
 def is_kept(shape: str) -> bool:
-    """Of a recompute that need not compute the attention.
+    """Checks whether `shape` is that of a recompute that skips attention.
 
     >>> is_kept("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
     True
@@ -33,20 +57,25 @@ def is_kept(shape: str) -> bool:
 
 
 class ScheduleError(ValueError):
-    """The schedule breaks one of its rules; the text names the ops and the buffer."""
+    """A schedule breaks one of its rules. The text names the ops and the buffer."""
 
 
 class OpId(NamedTuple):
-    """What an op id says: `W12b.m0.c3` is chunk 3 of loading layer 12's weights for the backward pass of micro-batch 0.
-
-    Phases: `f` forward, `r` recompute, `b` backward, `h` head (where it uses the tied embedding's layer).
+    """The parts of an op id: `W12b.m0.c3` is chunk 3 of loading layer 12's weights for the backward
+    pass of micro-batch 0.
     """
 
     kind: str
+    """The kind of op, a value of `CODES`."""
     layer: str = ""
+    """The layer, such as `12`, `e` or `h`; empty if the op belongs to none."""
     phase: str = ""
+    """The pass that the op serves: `f` forward, `r` recompute, `b` backward, or `h` for a head that
+    uses the layer of a tied embedding. Empty if the kind needs none."""
     micro: int | None = None
+    """The micro-batch, if the op belongs to one."""
     chunk: int | None = None
+    """The chunk, if the op works on one of several."""
 
     def __str__(self) -> str:
         kind, layer, phase, micro, chunk = self
@@ -58,7 +87,7 @@ class OpId(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_id(text: str) -> OpId:
-    """The parts of an op id. Raises ScheduleError for a text that is none.
+    """Returns the parts of an op id. Raises ScheduleError if `text` is not an op id.
 
     >>> parse_id("W12b.m0.c3")
     OpId(kind='load_weights', layer='12', phase='b', micro=0, chunk=3)
@@ -67,13 +96,22 @@ def parse_id(text: str) -> OpId:
     """
     match = _ID.fullmatch(text)
     if match is None or match["code"] not in CODES:
-        raise ScheduleError(f"op id {text!r}: want CODE[LAYER][PHASE][.mMICRO][.cCHUNK] with a code of {', '.join(CODES)}")
+        raise ScheduleError(
+            f"op id {text!r}: expected CODE[LAYER][PHASE][.mMICRO][.cCHUNK], where CODE is one of"
+            f" {', '.join(CODES)}"
+        )
     number = {key: None if match[key] is None else int(match[key]) for key in ("micro", "chunk")}
-    return OpId(CODES[match["code"]], match["layer"] or "", match["phase"] or "", number["micro"], number["chunk"])
+    return OpId(
+        CODES[match["code"]],
+        match["layer"] or "",
+        match["phase"] or "",
+        number["micro"],
+        number["chunk"],
+    )
 
 
 def whole(name: str) -> str:
-    """The buffer that `name` is, or is a part of.
+    """Returns the id of the whole buffer that `name` is, or is a part of.
 
     >>> whole("host.moments:12#3"), whole("device.weights:0")
     ('host.moments:12', 'device.weights:0')
@@ -85,44 +123,57 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One unit of work on one lane."""
 
     id: str
+    """The id, in the format of `OpId`."""
     lane: str
+    """The lane that runs it."""
     after: tuple[str, ...] = ()
-    """ids of ops of other lanes that must end first; order inside a lane needs none"""
+    """Ids of the ops on other lanes that must end first. Earlier ops of the same lane need not be
+    named."""
     reads: tuple[str, ...] = ()
+    """Ids of the buffers, or parts of buffers, that it reads."""
     writes: tuple[str, ...] = ()
+    """Ids of the buffers, or parts of buffers, that it writes."""
     acquires: tuple[str, ...] = ()
+    """Ids of the slots that are in use from its start on."""
     releases: tuple[str, ...] = ()
+    """Ids of the slots that are free after its end."""
     offset: int = 0
-    """of a copy: first byte; of an op on optimizer state: first parameter"""
+    """The first byte of a copy, or the first parameter of an op on optimizer state."""
     bytes: int = 0
-    """of a copy: how many; of a pass: read and written"""
+    """The bytes that a copy moves, or the bytes that a pass reads and writes."""
     parameters: int = 0
-    """of an op on optimizer state, or elementwise: how many parameters, padding included"""
+    """The parameters that an elementwise op or an op on optimizer state works on, padding
+    included."""
     flops: int = 0
-    """of a compute op"""
+    """The FLOPs of a compute op."""
     elements: int = 0
-    """of a compute op without FLOPs, the embedding's: elements moved"""
+    """The elements that a compute op without FLOPs moves. Only the embedding's ops use it."""
     shape: str = ""
-    """of a compute op: key into a calibrated cost table"""
+    """The key of a compute op in a calibrated cost table."""
 
     @property
     def kind(self) -> str:
+        """The kind of op, a value of `CODES`."""
         return parse_id(self.id).kind
 
     @property
     def layer(self) -> str:
+        """The layer, or empty if the op belongs to none."""
         return parse_id(self.id).layer
 
     @property
     def buffers(self) -> tuple[str, ...]:
+        """The buffers that it reads, then those that it writes."""
         return self.reads + self.writes
 
     @property
     def amount(self) -> int:
-        """What a compute op's duration is proportional to among its like: FLOPs, or elements moved."""
+        """The size by which a compute op's duration is scaled: its FLOPs, or the elements that it
+        moves if it has none.
+        """
         return self.flops or self.elements
 
     @property
     def adds(self) -> bool:
-        """It adds to what stands in its target."""
+        """Whether it adds to the contents of a buffer that it writes."""
         return any(buffer in self.reads for buffer in self.writes)

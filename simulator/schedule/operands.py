@@ -1,4 +1,4 @@
-"""What each kind of op may read and write: classes of data in order, their dtypes and sizes."""
+"""The operands of each kind of op: classes of data in order, and checks of dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,42 @@ _COPIES = {
     "save_gradients": "gradients",
     "load_activations": "hidden",
     "save_activations": "hidden",
-    "load_second": "moments",
+    "load_second_moment": "moments",
 }
-"""kind of copy -> the class of data on both sides"""
+"""The class of data that each kind of copy reads and writes."""
 OPERANDS = {
     **{kind: (data, data) for kind, data in _COPIES.items()},
-    **dict.fromkeys(_MOVES, ("(weights|low|moments|gradients| )+",) * 2),
+    **dict.fromkeys(_MOVES, ("(weights|master_low|moments|gradients| )+",) * 2),
     "embed": ("weights tokens", "hidden"),
     "forward": ("weights hidden", "hidden( saved_activations| attention)?"),
     "head": ("weights hidden tokens( gradients)?", "gradients hidden losses"),
     "loss": ("weights hidden tokens", "losses"),
     "recompute": ("weights hidden( attention)?", "activations( hidden)?"),
-    "backward": ("weights (saved_)?activations hidden hidden( attention)?( gradients)?", "gradients hidden"),
+    "backward": (
+        "weights (saved_)?activations hidden hidden( attention)?( gradients)?",
+        "gradients hidden",
+    ),
     "embed_backward": ("tokens hidden( gradients)?", "gradients"),
     "accumulate_gradients": ("gradients( gradients)?", "gradients"),
     "norm": ("gradients", "norms"),
-    "ratios": ("gradients moments", "ratio_sums"),
+    "update_ratios": ("gradients moments", "ratio_sums"),
     "clip": ("(norms|ratio_sums|losses| )*", "clips"),
-    **dict.fromkeys(("update", "cpu_update"), ("gradients clips( weights)?", "weights( low)? moments( weights)?")),
+    **dict.fromkeys(
+        ("update", "cpu_update"),
+        ("gradients clips( weights)?", "weights( master_low)?( moments)?( weights)?"),
+    ),
 }
-"""kind -> patterns of what it reads and of what it writes, by class of data; kinds that only predict are left out"""
-_PATTERNS = {kind: (re.compile(reads), re.compile(writes)) for kind, (reads, writes) in OPERANDS.items()}
-_PER_PARAMETER = ("ratios", "update", "cpu_update", *_MOVES, "load_second")
-"""kinds whose operands hold `parameters` elements from `offset` on"""
+"""Two patterns for each kind: the classes of data that it reads and those that it writes, in order.
+Kinds that can only be predicted are absent."""
+_PATTERNS = {
+    kind: (re.compile(reads), re.compile(writes)) for kind, (reads, writes) in OPERANDS.items()
+}
+_PER_PARAMETER = ("update_ratios", "update", "cpu_update", *_MOVES, "load_second_moment")
+"""Kinds that work on `parameters` elements, starting at `offset`."""
 
 
 def check_buffer(buffer: Buffer) -> None:
-    """Raises ScheduleError where the buffer's dtype is none that its class of data can have."""
+    """Checks the dtype of a buffer. Raises ScheduleError if its class of data cannot have it."""
     only = DTYPE_OF.get(buffer.data)
     if buffer.dtype != only if only else buffer.dtype not in ("bf16", "fp32", "home", "mixed"):
         allowed = only or "bf16 or fp32"
@@ -50,18 +59,33 @@ def check_buffer(buffer: Buffer) -> None:
         raise ScheduleError(f"{buffer.id}: only a chunk takes its dtype from its layer's buffer")
 
 
-def check_operands(op: Op, buffers: Mapping[str, Buffer], dtype_of: Callable[[str, str], str]) -> None:
-    """Raises ScheduleError where an operand of `op` holds other data than its kind takes, has another
-    dtype than the operand that it is copied to, added to or computed with, or is too small.
+def check_operands(
+    op: Op, buffers: Mapping[str, Buffer], dtype_of: Callable[[str, str], str], moments: int
+) -> None:
+    """Checks the operands of `op`.
+
+    Args:
+        buffers: the schedule's buffers by id.
+        dtype_of: `Schedule.dtype_of`, the dtype of a layer's data in a buffer.
+        moments: the fp32 values that the optimizer keeps for each parameter.
+
+    Raises:
+        ScheduleError: an operand holds another class of data than the kind of op takes, its dtype
+            differs from that of the operand that it is combined with, or it is too small.
     """
     kind = op.kind
     if kind not in _PATTERNS:
         return
-    for side, names, pattern in zip(("reads", "writes"), (op.reads, op.writes), _PATTERNS[kind], strict=True):
+    for side, names, pattern in zip(
+        ("reads", "writes"), (op.reads, op.writes), _PATTERNS[kind], strict=True
+    ):
         classes = " ".join([buffers[whole(name)].data for name in names])
         if not pattern.fullmatch(classes):
             expected = OPERANDS[kind][0 if side == "reads" else 1]
-            raise ScheduleError(f"{op.id}: {kind} {side} {classes or 'nothing'} ({', '.join(names)}), not {expected}")
+            raise ScheduleError(
+                f"{op.id}: {kind} {side} {classes or 'nothing'} ({', '.join(names)}), not"
+                f" {expected}"
+            )
     dtypes = {name: dtype_of(name, op.layer) for name in op.buffers}
     for group in _alike(op, buffers):
         if len({dtypes[name] for name in group}) > 1:
@@ -71,32 +95,46 @@ def check_operands(op: Op, buffers: Mapping[str, Buffer], dtype_of: Callable[[st
         if buffers[whole(name)].data == "gradients" and name in op.reads and dtypes[name] != "fp32":
             raise ScheduleError(f"{op.id}: adds to {name} in {dtypes[name]}; sums are kept in fp32")
     if kind in ("update", "cpu_update"):
-        low = any(buffers[whole(name)].data == "low" for name in op.writes)
+        low = any(buffers[whole(name)].data == "master_low" for name in op.writes)
         if low != (dtypes[op.writes[0]] == "bf16"):
-            raise ScheduleError(f"{op.id}: weights in {dtypes[op.writes[0]]} {'with' if low else 'without'} a low half")
-    _check_sizes(op, buffers, dtypes)
+            raise ScheduleError(
+                f"{op.id}: weights in {dtypes[op.writes[0]]} {'with' if low else 'without'} a low"
+                " half"
+            )
+        if moments and not any(buffers[whole(name)].data == "moments" for name in op.writes):
+            raise ScheduleError(f"{op.id}: writes no moments, of which there are {moments}")
+    _check_sizes(op, buffers, dtypes, moments)
 
 
 def _alike(op: Op, buffers: Mapping[str, Buffer]) -> list[Sequence[str]]:
-    """Groups of operands that have one dtype."""
+    """Returns groups of operands. All operands of a group must have the same dtype."""
     if op.kind in _COPIES or op.kind in _MOVES:
         return [(source, target) for source, target in zip(op.reads, op.writes, strict=True)]
     computed = [name for name in op.buffers if buffers[whole(name)].data in ("weights", "hidden")]
     return [computed]
 
 
-def _check_sizes(op: Op, buffers: Mapping[str, Buffer], dtypes: Mapping[str, str]) -> None:
-    """Raises ScheduleError where the bytes or parameters of `op` do not fit into an operand."""
+def _check_sizes(
+    op: Op, buffers: Mapping[str, Buffer], dtypes: Mapping[str, str], moments: int
+) -> None:
+    """Raises ScheduleError if an operand is too small for the bytes or parameters of `op`."""
     for name in op.buffers:
         buffer = buffers[whole(name)]
-        if op.kind in _COPIES and op.kind != "load_second":
+        if op.kind in _COPIES and op.kind != "load_second_moment":
             needed = op.offset + op.bytes
-        elif op.kind in _PER_PARAMETER and buffer.data in ("weights", "low", "moments", "gradients"):
+        elif op.kind in _PER_PARAMETER and buffer.data in (
+            "weights",
+            "master_low",
+            "moments",
+            "gradients",
+        ):
             elements = op.parameters + (0 if buffer.chunk else op.offset)
-            needed = elements * WIDTH[dtypes[name]] * (2 if buffer.data == "moments" else 1)
+            needed = elements * WIDTH[dtypes[name]] * (moments if buffer.data == "moments" else 1)
         elif op.kind in ("norm", "accumulate_gradients") and buffer.data == "gradients":
             needed = op.parameters * WIDTH[dtypes[name]]
         else:
             continue
         if needed > buffer.bytes:
-            raise ScheduleError(f"{op.id}: needs {needed} bytes of {name}, which has {buffer.bytes}")
+            raise ScheduleError(
+                f"{op.id}: needs {needed} bytes of {name}, which has {buffer.bytes}"
+            )

@@ -1,4 +1,6 @@
-"""What the command's tests share: a workplace with a tiny model, a corpus and a plan, and the command, run in this process."""
+"""What the command's tests share: a workplace with a tiny model, a corpus and a plan, and the
+command, run in this process.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ def make_tiny_model(folder: Path) -> int:
     logging.disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
-        max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -46,13 +54,25 @@ def make_small_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        ["how are you, I am well"], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<e>"], initial_alphabet=alphabet, show_progress=False)
+        ["how are you, I am well"],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<s>", "<e>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<e>")
-    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}\\n{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant\\n{% endif %}"
+    fast.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}\\n{{ m.content }}<e>{% endfor %}{% if"
+        " add_generation_prompt %}<s>assistant\\n{% endif %}"
+    )
     fast.save_pretrained(folder)
 
 
@@ -73,8 +93,20 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(place / "tiny")
     (place / "corpus").mkdir()
     for name in ("one.txt", "two.py"):
-        (place / "corpus" / name).write_text("".join(f"line {number} of {name}\n" for number in range(200)))
-    words = ["plan", str(place / "tiny"), "--hardware", "h200", "--policy", "double_buffer", *WORK, "--out", str(place / "plan.toml")]
+        (place / "corpus" / name).write_text(
+            "".join(f"line {number} of {name}\n" for number in range(200))
+        )
+    words = [
+        "plan",
+        str(place / "tiny"),
+        "--hardware",
+        "h200",
+        "--policy",
+        "double_buffer",
+        *WORK,
+        "--out",
+        str(place / "plan.toml"),
+    ]
     assert cli.main(words) == 0
     return place
 
@@ -92,7 +124,18 @@ def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps; not to be changed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    words = ["train", str(prepared / "plan.toml"), "--data", str(prepared / "corpus"), "--steps", "3", "--device", "cpu", "--out", str(out)]
+    words = [
+        "train",
+        str(prepared / "plan.toml"),
+        "--data",
+        str(prepared / "corpus"),
+        "--steps",
+        "3",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     assert cli.main(words) == 0
     return out
 
@@ -112,7 +155,8 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 @pytest.fixture
 def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration that measures little, for tests that do not look at its numbers."""
-    from megatrain.runtime import calibrate, contention, rates
+    from megatrain.runtime.calibration import calibrate, contention
+    from megatrain.runtime.calibration import microbenchmarks as rates
 
     monkeypatch.setattr(calibrate, "_SECONDS", 0.2)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
@@ -125,6 +169,9 @@ def files_in() -> Callable[[Path], dict[str, bytes | None]]:
     """Every path below a folder, with its content; None for a folder."""
 
     def read(folder: Path) -> dict[str, bytes | None]:
-        return {os.path.relpath(path, folder): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+        return {
+            os.path.relpath(path, folder): path.read_bytes() if path.is_file() else None
+            for path in sorted(folder.rglob("*"))
+        }
 
     return read

@@ -1,4 +1,6 @@
-"""The benchmark: ours and its ceiling by the real command on the CPU; what cannot run is a line of the table; mistakes are one line."""
+"""The benchmark: ours and its ceiling by the real command on the CPU; what cannot run is a line of
+the table; mistakes are one line.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,43 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from outside_optimizers import TEXTS
 
 from megatrain.experiments import benchmark
 from megatrain.experiments.baselines import zero3
 from megatrain.experiments.benchmarks import child, own
 from megatrain.experiments.benchmarks.steps import Parts
 from megatrain.runtime.memory.process_memory import host_peak_bytes
-from megatrain.simulator.hardware import COMPUTE_KINDS
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware.machine import COMPUTE_KINDS
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import restricted
+from megatrain.simulator.schedule.plan import Plan
 
 WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--steps", "3", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The command's standard output, and its file. The device is too small for the state, so layers stream."""
+    """The command's standard output, and its file. The device is too small for the state, so layers
+    stream.
+    """
     out = tmp_path_factory.mktemp("timed") / "result.json"
-    words = [str(prepared / "tiny"), *WORK, "--device-memory", "800KiB", "--systems", "ours,ceiling,zero3", "--out", str(out)]
-    ended = subprocess.run([sys.executable, "-m", "megatrain.experiments.benchmark", *words], capture_output=True, text=True, check=True)
+    words = [
+        str(prepared / "tiny"),
+        *WORK,
+        "--device-memory",
+        "800KiB",
+        "--systems",
+        "ours,ceiling,zero3",
+        "--out",
+        str(out),
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatrain.experiments.benchmark", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return ended.stdout, json.loads(out.read_text())
 
 
@@ -41,7 +60,11 @@ def test_the_file_has_all(timed: tuple[str, dict[str, Any]]) -> None:
     shown, result = timed
     assert result["plan"]["policy"] in shown
     assert result["machine"]["cores"] >= 1
-    assert (result["arguments"]["steps"], result["tokens_per_step"], result["model"]) == (3, 32, "tiny")
+    assert (result["arguments"]["steps"], result["tokens_per_step"], result["model"]) == (
+        3,
+        32,
+        "tiny",
+    )
     assert result["commit"] is None or len(result["commit"].removesuffix("+")) == 40
     ours, ceiling, _ = result["systems"]
     for record in (ours, ceiling):
@@ -49,17 +72,23 @@ def test_the_file_has_all(timed: tuple[str, dict[str, Any]]) -> None:
         assert all(math.isfinite(step["loss"]) and step["seconds"] > 0 for step in record["steps"])
         assert record["step_seconds_median"] == record["steps"][2]["seconds"]
         assert record["tokens_per_second"] == pytest.approx(32 / record["step_seconds_median"])
-        assert record["tflops_6n"] == pytest.approx(6 * result["parameters"] * record["tokens_per_second"] / 1e12)
+        assert record["tflops_6n"] == pytest.approx(
+            6 * result["parameters"] * record["tokens_per_second"] / 1e12
+        )
         assert record["device_peak_bytes"] > 0
         assert record["host_peak_bytes"] > 10 * 2**20
-        assert record["times_ours"] == pytest.approx(record["step_seconds_median"] / ours["step_seconds_median"])
+        assert record["times_ours"] == pytest.approx(
+            record["step_seconds_median"] / ours["step_seconds_median"]
+        )
     assert ours["steps"][2]["gradient_norm"] > 0
     assert ceiling["steps"][2]["gradient_norm"] is None
 
 
 def test_the_ceiling_has_compute_ops_alone(timed: tuple[str, dict[str, Any]]) -> None:
     ours, ceiling, _ = timed[1]["systems"]
-    assert ceiling["ops"] == 15  # embed; 4 layers forward, recomputed and backward; head; embed backward
+    assert (
+        ceiling["ops"] == 15
+    )  # embed; 4 layers forward, recomputed and backward; head; embed backward
     assert ceiling["ops"] < ours["ops"]
     assert ceiling["device_peak_bytes"] <= ours["device_peak_bytes"]
 
@@ -68,17 +97,23 @@ def test_the_ceiling_has_compute_ops_alone(timed: tuple[str, dict[str, Any]]) ->
 def test_a_missing_package_is_a_line(timed: tuple[str, dict[str, Any]]) -> None:
     shown, result = timed
     assert result["systems"][2]["failure"] == "not installed: deepspeed"
-    assert [line.split(None, 1)[1] for line in shown.splitlines() if line.startswith("zero3")] == ["not installed: deepspeed"]
+    assert [line.split(None, 1)[1] for line in shown.splitlines() if line.startswith("zero3")] == [
+        "not installed: deepspeed"
+    ]
 
 
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        ("overlapped", {}), ("overlapped", {"clipping": "none", "accumulation": 2}), ("double_buffer", {"tied": True, "accumulation": 2}),
+        ("overlapped", {}),
+        ("overlapped", {"clipping": "none", "accumulation": 2}),
+        ("double_buffer", {"tied": True, "accumulation": 2}),
         ("resident", {"checkpoint_interval": 2}),
     ],
-)  # fmt: skip
-def test_a_ceiling_of_any_policy_runs(make_plan: Callable[..., Plan], tmp_path: Path, policy: str, changes: dict[str, Any]) -> None:
+)
+def test_a_ceiling_of_any_policy_runs(
+    make_plan: Callable[..., Plan], tmp_path: Path, policy: str, changes: dict[str, Any]
+) -> None:
     plan = make_plan(policy, **changes)
     schedule = lower(plan)
     path = tmp_path / "plan.toml"
@@ -93,13 +128,17 @@ def test_a_ceiling_of_any_policy_runs(make_plan: Callable[..., Plan], tmp_path: 
     assert all(buffer.place == "device" for buffer in kept.buffers)
 
 
-def test_restricted_keeps_what_ops_wait_for_among_themselves(make_plan: Callable[..., Plan]) -> None:
+def test_restricted_keeps_what_ops_wait_for_among_themselves(
+    make_plan: Callable[..., Plan],
+) -> None:
     schedule = lower(make_plan("double_buffer", accumulation=2))
     kept = restricted(schedule, ("load_weights", *COMPUTE_KINDS))
     waits = {op.id: op.after for op in kept.ops}
     assert any(waits.values())
     for op in kept.ops:
-        assert waits[op.id] == tuple(other for other in schedule.by_id[op.id].after if other in waits)
+        assert waits[op.id] == tuple(
+            other for other in schedule.by_id[op.id].after if other in waits
+        )
 
 
 def test_ours_is_the_executors_step(make_plan: Callable[..., Plan]) -> None:
@@ -111,7 +150,9 @@ def test_ours_is_the_executors_step(make_plan: Callable[..., Plan]) -> None:
 
 
 def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
-    """In a process of its own, as always; without a GPU it shards and clips, and offloads nothing."""
+    """In a process of its own, as always; without a GPU it shards and clips, and offloads
+    nothing.
+    """
     make_plan("double_buffer", accumulation=2).save(tmp_path / "plan.toml")
     found = benchmark.timed("fsdp2", tmp_path / "plan.toml", 3, "cpu")
     assert found["failure"] == ""
@@ -125,18 +166,26 @@ def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> Non
 
 def test_what_deepspeed_is_told(make_plan: Callable[..., Plan]) -> None:
     told = zero3.settings(make_plan(batch=3, accumulation=4).workload)
-    assert (told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"], told["gradient_clipping"]) == (3, 4, 1.0)
-    assert {told["zero_optimization"][f"offload_{what}"]["device"] for what in ("param", "optimizer")} == {"cpu"}
+    assert (
+        told["train_micro_batch_size_per_gpu"],
+        told["gradient_accumulation_steps"],
+        told["gradient_clipping"],
+    ) == (3, 4, 1.0)
+    assert {
+        told["zero_optimization"][f"offload_{what}"]["device"] for what in ("param", "optimizer")
+    } == {"cpu"}
     assert zero3.settings(make_plan(clipping="none").workload)["gradient_clipping"] == 0
 
 
 def test_a_process_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/false")
     found = benchmark.timed("ours", tmp_path / "plan.toml", 3, "cpu")
-    assert found["failure"] == "its process ended with status 1, without a result"
+    assert found["failure"] == "its process ended with status 1 and without a result"
 
 
-def test_what_a_child_cannot_do_is_its_failure(tmp_path: Path, make_plan: Callable[..., Plan]) -> None:
+def test_what_a_child_cannot_do_is_its_failure(
+    tmp_path: Path, make_plan: Callable[..., Plan]
+) -> None:
     path = tmp_path / "plan.toml"
     assert "found no such file" in child.attempt("ours", path, 3, "cpu").failure
     make_plan("double_buffer", device_limit_bytes=1000).save(path)
@@ -148,18 +197,33 @@ def test_what_a_child_cannot_do_is_its_failure(tmp_path: Path, make_plan: Callab
     [
         ([], "MODEL, --plan: found neither; allowed: one of them"),
         (["tiny", "--plan", "plan.toml"], "MODEL, --plan: found both"),
-        (["--plan", "plan.toml", "--batch", "4", "--compile"], "--plan: found --batch, --compile beside it"),
+        (
+            ["--plan", "plan.toml", "--batch", "4", "--compile"],
+            "--plan: found --batch, --compile as well",
+        ),
         (["--plan", "none.toml"], "none.toml: found no such file"),
-        (["tiny", "--systems", "ours,zero4"], "--systems: found 'zero4'; allowed: ours, ceiling, zero3, fsdp2"),
+        (
+            ["tiny", "--systems", "ours,zero4"],
+            "--systems: found 'zero4'; allowed: ours, ceiling, zero3, fsdp2",
+        ),
         (["tiny", "--steps", "2"], "--steps: found '2'; allowed: a whole number >= 3"),
         (["tiny", "--hardware", "h2000"], "found"),
         (["tiny", "--device-memory", "1KiB"], "tiny: found no plan that fits"),
-        (["tiny", "--policy", "zero3_offload"], "plan: policy: found zero3_offload, another system's"),
+        (
+            ["tiny", "--policy", "zero3_offload"],
+            "plan: policy: found zero3_offload, the policy of another system",
+        ),
         (["tiny", "--nonsense"], "found --nonsense"),
+        (
+            ["tiny", "--optimizer", "lion.py", "--systems", "ours,fsdp2"],
+            "optimizer: found lion.py, with fsdp2; allowed: adamw, which is what other systems run",
+        ),
     ],
 )
-@pytest.mark.usefixtures("workplace")
-def test_mistakes_are_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    words: list[str], complaint: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "lion.py").write_text(TEXTS[1])
     assert benchmark.main(words) == 2
     shown = capsys.readouterr()
     assert shown.err.count("\n") == 1

@@ -1,4 +1,6 @@
-"""Every mistake is answered by one line with the value found, the allowed one and the fix; status 2; nothing is written."""
+"""Every mistake is answered by one line with the value found, the allowed one and the fix; status
+2; nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,36 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 CHECK = ("check", "qwen2.5-7b", "--hardware", "h200")
 PLAN = ("plan", "tiny", "--hardware", "h200", "--out", "new.toml")
-TRAIN = ("train", "plan.toml", "--data", "corpus", "--steps", "2", "--device", "cpu", "--out", "new")
-CALIBRATE = ("calibrate", "tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "--out", "new.toml")
+TRAIN = (
+    "train",
+    "plan.toml",
+    "--data",
+    "corpus",
+    "--steps",
+    "2",
+    "--device",
+    "cpu",
+    "--out",
+    "new",
+)
+CALIBRATE = (
+    "calibrate",
+    "tiny",
+    "--batch",
+    "2",
+    "--seq",
+    "16",
+    "--device",
+    "cpu",
+    "--out",
+    "new.toml",
+)
 LONG = "a" * 300
 
 
@@ -48,7 +72,12 @@ def hardware(*changes: tuple[str, str]) -> Callable[[], None]:
     """The library's h200 as hw.toml, edited."""
 
     def edit() -> None:
-        library = Path(sys.modules[HardwareSpec.__module__].__file__ or "").parent / "library" / "hardware" / "h200.toml"
+        library = (
+            Path(sys.modules[HardwareSpec.__module__].__file__ or "").parents[1]
+            / "library"
+            / "hardware"
+            / "h200.toml"
+        )
         shutil.copyfile(library, "hw.toml")
         edited("hw.toml", *changes)()
 
@@ -69,7 +98,13 @@ def limited(**limits: int) -> Callable[[], None]:
 
     def edit() -> None:
         plan = Plan.load(Path("plan.toml"))
-        edited("plan.toml", *((f"{field} = {getattr(plan, field)}", f"{field} = {limit}") for field, limit in limits.items()))()
+        edited(
+            "plan.toml",
+            *(
+                (f"{field} = {getattr(plan, field)}", f"{field} = {limit}")
+                for field, limit in limits.items()
+            ),
+        )()
 
     return edit
 
@@ -91,84 +126,302 @@ class Mistake(NamedTuple):
 MISTAKES = {
     "no verb": Mistake((), "no VERB", "megatrain", "--help"),
     "unknown verb": Mistake(("chekc",), "'chekc'", "check, plan, simulate", "megatrain --help"),
-    "unknown option": Mistake((*CHECK, "--bacth", "3"), "--bacth", "--batch", "megatrain check --help"),
-    "option without value": Mistake((*CHECK, "--batch"), "nothing after it", "one value", "megatrain check --help"),
-    "missing hardware option": Mistake(("check", "qwen2.5-7b"), "no --hardware", "--hardware H", "megatrain check --help"),
+    "unknown option": Mistake(
+        (*CHECK, "--bacth", "3"), "--bacth", "--batch", "megatrain check --help"
+    ),
+    "option without value": Mistake(
+        (*CHECK, "--batch"), "no value", "one value", "megatrain check --help"
+    ),
+    "missing hardware option": Mistake(
+        ("check", "qwen2.5-7b"), "no --hardware", "--hardware H", "megatrain check --help"
+    ),
     "unknown dtype": Mistake((*CHECK, "--dtype", "fp16"), "'fp16'", "bf16, fp32", "--help"),
     "size that is none": Mistake((*CHECK, "--host-memory", "banana"), "'banana'", "GiB", "24GiB"),
-    "negative size": Mistake((*CHECK, "--device-memory=-3GiB"), "'-3GiB'", "a positive size", "24GiB"),
+    "negative size": Mistake(
+        (*CHECK, "--device-memory=-3GiB"), "'-3GiB'", "a positive size", "24GiB"
+    ),
     "negative batch": Mistake((*CHECK, "--batch", "-3"), "'-3'", ">= 1", "--batch 1"),
-    "batch beyond reason": Mistake((*CHECK, "--batch", "99999999999"), "99999999999", "1 to 1048576", "batch"),
+    "batch beyond reason": Mistake(
+        (*CHECK, "--batch", "99999999999"), "99999999999", "1 to 1048576", "batch"
+    ),
     "zero cores": Mistake((*CHECK, "--cores", "0"), "'0'", ">= 1", "--cores 1"),
-    "steps that are no number": Mistake((*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 1", "--steps 1"),
+    "steps that are no number": Mistake(
+        (*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 1", "--steps 1"
+    ),
     "rate that is no number": Mistake((*TRAIN, "--rate", "nan"), "'nan'", ">= 0", "--rate 1"),
-    "seed too large": Mistake((*TRAIN, "--seed", str(10**30)), str(10**30), "4294967295", "--seed 1"),
-    "tokens that are no number": Mistake((*CHECK, "--tokens", "x"), "'x'", "a positive number with k, M, B or T", "1B"),
+    "seed too large": Mistake(
+        (*TRAIN, "--seed", str(10**30)), str(10**30), "4294967295", "--seed 1"
+    ),
+    "tokens that are no number": Mistake(
+        (*CHECK, "--tokens", "x"), "'x'", "a positive number with k, M, B or T", "1B"
+    ),
     "no GPU": Mistake((*CHECK, "--gpus", "0"), "'0'", "a whole number >= 1", "--gpus 1"),
     "more GPUs than a host has": Mistake((*CHECK, "--gpus", "64"), "64", "1 to 16", "--gpus 8"),
-    "several GPUs for every policy": Mistake((*CHECK, "--gpus", "2", "--policy", "all"), "2 with --policy all", "one policy, or best", "leave --gpus out"),
-    "GPUs beside one memory": Mistake(("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"), "2", "one memory", "leave it out"),
-    "unknown policy": Mistake((*CHECK, "--policy", "zigzag"), "'zigzag'", "double_buffer, k_buffer, overlapped, resident, sequential", "name one"),
-    "unknown model": Mistake(("check", "qwen2.5-9b", "--hardware", "h200"), "no such folder or file", "qwen2.5-7b", "did you mean qwen2.5-"),
-    "missing model folder": Mistake(("plan", "./gone", "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
-    "model name too long": Mistake(("plan", LONG, "--hardware", "h200", "--out", "new.toml"), "no such folder", "Hugging Face", "check the path"),
-    "folder without config": Mistake(("check", "corpus", "--hardware", "h200"), "no such file", "readable", "name an existing file"),
-    "unknown architecture": Mistake(
-        ("check", "other", "--hardware", "h200"), "'gpt5'", "one of", "gpt2", written("other/config.json", '{"model_type": "gpt5"}')
+    "several GPUs for every policy": Mistake(
+        (*CHECK, "--gpus", "2", "--policy", "all"),
+        "2 with --policy all",
+        "one policy, or best",
+        "leave --gpus out",
     ),
-    "config that is not JSON": Mistake(("check", "tiny", "--hardware", "h200"), "not JSON", "a JSON file", "again", truncated("tiny/config.json")),
-    "unknown hardware": Mistake(("check", "tiny", "--hardware", "h100"), "no such file", "h200", "did you mean"),
-    "missing hardware file": Mistake(("check", "tiny", "--hardware", "gone.toml"), "no such file", "readable", "name an existing file"),
-    "hardware name too long": Mistake(("check", "tiny", "--hardware", LONG), "file name too long", "a path that can be used", "check the path"),
+    "GPUs beside one memory": Mistake(
+        ("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"),
+        "2",
+        "one memory",
+        "leave it out",
+    ),
+    "unknown policy": Mistake(
+        (*CHECK, "--policy", "zigzag"),
+        "'zigzag'",
+        "double_buffer, k_buffer, overlapped, resident, sequential",
+        "name one",
+    ),
+    "unknown model": Mistake(
+        ("check", "qwen2.5-9b", "--hardware", "h200"),
+        "no such folder or file",
+        "qwen2.5-7b",
+        "did you mean qwen2.5-",
+    ),
+    "missing model folder": Mistake(
+        ("plan", "./gone", "--hardware", "h200", "--out", "new.toml"),
+        "no such folder",
+        "Hugging Face",
+        "check the path",
+    ),
+    "model name too long": Mistake(
+        ("plan", LONG, "--hardware", "h200", "--out", "new.toml"),
+        "no such folder",
+        "Hugging Face",
+        "check the path",
+    ),
+    "folder without config": Mistake(
+        ("check", "corpus", "--hardware", "h200"),
+        "no such file",
+        "readable",
+        "name an existing file",
+    ),
+    "unknown architecture": Mistake(
+        ("check", "other", "--hardware", "h200"),
+        "'gpt5'",
+        "one of",
+        "gpt2",
+        written("other/config.json", '{"model_type": "gpt5"}'),
+    ),
+    "config that is not JSON": Mistake(
+        ("check", "tiny", "--hardware", "h200"),
+        "not JSON",
+        "a JSON file",
+        "again",
+        truncated("tiny/config.json"),
+    ),
+    "unknown hardware": Mistake(
+        ("check", "tiny", "--hardware", "h100"), "no such file", "h200", "did you mean"
+    ),
+    "missing hardware file": Mistake(
+        ("check", "tiny", "--hardware", "gone.toml"),
+        "no such file",
+        "readable",
+        "name an existing file",
+    ),
+    "hardware name too long": Mistake(
+        ("check", "tiny", "--hardware", LONG),
+        "file name too long",
+        "a usable path",
+        "check the path",
+    ),
     "hardware with an unknown key": Mistake(
-        ("check", "tiny", "--hardware", "hw.toml"), "`h2d_gbps`", "h2d_gb_per_s", "remove", hardware(("h2d_gb_per_s", "h2d_gbps"))
+        ("check", "tiny", "--hardware", "hw.toml"),
+        "`h2d_gbps`",
+        "h2d_gb_per_s",
+        "remove",
+        hardware(("h2d_gb_per_s", "h2d_gbps")),
     ),
     "hardware with negative bandwidth": Mistake(
-        ("check", "tiny", "--hardware", "hw.toml"), "-55.4", "a positive number", "correct h2d_gb_per_s", hardware(("h2d_gb_per_s = 55.4", "h2d_gb_per_s = -55.4"))
+        ("check", "tiny", "--hardware", "hw.toml"),
+        "-55.4",
+        "a positive number",
+        "correct h2d_gb_per_s",
+        hardware(("h2d_gb_per_s = 55.4", "h2d_gb_per_s = -55.4")),
     ),
-    "nothing fits": Mistake((*PLAN, "--device-memory", "1KiB"), "no plan that fits", "1.00 KiB of device memory", "more of device memory"),
-    "plan to a folder": Mistake((*PLAN, "--out", "corpus"), "a folder", "a file", "name a file in it"),
-    "plan below a file": Mistake((*PLAN, "--out", "plan.toml/new.toml"), "nothing can be written", "can be written", "another place"),
-    "missing plan": Mistake(("simulate", "gone.toml"), "no such file", "readable", "name an existing file"),
-    "binary plan": Mistake(("simulate", "plan.toml"), "not utf-8", "readable text", "existing", written("plan.toml", b"\xff\xfe\x00\x81" * 64)),
-    "truncated plan": Mistake(("simulate", "plan.toml"), "not TOML", "a TOML file", "again", cut_short),
-    "empty plan": Mistake(("train", "plan.toml", *TRAIN[2:]), "no key `policy`", "digest", "add `policy`", written("plan.toml", "")),
-    "wrong digest": Mistake(TRAIN, "'", "what policy double_buffer makes of it", "megatrain plan", edited("plan.toml", ('digest = "', 'digest = "0'))),
-    "another model than the digest's": Mistake(("simulate", "plan.toml"), "'", "what policy", "megatrain plan", edited("plan.toml", ("layers = 4", "layers = 5"))),
+    "nothing fits": Mistake(
+        (*PLAN, "--device-memory", "1KiB"),
+        "no plan that fits",
+        "1.00 KiB of device memory",
+        "more of device memory",
+    ),
+    "plan to a folder": Mistake(
+        (*PLAN, "--out", "corpus"), "a folder", "a file", "name a file in it"
+    ),
+    "plan below a file": Mistake(
+        (*PLAN, "--out", "plan.toml/new.toml"),
+        "not a writable folder",
+        "a path in a writable folder",
+        "another path",
+    ),
+    "missing plan": Mistake(
+        ("simulate", "gone.toml"), "no such file", "readable", "name an existing file"
+    ),
+    "binary plan": Mistake(
+        ("simulate", "plan.toml"),
+        "not utf-8",
+        "readable text",
+        "existing",
+        written("plan.toml", b"\xff\xfe\x00\x81" * 64),
+    ),
+    "truncated plan": Mistake(
+        ("simulate", "plan.toml"), "not TOML", "a TOML file", "again", cut_short
+    ),
+    "empty plan": Mistake(
+        ("train", "plan.toml", *TRAIN[2:]),
+        "no key `policy`",
+        "digest",
+        "add `policy`",
+        written("plan.toml", ""),
+    ),
+    "wrong digest": Mistake(
+        TRAIN,
+        "'",
+        "the digest of its schedule under policy double_buffer",
+        "megatrain plan",
+        edited("plan.toml", ('digest = "', 'digest = "0')),
+    ),
+    "another model than the digest's": Mistake(
+        ("simulate", "plan.toml"),
+        "'",
+        "under policy",
+        "megatrain plan",
+        edited("plan.toml", ("layers = 4", "layers = 5")),
+    ),
     "unknown key in a plan": Mistake(
-        ("simulate", "plan.toml"), "`weight_slot`", "weight_slots", "remove `weight_slot`", edited("plan.toml", ("weight_slots", "weight_slot"))
+        ("simulate", "plan.toml"),
+        "`weight_slot`",
+        "weight_slots",
+        "remove `weight_slot`",
+        edited("plan.toml", ("weight_slots", "weight_slot")),
     ),
-    "wrong type in a plan": Mistake(("simulate", "plan.toml"), "`str`", "`int`", "correct this value", edited("plan.toml", ("batch = 2", 'batch = "two"'))),
-    "plan of an unknown policy": Mistake(TRAIN, "'zigzag'", "double_buffer", "name one", edited("plan.toml", ('"double_buffer"', '"zigzag"'))),
+    "wrong type in a plan": Mistake(
+        ("simulate", "plan.toml"),
+        "`str`",
+        "`int`",
+        "correct this value",
+        edited("plan.toml", ("batch = 2", 'batch = "two"')),
+    ),
+    "plan of an unknown policy": Mistake(
+        TRAIN,
+        "'zigzag'",
+        "double_buffer",
+        "name one",
+        edited("plan.toml", ('"double_buffer"', '"zigzag"')),
+    ),
     "plan for missing hardware": Mistake(
-        ("simulate", "plan.toml"), "no such file", "readable", "existing", edited("plan.toml", ('hardware = "h200"', 'hardware = "gone.toml"'))
+        ("simulate", "plan.toml"),
+        "no such file",
+        "readable",
+        "existing",
+        edited("plan.toml", ('hardware = "h200"', 'hardware = "gone.toml"')),
     ),
-    "device too small for the plan": Mistake(TRAIN, "of which device.", "9.77 KiB", "raise the limit by", limited(device_limit_bytes=10_000)),
-    "host too small for the plan": Mistake(TRAIN, "host.moments", "9.77 KiB", "raise the limit by", limited(host_limit_bytes=10_000)),
-    "model of the plan is gone": Mistake(TRAIN, "no such folder", "a Hugging Face model folder", "--init random", lambda: shutil.rmtree("tiny")),
-    "weights are gone": Mistake(TRAIN, "no *.safetensors", "with its weights", "--init random", lambda: os.unlink("tiny/model.safetensors")),
-    "weights are cut": Mistake(TRAIN, "cannot be read", "a whole safetensors file", "fetch or write the file again", truncated("tiny/model.safetensors")),
-    "config of the plan's model is cut": Mistake(TRAIN, "not JSON", "a JSON file", "again", truncated("tiny/config.json")),
+    "device too small for the plan": Mistake(
+        TRAIN,
+        "the largest pool being device.",
+        "9.77 KiB",
+        "raise the limit by",
+        limited(device_limit_bytes=10_000),
+    ),
+    "host too small for the plan": Mistake(
+        TRAIN, "host.moments", "9.77 KiB", "raise the limit by", limited(host_limit_bytes=10_000)
+    ),
+    "model of the plan is gone": Mistake(
+        TRAIN,
+        "no such folder",
+        "a Hugging Face model folder",
+        "--init random",
+        lambda: shutil.rmtree("tiny"),
+    ),
+    "weights are gone": Mistake(
+        TRAIN,
+        "no *.safetensors",
+        "with its weights",
+        "--init random",
+        lambda: os.unlink("tiny/model.safetensors"),
+    ),
+    "weights are cut": Mistake(
+        TRAIN,
+        "cannot be read",
+        "a whole safetensors file",
+        "fetch or write the file again",
+        truncated("tiny/model.safetensors"),
+    ),
+    "config of the plan's model is cut": Mistake(
+        TRAIN, "not JSON", "a JSON file", "again", truncated("tiny/config.json")
+    ),
     "model folder holds another model": Mistake(
-        TRAIN, "hidden_size 64", "hidden_size 32", "megatrain plan", edited("tiny/config.json", ('"hidden_size": 32', '"hidden_size": 64'))
+        TRAIN,
+        "hidden_size 64",
+        "hidden_size 32",
+        "megatrain plan",
+        edited("tiny/config.json", ('"hidden_size": 32', '"hidden_size": 64')),
     ),
-    "missing corpus": Mistake((*TRAIN, "--data", "gone"), "no such file or folder", "*.py", "check the path"),
-    "empty corpus": Mistake((*TRAIN, "--data", "empty.txt"), "1 tokens", "the 32 of one step", "more text", written("empty.txt", "")),
-    "corpus folder without text": Mistake((*TRAIN, "--data", "tiny"), "a folder without data", "*.txt", "check the path"),
-    "corpus that is a device": Mistake((*TRAIN, "--data", "/dev/zero"), "no such file", "a file or folder with", "check the path"),
-    "out folder taken": Mistake((*TRAIN, "--out", "corpus"), "something there already", "a new or empty folder", "--out"),
-    "out is a file": Mistake((*TRAIN, "--out", "plan.toml"), "something there already", "a new or empty folder", "--out"),
-    "out below a file": Mistake((*TRAIN, "--out", "plan.toml/new"), "nothing can be written", "can be written", "another place"),
-    "calibrate without a model": Mistake(("calibrate", "gone", *CALIBRATE[2:]), "no such folder", "qwen2.5-7b", "check the path"),
-    "calibrate to a folder": Mistake((*CALIBRATE, "--out", "corpus"), "a folder", "a file", "name a file in it"),
-    "calibrate over no grid": Mistake((*CALIBRATE, "--grid", "4by16"), "'4by16'", "BATCHxSEQUENCE", "--grid 4x1024"),
-    "calibrate over an empty batch": Mistake((*CALIBRATE, "--grid", "0x16"), "0", "1 to 1048576", "set batch"),
-    "calibrate again, from nothing": Mistake((*CALIBRATE, "--again", "gone.toml"), "no such file", "a readable text file", "name an existing file"),
-    "calibrate again, from a datasheet": Mistake((*CALIBRATE, "--again", "h200"), "a datasheet's rates", "`megatrain calibrate` wrote", "leave it out"),
-    "run that is missing": Mistake(("compare", "gone"), "no such folder", "megatrain train", "check the path"),
-    "run that is none": Mistake(("compare", "corpus"), "no measured.json", "megatrain train", "check the path"),
-    "run name too long": Mistake(("compare", LONG), "no such folder", "megatrain train", "check the path"),
-}  # fmt: skip
+    "missing corpus": Mistake(
+        (*TRAIN, "--data", "gone"), "no such file or folder", "*.py", "check the path"
+    ),
+    "empty corpus": Mistake(
+        (*TRAIN, "--data", "empty.txt"),
+        "1 tokens",
+        "the 32 of one step",
+        "more text",
+        written("empty.txt", ""),
+    ),
+    "corpus folder without text": Mistake(
+        (*TRAIN, "--data", "tiny"), "a folder without data", "*.txt", "check the path"
+    ),
+    "corpus that is a device": Mistake(
+        (*TRAIN, "--data", "/dev/zero"), "no such file", "a file or folder with", "check the path"
+    ),
+    "out folder taken": Mistake(
+        (*TRAIN, "--out", "corpus"), "something there already", "a new or empty folder", "--out"
+    ),
+    "out is a file": Mistake(
+        (*TRAIN, "--out", "plan.toml"), "something there already", "a new or empty folder", "--out"
+    ),
+    "out below a file": Mistake(
+        (*TRAIN, "--out", "plan.toml/new"),
+        "not a writable folder",
+        "a path in a writable folder",
+        "another path",
+    ),
+    "calibrate without a model": Mistake(
+        ("calibrate", "gone", *CALIBRATE[2:]), "no such folder", "qwen2.5-7b", "check the path"
+    ),
+    "calibrate to a folder": Mistake(
+        (*CALIBRATE, "--out", "corpus"), "a folder", "a file", "name a file in it"
+    ),
+    "calibrate over no grid": Mistake(
+        (*CALIBRATE, "--grid", "4by16"), "'4by16'", "BATCHxSEQUENCE", "--grid 4x1024"
+    ),
+    "calibrate over an empty batch": Mistake(
+        (*CALIBRATE, "--grid", "0x16"), "0", "1 to 1048576", "set batch"
+    ),
+    "calibrate again, from nothing": Mistake(
+        (*CALIBRATE, "--again", "gone.toml"),
+        "no such file",
+        "a readable text file",
+        "name an existing file",
+    ),
+    "calibrate again, from a datasheet": Mistake(
+        (*CALIBRATE, "--again", "h200"),
+        "rates from a datasheet",
+        "`megatrain calibrate` wrote",
+        "leave --again out",
+    ),
+    "run that is missing": Mistake(
+        ("compare", "gone"), "no such folder", "megatrain train", "check the path"
+    ),
+    "run that is none": Mistake(
+        ("compare", "corpus"), "no measured.json", "megatrain train", "check the path"
+    ),
+    "run name too long": Mistake(
+        ("compare", LONG), "no such folder", "megatrain train", "check the path"
+    ),
+}
 
 
 def parts(line: str) -> tuple[str, str, str]:
@@ -186,12 +439,16 @@ def parts(line: str) -> tuple[str, str, str]:
 def check_line(text: str, mistake: Mistake) -> None:
     assert text.count("\n") == 1, text
     assert text.endswith("\n"), text
-    for part, expected in zip(parts(text), (mistake.found, mistake.allowed, mistake.fix), strict=True):
+    for part, expected in zip(
+        parts(text), (mistake.found, mistake.allowed, mistake.fix), strict=True
+    ):
         assert expected in part, f"{expected!r} is not in {part!r} of {text}"
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(name: str, workplace: Path, command: Any, files_in: Any) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    name: str, workplace: Path, command: Any, files_in: Any
+) -> None:
     mistake = MISTAKES[name]
     mistake.prepare()
     before = files_in(workplace)
@@ -205,12 +462,28 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name: str, workplace: Path, co
     assert files_in(workplace) == before
 
 
-@pytest.mark.parametrize("name", ["unknown verb", "size that is none", "truncated plan", "wrong digest", "device too small for the plan", "missing corpus"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unknown verb",
+        "size that is none",
+        "truncated plan",
+        "wrong digest",
+        "device too small for the plan",
+        "missing corpus",
+    ],
+)
 def test_a_mistake_in_a_process_of_its_own(name: str, workplace: Path, files_in: Any) -> None:
     mistake = MISTAKES[name]
     mistake.prepare()
     before = files_in(workplace)
-    done = subprocess.run([sys.executable, "-m", "megatrain.experiments.cli", *mistake.words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatrain.experiments.cli", *mistake.words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 2
     check_line(done.stderr, mistake)
     assert done.stdout == ""
@@ -227,7 +500,9 @@ def test_a_corpus_that_may_not_be_read(workplace: Path, command: Any) -> None:
     assert not (workplace / "new").exists()
 
 
-def test_a_corpus_that_cannot_be_read(workplace: Path, command: Any, monkeypatch: pytest.MonkeyPatch, files_in: Any) -> None:
+def test_a_corpus_that_cannot_be_read(
+    workplace: Path, command: Any, monkeypatch: pytest.MonkeyPatch, files_in: Any
+) -> None:
     opened = Path.open
 
     def refuse(path: Path, *given: Any, **named: Any) -> Any:
@@ -247,23 +522,57 @@ def test_a_corpus_that_cannot_be_read(workplace: Path, command: Any, monkeypatch
 
 def of_another_schedule(run: Path) -> None:
     measured = Timeline.load(run / "measured.json")
-    Timeline(name="measured", digest="0123456789abcdef", spans=measured.spans).save(run / "measured.json")
+    Timeline(name="measured", digest="0123456789abcdef", spans=measured.spans).save(
+        run / "measured.json"
+    )
 
 
 def without_a_span(run: Path) -> None:
     measured = Timeline.load(run / "measured.json")
-    Timeline(name="measured", digest=measured.digest, spans=measured.spans[:-1]).save(run / "measured.json")
+    Timeline(name="measured", digest=measured.digest, spans=measured.spans[:-1]).save(
+        run / "measured.json"
+    )
 
 
 BROKEN_RUNS: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
-    "measured.json of another schedule": (of_another_schedule, "0123456789abcdef", "a timeline of schedule", "train again"),
+    "measured.json of another schedule": (
+        of_another_schedule,
+        "0123456789abcdef",
+        "a timeline of schedule",
+        "train again",
+    ),
     "measured.json without a span": (without_a_span, "span", "timeline of", "again"),
-    "measured.json is cut": (lambda run: os.truncate(run / "measured.json", 50), "not JSON", "a JSON file", "again"),
+    "measured.json is cut": (
+        lambda run: os.truncate(run / "measured.json", 50),
+        "not JSON",
+        "a JSON file",
+        "again",
+    ),
     "no plan": (lambda run: os.unlink(run / "plan.toml"), "no such file", "readable", "existing"),
-    "no environment": (lambda run: os.unlink(run / "environment.json"), "no such file", "readable", "existing"),
-    "other environment": (lambda run: (run / "environment.json").write_text("[]"), "other content", "megatrain train", "train again"),
-    "metrics are cut": (lambda run: os.truncate(run / "metrics.jsonl", 30), "other content", "megatrain train", "train again"),
-    "other memory": (lambda run: (run / "memory.json").write_text("{}"), "other content", "megatrain train", "train again"),
+    "no environment": (
+        lambda run: os.unlink(run / "environment.json"),
+        "no such file",
+        "readable",
+        "existing",
+    ),
+    "other environment": (
+        lambda run: (run / "environment.json").write_text("[]"),
+        "other content",
+        "megatrain train",
+        "train again",
+    ),
+    "metrics are cut": (
+        lambda run: os.truncate(run / "metrics.jsonl", 30),
+        "other content",
+        "megatrain train",
+        "train again",
+    ),
+    "other memory": (
+        lambda run: (run / "memory.json").write_text("{}"),
+        "other content",
+        "megatrain train",
+        "train again",
+    ),
 }
 
 
@@ -284,8 +593,12 @@ def test_a_broken_run_is_one_line_and_nothing_is_written(
     assert files_in(run) == before
 
 
-@pytest.mark.parametrize("option", [("--rate", "1e30"), ("--weight-decay", "1e30")], ids=lambda option: option[0])
-def test_a_training_that_diverges_says_so(option: tuple[str, str], workplace: Path, command: Any) -> None:
+@pytest.mark.parametrize(
+    "option", [("--rate", "1e30"), ("--weight-decay", "1e30")], ids=lambda option: option[0]
+)
+def test_a_training_that_diverges_says_so(
+    option: tuple[str, str], workplace: Path, command: Any
+) -> None:
     outcome = command(*TRAIN, "--steps", "5", *option)
     assert outcome.status == 2
     check_line(outcome.err, Mistake((), "nan", "finite numbers", "lower --rate"))
@@ -299,4 +612,4 @@ def test_more_cores_cannot_be_claimed_of_a_measured_machine(command: Any) -> Non
         file.write('\n[costs]\nmeasured_on = "here"\ndate = "today"\ncurves = {}\ncompute = {}\n')
     outcome = command("check", "tiny", "--hardware", "hw.toml", "--cores", "64")
     assert outcome.status == 2
-    check_line(outcome.err, Mistake((), "64", "16", "calibrate on that machine"))
+    check_line(outcome.err, Mistake((), "64", "16", "calibrate on the other machine"))

@@ -1,4 +1,6 @@
-"""The digest of code: another one for whatever may change a result, the same for what only readers see."""
+"""The digest of code: another one for whatever may change a result, the same for what only readers
+see.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ import pytest
 
 from megatrain.experiments.code_digest import code_digest
 
-CODE = '"""Doc."""\nimport math\n\nLIMIT = 3  # so many\n\n\n@cached\ndef area(r):\n    """Of a circle."""\n    return math.pi * r * r\n'
+CODE = (
+    '"""Doc."""\nimport math\n\nLIMIT = 3  # so many\n\n\n@cached\ndef area(r):\n    """Of a'
+    ' circle."""\n    return math.pi * r * r\n'
+)
 
 
 def digest(folder: Path, **files: str) -> str:
@@ -21,12 +26,31 @@ def digest(folder: Path, **files: str) -> str:
 
 def test_what_only_readers_see_does_not_count(tmp_path: Path) -> None:
     before = digest(tmp_path, a=CODE)
-    assert digest(tmp_path, a=CODE.replace("so many", "at most").replace("Of a circle", "Of a disc").replace("Doc", "Document")) == before
+    assert (
+        digest(
+            tmp_path,
+            a=CODE.replace("so many", "at most")
+            .replace("Of a circle", "Of a disc")
+            .replace("Doc", "Document"),
+        )
+        == before
+    )
     head, tail = CODE[: CODE.index("@cached")], CODE[CODE.index("@cached") :]
-    assert digest(tmp_path, a=f"from b import area\n{head}", b=f"import math\n\n\n{tail}") == before, "moved to a file of its own"
+    assert (
+        digest(tmp_path, a=f"from b import area\n{head}", b=f"import math\n\n\n{tail}") == before
+    ), "moved to a file of its own"
 
 
-@pytest.mark.parametrize(("was", "now"), [("LIMIT = 3", "LIMIT = 4"), ("r * r", "r"), ("@cached\n", ""), ("def area", "def sizes"), ("(r)", "(r, *, r2=1)")])
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("LIMIT = 3", "LIMIT = 4"),
+        ("r * r", "r"),
+        ("@cached\n", ""),
+        ("def area", "def sizes"),
+        ("(r)", "(r, *, r2=1)"),
+    ],
+)
 def test_what_may_change_a_result_does(tmp_path: Path, was: str, now: str) -> None:
     assert digest(tmp_path, a=CODE.replace(was, now)) != digest(tmp_path, a=CODE)
 

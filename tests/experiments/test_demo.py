@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 
 from megatrain.experiments import demo
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
-FILES = {"plan.toml", "metrics.jsonl", "model", "trace.json", "timeline.png", "memory.png", "loss.png", "report.html"}
+FILES = {
+    "plan.toml",
+    "metrics.jsonl",
+    "model",
+    "trace.json",
+    "timeline.png",
+    "memory.png",
+    "loss.png",
+    "report.html",
+}
 
 
 def run_demo(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -26,35 +35,64 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def check_output(out: Path, printed: str, steps: int) -> Plan:
+    """Checks what a demo of `steps` steps prints and writes; returns its plan."""
+    run = out / "run"
+    assert {path.name for path in run.iterdir()} >= FILES
+    assert len(losses(run)) == steps
+    assert all(math.isfinite(loss) for loss in losses(run))
+    assert all(f"=== {number}. " in printed for number in range(1, 7))
+    assert all(
+        f"$ megatrain {verb} " in printed
+        for verb in ("calibrate", "plan", "train", "compare", "report")
+    )
+    assert all(str(run / name) in printed for name in FILES)
+    return Plan.load(run / "plan.toml")
+
+
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fast_calibration")
-def test_the_demo_and_the_demo_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], make_model: Any) -> None:
+def test_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own model and corpus."""
     out = tmp_path / "demo"
     assert run_demo(monkeypatch, "--out", out, "--steps", 4, "--device", "cpu") == 0
     printed, complaint = capsys.readouterr()
     assert complaint == ""
-    run = out / "run"
-    assert {path.name for path in run.iterdir()} >= FILES
-    assert len(losses(run)) == 4
-    assert all(math.isfinite(loss) for loss in losses(run))
-    plan = Plan.load(run / "plan.toml")
+    plan = check_output(out, printed, 4)
     assert 10e6 < plan.model.parameters < 30e6
-    assert plan.device_limit_bytes < 4 * plan.model.parameters, "even the weights alone must not fit"
-    assert all(f"=== {number}. " in printed for number in range(1, 7))
-    assert all(f"$ megatrain {verb} " in printed for verb in ("calibrate", "plan", "train", "compare", "report"))
-    assert all(str(run / name) in printed for name in FILES)
+    assert plan.device_limit_bytes < 4 * plan.model.parameters, "the weights alone must not fit"
 
-    # into the same folder, with a model that takes no time: at its size the loss chunk fills most of the device, so no cap below the state fits
+
+@pytest.mark.usefixtures("fast_calibration")
+def test_a_small_demo_and_another_one_in_its_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    make_model: Any,
+) -> None:
+    out, corpus = tmp_path / "demo", Path(json.__file__).parent
+    # the loss chunk fills most of the device at this size, so no cap below the state fits
     monkeypatch.setattr(demo, "make_model", lambda folder, **_: make_model(folder))
     monkeypatch.setattr(demo, "CAP", 10)
     monkeypatch.setattr(demo, "SEQUENCE", 32)
-    assert run_demo(monkeypatch, "--out", out, "--steps", 3, "--device", "cpu") == 0
-    assert {path.name for path in run.iterdir()} >= FILES
-    assert len(losses(run)) == 3
-    assert Plan.load(run / "plan.toml").model.hidden == 32
+    monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(corpus)})
+    for steps in (4, 3):
+        words = ("--out", out, "--steps", steps, "--device", "cpu")
+        assert run_demo(monkeypatch, *words) == 0
+        printed, complaint = capsys.readouterr()
+        assert complaint == ""
+        assert check_output(out, printed, steps).model.hidden == 32
 
 
 @pytest.mark.parametrize("content", ["a folder", "a file"])
-def test_what_no_demo_has_written_stays(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_demo_has_written_stays(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = tmp_path / "thesis"
     kept = out / "run" / "chapter.txt" if content == "a folder" else out
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -62,12 +100,20 @@ def test_what_no_demo_has_written_stays(content: str, tmp_path: Path, monkeypatc
     assert run_demo(monkeypatch, "--out", out, "--steps", 4) == 2
     printed, complaint = capsys.readouterr()
     assert printed == ""
-    found, allowed = "something that no demo has written", "a new folder, or an earlier demo's"
-    assert complaint == f"megatrain demo: {UserError(str(out), found=found, allowed=allowed, fix='name another one with --out')}\n"
+    found, allowed = "files that no demo has written", "a new folder, or one of an earlier demo"
+    fix = "choose another folder with --out"
+    refused = UserError(str(out), found=found, allowed=allowed, fix=fix)
+    assert complaint == f"megatrain demo: {refused}\n"
     assert kept.read_text() == "years of work"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
 
 
-def test_a_mistake_in_the_demo_s_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_demo_s_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_demo(monkeypatch, "--steps", "0") == 2
-    assert capsys.readouterr().err == "megatrain demo: --steps: found '0'; allowed: a whole number >= 1; fix: write it like --steps 1\n"
+    assert (
+        capsys.readouterr().err
+        == "megatrain demo: --steps: found '0'; allowed: a whole number >= 1; fix: write it like"
+        " --steps 1\n"
+    )

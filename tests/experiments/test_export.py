@@ -1,4 +1,6 @@
-"""`megatrain export`: what a checkpoint holds, as a folder that transformers loads; afterwards, from disk to disk."""
+"""`megatrain export`: what a checkpoint holds, as a folder that transformers loads; afterwards,
+from disk to disk.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-ev
 
 @pytest.fixture
 def trained(workplace: Path, command: Command, make_tokenizer: Callable[[Path], None]) -> Path:
-    """A run of four steps with checkpoints after the second and the fourth, of a model with a tokenizer."""
+    """A run of four steps with checkpoints after the second and the fourth, of a model with a
+    tokenizer.
+    """
     make_tokenizer(workplace / "tiny")
     assert command(*TRAIN, "--steps", 4, "--out", "run").status == 0
     return workplace / "run"
@@ -34,7 +38,9 @@ def tensors(folder: str | Path) -> dict[str, Any]:
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     import torch
 
-    return one.keys() == other.keys() and all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
 
 
 def flip(file: Path) -> None:
@@ -50,20 +56,34 @@ def test_the_newest_checkpoint_is_what_the_run_ended_with(trained: Path, command
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out == "wrote out: the weights after step 4, 57,632 parameters in fp32\n"
     assert same(tensors("out"), tensors(trained / "model"))
-    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == {path.name: path.read_bytes() for path in (trained / "model").iterdir()}
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == {
+        path.name: path.read_bytes() for path in (trained / "model").iterdir()
+    }
     assert AutoModelForCausalLM.from_pretrained("out").config.use_cache
-    assert AutoTokenizer.from_pretrained("out")("how are you").input_ids == AutoTokenizer.from_pretrained("tiny")("how are you").input_ids
+    assert (
+        AutoTokenizer.from_pretrained("out")("how are you").input_ids
+        == AutoTokenizer.from_pretrained("tiny")("how are you").input_ids
+    )
 
 
 @pytest.mark.usefixtures("trained")
-@pytest.mark.parametrize("words", [("run", "--from-step", 2), ("run/checkpoints/step-00000002",)], ids=["a step", "a checkpoint's folder"])
-def test_an_earlier_one_has_the_logits_of_a_shorter_run(command: Command, words: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("run", "--from-step", 2), ("run/checkpoints/step-00000002",)],
+    ids=["a step", "a checkpoint's folder"],
+)
+def test_an_earlier_one_has_the_logits_of_a_shorter_run(
+    command: Command, words: tuple[object, ...]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     assert command(*TRAIN, "--steps", 2, "--out", "short").status == 0
     assert command("export", *words, "--out", "out").status == 0
-    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in ("out", "short/model", "run/model")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder).eval()
+        for folder in ("out", "short/model", "run/model")
+    ]
     with torch.no_grad():
         earlier, short, last = (model(torch.arange(20)[None]).logits for model in models)
     assert torch.equal(earlier, short)
@@ -71,10 +91,13 @@ def test_an_earlier_one_has_the_logits_of_a_shorter_run(command: Command, words:
 
 
 def test_bf16_is_the_master_rounded(trained: Path, command: Command) -> None:
-    from megatrain.runtime.optimizer import round_to_bf16
+    from megatrain.runtime.optimizer.adamw import round_to_bf16
 
     assert command("export", "run", "--out", "out", "--dtype", "bf16").status == 0
-    assert same(tensors("out"), {name: round_to_bf16(value) for name, value in tensors(trained / "model").items()})
+    assert same(
+        tensors("out"),
+        {name: round_to_bf16(value) for name, value in tensors(trained / "model").items()},
+    )
 
 
 @pytest.mark.usefixtures("workplace")
@@ -86,8 +109,12 @@ def test_masters_of_bf16_planes(command: Command) -> None:
     assert command("export", "run", "--out", "wide").status == 0  # as the run's config says
     assert same(tensors("wide"), tensors("run/model"))
     assert command("export", "run", "--out", "narrow", "--dtype", "bf16").status == 0
-    assert (Path("narrow/model.safetensors").stat().st_size) < 0.6 * Path("wide/model.safetensors").stat().st_size
-    assert not same(tensors("wide"), {name: value.float() for name, value in tensors("narrow").items()})
+    assert (Path("narrow/model.safetensors").stat().st_size) < 0.6 * Path(
+        "wide/model.safetensors"
+    ).stat().st_size
+    assert not same(
+        tensors("wide"), {name: value.float() for name, value in tensors("narrow").items()}
+    )
 
 
 def test_a_damaged_one_is_left_out_and_said(trained: Path, command: Command) -> None:
@@ -95,7 +122,10 @@ def test_a_damaged_one_is_left_out_and_said(trained: Path, command: Command) -> 
     outcome = command("export", "run", "--out", "out")
     assert outcome.status == 0
     said, wrote = outcome.out.splitlines()
-    assert said.startswith("left out: run/checkpoints/step-00000004/state-00001.safetensors: found checksum ")
+    assert said.startswith(
+        "skipped a damaged checkpoint: run/checkpoints/step-00000004/state-00001.safetensors:"
+        " found checksum "
+    )
     assert wrote.startswith("wrote out: the weights after step 2,")
     asked_for = command("export", "run", "--from-step", 4, "--out", "other")
     assert asked_for.status == 2
@@ -109,7 +139,7 @@ def test_a_model_that_is_gone_can_be_named(trained: Path, command: Command) -> N
     Path("tiny").rename("elsewhere")
     outcome = command("export", "run", "--out", "bare")
     assert outcome.status == 0
-    assert outcome.out.startswith("no tokenizer and no generation config go along: ")
+    assert outcome.out.startswith("the tokenizer and the generation config are not exported: ")
     assert same(tensors("bare"), tensors(trained / "model"))
     assert not Path("bare/tokenizer.json").exists()
     assert command("export", "run", "--out", "out", "--model", "elsewhere").status == 0
@@ -121,13 +151,28 @@ def test_what_cannot_be_is_one_line(command: Command) -> None:
     Path("taken").mkdir()
     other = json.loads(Path("tiny/config.json").read_text())
     shutil.copytree("tiny", "another")
-    Path("another/config.json").write_text(json.dumps({**other, "rope_parameters": {**other["rope_parameters"], "rope_theta": 7.0}}))
+    Path("another/config.json").write_text(
+        json.dumps({**other, "rope_parameters": {**other["rope_parameters"], "rope_theta": 7.0}})
+    )
     for words, message in (
-        (("run", "--out", "taken"), "taken: found something there already; allowed: a folder that does not exist"),
-        (("tiny", "--out", "out"), "tiny: found no checkpoint; allowed: a checkpoint's folder, or that of a run with one"),
+        (
+            ("run", "--out", "taken"),
+            "taken: found something there already; allowed: a folder that does not exist",
+        ),
+        (
+            ("tiny", "--out", "out"),
+            "tiny: found no checkpoint; allowed: the folder of a checkpoint, or of a run with a"
+            " checkpoint",
+        ),
         (("run", "--from-step", 3, "--out", "out"), "found no checkpoint of step 3; allowed: 2, 4"),
-        (("run", "--out", "out", "--model", "another"), "another/config.json: found rope_parameters"),
-        (("run", "--out", "corpus/one.txt/out"), "corpus/one.txt/out: found file exists; allowed: a folder that can be made"),
+        (
+            ("run", "--out", "out", "--model", "another"),
+            "another/config.json: found rope_parameters",
+        ),
+        (
+            ("run", "--out", "corpus/one.txt/out"),
+            "corpus/one.txt/out: found file exists; allowed: a folder that can be made",
+        ),
     ):
         outcome = command("export", *words)
         assert outcome.status == 2, words
@@ -145,7 +190,8 @@ from megatrain.runtime.files import model_files
 run, out = map(Path, sys.argv[1:])
 
 def status(key):
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 write = model_files.write_tensors
 before = []
@@ -159,28 +205,76 @@ def begin(*given):
 model_files.write_tensors = begin
 model_files._PIECE = 2**18  # 1 MiB in fp32
 exporting.export_run(run, out, dtype="fp32")
-print(json.dumps({"peak": status("VmHWM") - before[0], "written": (out / "model.safetensors").stat().st_size}))
+written = (out / "model.safetensors").stat().st_size
+print(json.dumps({"peak": status("VmHWM") - before[0], "written": written}))
 """
 
 
 @pytest.mark.usefixtures("workplace")
 def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
-    """A model of 26 MB in fp32, written from the two planes of a bf16 checkpoint: of all resident memory, mapped files included."""
+    """A model of 26 MB in fp32, written from the two planes of a bf16 checkpoint: of all resident
+    memory, mapped files included.
+    """
     from transformers import LlamaConfig
 
     LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=24_000,
-        max_position_embeddings=64, tie_word_embeddings=False,
-    ).save_pretrained("wide")  # fmt: skip
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=24_000,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    ).save_pretrained("wide")
     assert (
-        command("plan", "wide", "--hardware", "h200", "--policy", "double_buffer", "--batch", 1, "--seq", 8, "--loss-chunk", 8, "--out", "wide.toml").status
+        command(
+            "plan",
+            "wide",
+            "--hardware",
+            "h200",
+            "--policy",
+            "double_buffer",
+            "--batch",
+            1,
+            "--seq",
+            8,
+            "--loss-chunk",
+            8,
+            "--out",
+            "wide.toml",
+        ).status
         == 0
     )
-    words = ("train", "wide.toml", "--data", "corpus", "--device", "cpu", "--init", "random", "--steps", 1, "--save-every", 1, "--no-export", "--out", "run")
+    words = (
+        "train",
+        "wide.toml",
+        "--data",
+        "corpus",
+        "--device",
+        "cpu",
+        "--init",
+        "random",
+        "--steps",
+        1,
+        "--save-every",
+        1,
+        "--no-export",
+        "--out",
+        "run",
+    )
     assert command(*words).status == 0
-    # glibc raises this threshold as pieces are freed, and then keeps 6 to 12 MB of them in its heap, another number each time
+    # glibc raises this threshold as pieces are freed, and then keeps 6 to 12 MB of them in its
+    # heap, another number each time
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, "-c", MEASURE, "run", "out"], capture_output=True, text=True, check=False, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, "run", "out"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["written"] > 25_000_000

@@ -1,4 +1,6 @@
-"""The simulations behind the figures: the same workload for every contender, results that say how they were made, and the command that runs and draws them."""
+"""The simulations behind the figures: the same workload for every contender, results that say how
+they were made, and the command that runs and draws them.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,24 @@ import msgspec
 import pytest
 
 from megatrain.experiments import benchmark
-from megatrain.experiments.figures import ablations, answers, figure6, measure, rerun, stored, table4
-from megatrain.experiments.figures.answers import ours, paper_schedule, workloads
-from megatrain.experiments.figures.beside import beside, published
+from megatrain.experiments.paper_data import (
+    ablations,
+    answers,
+    figure6,
+    measure,
+    rerun,
+    stored,
+    table4,
+)
+from megatrain.experiments.paper_data.answers import ours, paper_schedule, workloads
+from megatrain.experiments.paper_data.published_vs_ours import published, published_vs_ours
 from megatrain.experiments.validate_published import load_settings, predict
-from megatrain.experiments.validation.rows import Row
+from megatrain.experiments.validation.rows import PublishedRow
 from megatrain.paper_figures.gallery import FIGURES
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -28,15 +38,30 @@ def test_a_workload_is_split_before_it_is_cut() -> None:
     assert workloads(6) == [(6, 1), (3, 2), (2, 3), (1, 6), (3, 1), (2, 1), (1, 1)]
     assert workloads(1) == [(1, 1)]
     for batch in (7, 96, 158, 203):
-        whole = [size * accumulation for size, accumulation in workloads(batch) if accumulation > 1 or size == batch]
+        whole = [
+            size * accumulation
+            for size, accumulation in workloads(batch)
+            if accumulation > 1 or size == batch
+        ]
         assert all(batch <= sequences < batch + 16 for sequences in whole)
 
 
 def test_the_papers_schedule_takes_the_largest_interval_that_fits() -> None:
     model, roomy = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
     wide = paper_schedule(model, roomy, 8, 1024)
-    assert (wide.fits, wide.policy, wide.interval, wide.batch, wide.accumulation) == (True, "double_buffer", 4, 8, 1)
-    tight = paper_schedule(model, msgspec.structs.replace(roomy, device_bytes=int(0.8 * wide.device_gib * 2**30)), 8, 1024)
+    assert (wide.fits, wide.policy, wide.interval, wide.batch, wide.accumulation) == (
+        True,
+        "double_buffer",
+        4,
+        8,
+        1,
+    )
+    tight = paper_schedule(
+        model,
+        msgspec.structs.replace(roomy, device_bytes=int(0.8 * wide.device_gib * 2**30)),
+        8,
+        1024,
+    )
     assert tight.fits
     assert (tight.interval, tight.accumulation) != (4, 1)
     assert tight.device_gib <= 0.8 * wide.device_gib
@@ -49,22 +74,43 @@ def test_ours_fits_or_says_that_it_does_not() -> None:
     found = ours(model, roomy, Workload(batch=8, sequence=1024))
     assert found.fits
     assert found.tokens_per_s >= paper_schedule(model, roomy, 8, 1024).tokens_per_s
-    assert not ours(model, msgspec.structs.replace(roomy, host_bytes=2**30, device_bytes=2**30), Workload(batch=2, sequence=1024)).fits
+    assert not ours(
+        model,
+        msgspec.structs.replace(roomy, host_bytes=2**30, device_bytes=2**30),
+        Workload(batch=2, sequence=1024),
+    ).fits
 
 
 def test_a_published_row_is_predicted_by_the_validation_and_by_nothing_else() -> None:
-    row: Row = published("paper Table 8")[0]
-    (record,) = beside([row])
+    row: PublishedRow = published("paper Table 8")[0]
+    (record,) = published_vs_ours([row])
     found = predict(row, load_settings()[row.setting])
     assert found is not None
-    assert record["code"] == {"value": found.value, "fits": found.fits, "batch": found.batch, "sequence": found.sequence}
+    assert record["code"] == {
+        "value": found.value,
+        "fits": found.fits,
+        "batch": found.batch,
+        "sequence": found.sequence,
+    }
     assert (record["paper"], record["sure"]) == (row.value, row.sure)
-    assert record["ours"]["batch"] * record["ours"]["accumulation"] == pytest.approx(found.batch, abs=16)
+    assert record["ours"]["batch"] * record["ours"]["accumulation"] == pytest.approx(
+        found.batch, abs=16
+    )
 
 
 def test_widths_keep_the_models_proportions() -> None:
-    assert figure6.shape(3584, 1.0) == {"hidden_size": "3584", "intermediate_size": "18944", "num_attention_heads": "28", "num_key_value_heads": "4"}
-    assert all(int(figure6.shape(base, 3.5)["num_attention_heads"]) % int(figure6.shape(base, 3.5)["num_key_value_heads"]) == 0 for base in figure6.BASES)
+    assert figure6.shape(3584, 1.0) == {
+        "hidden_size": "3584",
+        "intermediate_size": "18944",
+        "num_attention_heads": "28",
+        "num_key_value_heads": "4",
+    }
+    assert all(
+        int(figure6.shape(base, 3.5)["num_attention_heads"])
+        % int(figure6.shape(base, 3.5)["num_key_value_heads"])
+        == 0
+        for base in figure6.BASES
+    )
 
 
 def test_every_stored_result_has_a_figure_and_says_how_it_was_made() -> None:
@@ -90,17 +136,30 @@ def test_every_measured_case_is_one_that_can_be_measured_and_names_no_path_of_it
 def test_a_regime_says_what_the_host_updates() -> None:
     model = ModelSpec.load("qwen2.5-7b")
     plan = Plan(
-        policy="overlapped", hardware="h200", source="", model=model, workload=Workload(batch=1, sequence=64), device_limit_bytes=1, host_limit_bytes=1
-    )  # fmt: skip
+        policy="overlapped",
+        hardware="h200",
+        source="",
+        model=model,
+        workload=Workload(batch=1, sequence=64),
+        device_limit_bytes=1,
+        host_limit_bytes=1,
+    )
     assert len(model.stack) == 30
     regimes = {
-        "nothing streams": Placement(weights="all", low="all", moments="all", gradients="all"), "all streams": Placement(), "part streams": Placement(moments="0-9"),
-        "host updates some": Placement(weights="e,0-13", host_updated="14-27,h"), "host updates most": Placement(host_updated="13-27,h"),
-    }  # fmt: skip
+        "nothing streams": Placement(
+            weights="all", master_low="all", moments="all", gradients="all"
+        ),
+        "all streams": Placement(),
+        "part streams": Placement(moments="0-9"),
+        "host updates some": Placement(weights="e,0-13", host_updated="14-27,h"),
+        "host updates most": Placement(host_updated="13-27,h"),
+    }
     for regime, placement in regimes.items():
         placed = msgspec.structs.replace(plan, knobs=Knobs(placement=placement))
         assert answers._regime(placed) == regime
-        streams = msgspec.structs.replace(placement, weights="", low="", moments="", gradients="")
+        streams = msgspec.structs.replace(
+            placement, weights="", master_low="", moments="", gradients=""
+        )
         assert ablations.streamed(placed).knobs.placement == streams
 
 
@@ -109,17 +168,29 @@ def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command
     status, text, _ = command("figures", "fig4", "--rerun", "--results", results, "--out", out)
     assert status == 0
     assert "figure4: simulated in" in text
-    assert sorted(path.name for path in (out / "pictures").iterdir()) == ["figure4.csv", "figure4.pdf", "figure4.png"]
+    assert sorted(path.name for path in (out / "pictures").iterdir()) == [
+        "figure4.csv",
+        "figure4.pdf",
+        "figure4.png",
+    ]
     assert not (out / "README.md").exists(), "the page is of all figures"
     committed = json.loads((stored.RESULTS / "figures" / "figure4.json").read_text())
-    assert json.loads((results / "figures" / "figure4.json").read_text())["data"] == committed["data"]
+    assert (
+        json.loads((results / "figures" / "figure4.json").read_text())["data"] == committed["data"]
+    )
     path = results / "figures" / "figure4.json"
     path.write_text(path.read_text().replace(stored.digest("figure4"), "0" * 16))
-    assert "megatrain figures figure4 --rerun" in command("figures", "fig4", "--results", results, "--out", out)[1]
+    assert (
+        "megatrain figures figure4 --rerun"
+        in command("figures", "fig4", "--results", results, "--out", out)[1]
+    )
 
 
 def test_a_mistake_is_one_line(tmp_path: Path, command: Command) -> None:
-    for words, found in ((("fig99",), "fig99"), (("fig5", "--results", tmp_path / "none"), "figure5.json")):
+    for words, found in (
+        (("fig99",), "fig99"),
+        (("fig5", "--results", tmp_path / "none"), "figure5.json"),
+    ):
         status, _, err = command("figures", *words, "--out", tmp_path / "out")
         assert status == 2
         assert found in err
@@ -128,7 +199,9 @@ def test_a_mistake_is_one_line(tmp_path: Path, command: Command) -> None:
 
 @pytest.mark.parametrize("case", measure.CASES)
 def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> None:
-    """On the H200 that was calibrated, in 118 GiB of host memory; what was not calibrated as a whole leaves device memory over."""
+    """On the H200 that was calibrated, in 118 GiB of host memory; what was not calibrated as a
+    whole leaves device memory over.
+    """
     args = benchmark.parser().parse_args(measure.arguments(case, tmp_path, 5))
     plan, _ = benchmark.planned(args)
     assert plan.prediction is not None
@@ -140,8 +213,10 @@ def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> Non
     assert exact or plan.device_limit_bytes <= 134 * 2**30
     assert (plan.policy == "k_buffer") == (case == "table4-no-overlapped-update")
     if case == "table4-no-residency":
-        assert not any(plan.placed(name) for name in ("weights", "low", "moments", "gradients"))
-        assert plan.placed("stored")
+        assert not any(
+            plan.placed(name) for name in ("weights", "master_low", "moments", "gradients")
+        )
+        assert plan.placed("saved_activations")
     if case == "table4-no-chunked-loss":
         assert plan.workload.loss_chunk == plan.workload.tokens
 
@@ -152,7 +227,11 @@ def test_eager_layers_cost_what_was_measured_alone() -> None:
     costs = ablations.machine("no compile", model).costs
     assert costs is not None
     shape = f"{model.shape}/32x1024-bf16"
-    assert [costs.compute[kind][shape][1] for kind in ("forward", "recompute", "backward")] == [28_040_000, 28_040_000, 57_130_000]
+    assert [costs.compute[kind][shape][1] for kind in ("forward", "recompute", "backward")] == [
+        28_040_000,
+        28_040_000,
+        57_130_000,
+    ]
     assert 0.8 < table4.compiled_share() < 0.9
 
 
@@ -160,12 +239,20 @@ def test_without_one_thing_ours_is_slower() -> None:
     found = {case: ablations.ablated(case) for case in ablations.CASES}
     assert all(choice.feasible for choice in found.values())
     assert min(found, key=lambda case: found[case].step_seconds) == "full"
-    stored_one = json.loads((stored.RESULTS / "h200-qwen2.5-7b-batches" / "32x1024.json").read_text())["plan"]["workload"]
-    assert msgspec.convert(stored_one, Workload) == ablations.WORK, "the full plan is measured with this workload"
+    stored_one = json.loads(
+        (stored.RESULTS / "h200-qwen2.5-7b-batches" / "32x1024.json").read_text()
+    )["plan"]["workload"]
+    assert msgspec.convert(stored_one, Workload) == ablations.WORK, (
+        "the full plan is measured with this workload"
+    )
 
 
-def test_measuring_can_show_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["measure", "table4-no-residency", "--only-plan", "--out", str(tmp_path)])
+def test_measuring_can_show_its_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["measure", "table4-no-residency", "--only-plan", "--out", str(tmp_path)]
+    )
     assert measure.main() == 0
     assert "table4-no-residency.plan.toml: step 4." in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["measure", "table4", "--out", str(tmp_path)])

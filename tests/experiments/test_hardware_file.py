@@ -12,8 +12,8 @@ import pytest
 
 from megatrain.experiments import hardware_file
 from megatrain.experiments.hardware_file import write_hardware
-from megatrain.simulator.hardware import CostTable, HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.schedule.plan import Plan
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 STORED = sorted(RESULTS.glob("*/hardware.toml"))
@@ -26,23 +26,36 @@ def test_a_stored_machine_reads_back_equal(stored: Path, tmp_path: Path) -> None
     assert HardwareSpec.load(str(tmp_path / "again.toml")) == hardware
 
 
-def test_what_the_process_takes_is_kept_and_none_in_files_without_it(tmp_path: Path, command: Any) -> None:
+def test_what_the_process_takes_is_kept_and_none_in_files_without_it(
+    tmp_path: Path, command: Any
+) -> None:
     """And `check` and `plan` add it to a plan's memory."""
     stored = RESULTS / "h200-qwen2.5-3b" / "hardware.toml"
     assert "process_bytes" not in stored.read_text()
     hardware = HardwareSpec.load(str(stored))
     assert hardware.costs is not None
     assert hardware.costs.process_bytes == 0
-    told, more = tmp_path / "told.toml", msgspec.structs.replace(hardware, costs=msgspec.structs.replace(hardware.costs, process_bytes=3 * 2**30 + 1))
+    told, more = (
+        tmp_path / "told.toml",
+        msgspec.structs.replace(
+            hardware, costs=msgspec.structs.replace(hardware.costs, process_bytes=3 * 2**30 + 1)
+        ),
+    )
     write_hardware(told, more, "megatrain calibrate")
     assert HardwareSpec.load(str(told)) == more
     words = ("qwen2.5-3b", "--policy", "double_buffer", "--hardware")
-    checked, before = (json.loads(command("check", *words, path, "--json").out) for path in (told, stored))
+    checked, before = (
+        json.loads(command("check", *words, path, "--json").out) for path in (told, stored)
+    )
     assert checked["pools"] == {"host.process": 3 * 2**30 + 1, **before["pools"]}
     assert command("plan", *words, told, "--out", tmp_path / "plan.toml").status == 0
     planned = Plan.load(tmp_path / "plan.toml").prediction
     assert planned is not None
-    assert planned.host_peak_bytes == checked["host_peak_bytes"] == before["host_peak_bytes"] + 3 * 2**30 + 1
+    assert (
+        planned.host_peak_bytes
+        == checked["host_peak_bytes"]
+        == before["host_peak_bytes"] + 3 * 2**30 + 1
+    )
 
 
 def test_every_section_says_what_it_is(tmp_path: Path) -> None:
@@ -51,15 +64,28 @@ def test_every_section_says_what_it_is(tmp_path: Path) -> None:
     lines = (tmp_path / "told.toml").read_text().splitlines()
     assert "`megatrain calibrate`" in lines[0]
     above = {line: lines[number - 1] for number, line in enumerate(lines) if number}
-    parts = [f"costs.{field}" for field in CostTable.__struct_fields__ if isinstance(getattr(hardware.costs, field), dict) and getattr(hardware.costs, field)]
+    parts = [
+        f"costs.{field}"
+        for field in CostTable.__struct_fields__
+        if isinstance(getattr(hardware.costs, field), dict) and getattr(hardware.costs, field)
+    ]
     for part in ("h2d_curve", "peak_tflops", "costs", "costs.turns", *parts):
         first = next(line for line in lines if re.match(rf"\[?{re.escape(part)}[] .]", line))
         assert above[first].startswith("# "), part
     assert not [line for line in lines if line.endswith(("= []", '= ""'))]
-    assert not [line for line in lines if re.fullmatch(r"\s+\d+,", line)], "a point stands in one line"
-    assert lines.index("[costs.spread]") > max(number for number, line in enumerate(lines) if line.startswith(("[costs.compute", "[costs.curves"))), "last"
+    assert not [line for line in lines if re.fullmatch(r"\s+\d+,", line)], (
+        "a point stands in one line"
+    )
+    assert lines.index("[costs.spread]") > max(
+        number
+        for number, line in enumerate(lines)
+        if line.startswith(("[costs.compute", "[costs.curves"))
+    ), "last"
 
 
 def test_only_what_exists_has_a_comment() -> None:
-    known = {*HardwareSpec.__struct_fields__, *(f"costs.{field}" for field in CostTable.__struct_fields__)}
+    known = {
+        *HardwareSpec.__struct_fields__,
+        *(f"costs.{field}" for field in CostTable.__struct_fields__),
+    }
     assert hardware_file._COMMENTS.keys() <= known

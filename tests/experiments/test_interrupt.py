@@ -1,4 +1,6 @@
-"""Ctrl-C outside of training steps: one line, status 130, no half-written model. Between steps: `test_resume.py`."""
+"""Ctrl-C outside of training steps: one line, status 130, no half-written model. Between steps:
+`test_resume.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.experiments.cli import VERBS
-from megatrain.simulator.errors import Interrupted
+from megatrain.simulator.base.errors import Interrupted
 
 
 @pytest.mark.usefixtures("workplace")
@@ -22,14 +24,25 @@ def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model_files, "write_tensors", interrupt)
-    outcome = command("train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "run")
+    outcome = command(
+        "train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "run"
+    )
     assert outcome.status == 130
     assert outcome.err == "megatrain: interrupted\n"
-    assert set(os.listdir("run")) == {"plan.toml", "config.toml", "environment.json", "metrics.jsonl", "memory.json", "measured.json"}
+    assert set(os.listdir("run")) == {
+        "plan.toml",
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "memory.json",
+        "measured.json",
+    }
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_status_tells_which_signal_it_was(command: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int) -> None:
+def test_the_status_tells_which_signal_it_was(
+    command: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
     def end(_: object) -> int:
         raise Interrupted(number)
 

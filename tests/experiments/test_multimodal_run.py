@@ -1,4 +1,6 @@
-"""A multimodal folder from `plan` to `export`: its language model is trained inside of it, and the rest goes along."""
+"""A multimodal folder from `plan` to `export`: its language model is trained inside of it, and the
+rest goes along.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,25 @@ import pytest
 import tiny_multimodal
 
 Command = Callable[..., Any]
-WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32", "--policy", "double_buffer", "--hardware", "h200")
+WORK = (
+    "--batch",
+    2,
+    "--seq",
+    16,
+    "--loss-chunk",
+    16,
+    "--dtype",
+    "fp32",
+    "--policy",
+    "double_buffer",
+    "--hardware",
+    "h200",
+)
 TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
-NOTE = "only the language model is trained; 82 tensors of multi_modal_projector, vision_tower are exported unchanged"
+NOTE = (
+    "only the language model is trained; 82 tensors of multi_modal_projector, vision_tower are"
+    " exported unchanged"
+)
 
 
 @pytest.fixture
@@ -65,7 +83,9 @@ def test_check_and_plan_say_nothing_against_it(command: Command) -> None:
     assert "will refuse" not in command("plan", "whole", *WORK, "--out", "again.toml").out
 
 
-def test_a_folder_without_its_weights_is_refused_before_anything_is_trained(whole: Path, command: Command) -> None:
+def test_a_folder_without_its_weights_is_refused_before_anything_is_trained(
+    whole: Path, command: Command
+) -> None:
     (whole / "model.safetensors").unlink()
     outcome = command(*TRAIN, "--steps", 2, "--out", "run")
     assert outcome.status == 2

@@ -10,7 +10,9 @@ import pytest
 from megatrain.experiments.progress import ProgressBars
 
 
-def test_a_note_is_printed_where_the_terminal_lacks_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_printed_where_the_terminal_lacks_its_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
     bars = ProgressBars(1, 1)

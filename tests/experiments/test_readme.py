@@ -1,4 +1,6 @@
-"""README.md and docs/ show what the commands print: predictions move with the machines' files and the planner, and the pages have to follow."""
+"""README.md and docs/ show what the commands print: predictions move with the machines' files and
+the planner, and the pages have to follow.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,44 @@ README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md",
 
 def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> None:
     """The README has its whole output, and the page on the command line the same command."""
-    (command,) = [line for page, line in COMMANDS if page == README and line.startswith("$ megatrain check")]
+    (command,) = [
+        line for page, line in COMMANDS if page == README and line.startswith("$ megatrain check")
+    ]
     assert cli.main(words(command)) == 0
     printed = capsys.readouterr().out
     assert command + "\n" + printed in read(README)
     assert (CLI, command.removeprefix("$ ")) in COMMANDS
 
 
-def test_the_answers_to_readers_questions_are_today_s(capsys: pytest.CaptureFixture[str]) -> None:
+_QUICK = ("On an RTX 3090 with 251 GB?", "14B on an H200 with 128 GB of host memory?")
+"""questions whose answers take a second; the others are asked in the nightly"""
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(question, marks=[] if question[0] in _QUICK else pytest.mark.nightly)
+        for question in readers_questions.QUESTIONS
+    ],
+    ids=lambda question: question[0],
+)
+def test_the_answers_to_readers_questions_are_today_s(
+    question: tuple[str, tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(readers_questions, "QUESTIONS", (question,))
     readers_questions.main()
     printed = capsys.readouterr().out.strip()
-    assert read(ANSWERS).strip().endswith("\n\n" + printed), (
-        "run `python -m megatrain.experiments.readers_questions` and put what it prints into docs/answers.md"
+    assert f"\n\n{printed}\n" in read(ANSWERS).strip() + "\n", (
+        "run `python -m megatrain.experiments.readers_questions` and put what it prints into"
+        " docs/answers.md"
     )
+
+
+def test_the_answers_have_the_questions_in_their_order() -> None:
+    headings = [line[3:] for line in read(ANSWERS).splitlines() if line.startswith("## ")]
+    assert headings == [question for question, _ in readers_questions.QUESTIONS]
 
 
 def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +66,10 @@ def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFix
     exec(compile(shorter, TRAINING, "exec"), {"__name__": "readme"})
     run = workplace / "RUN"
     assert (run / "metrics.jsonl").read_text().count("\n") == 4
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+    ]
     assert (run / "model" / "model.safetensors").exists()
     assert capsys.readouterr().out == ""
 
@@ -51,31 +81,43 @@ def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[
 
 
 def test_every_example_of_python_is_executed() -> None:
-    """By the tests above, and by tests/test_contributing.py."""
-    pages = [name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"]
-    assert pages == ["docs/adding.md", CLI, TRAINING]
+    """By the tests above, test_contributing.py and simulator/test_outside_plugins.py."""
+    pages = [
+        name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"
+    ]
+    assert pages == ["docs/adding.md"] * 3 + [CLI, TRAINING]
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_every_command_that_is_shown_can_be_parsed(page: str, line: str) -> None:
-    assert cli.parse(words(line)).verb == words(line)[0], page
+    given = cli.parse(words(line))
+    assert given.verb == words(line)[0], page
+    if given.verb == "train":
+        assert (given.out is None) != (given.resume is None), "a run needs --out or --resume"
 
 
 def test_every_verb_is_shown() -> None:
     assert {words(line)[0] for page, line in COMMANDS if page == CLI} == set(cli.VERBS)
 
 
-def test_the_commands_on_training_do_what_is_said(workplace: Path, command: Any, make_tokenizer: Any) -> None:
+def test_the_commands_on_training_do_what_is_said(
+    workplace: Path, command: Any, make_tokenizer: Any
+) -> None:
     """In a fiftieth of the steps."""
     block = blocks(TRAINING)[0]
-    (workplace / "chat.jsonl").write_text("".join(json.dumps({"text": f"row {number} of the data"}) + "\n" for number in range(200)))
+    (workplace / "chat.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {number} of the data"}) + "\n" for number in range(200))
+    )
     make_tokenizer(workplace / "tiny")
     (workplace / "other-plan.toml").write_bytes((workplace / "plan.toml").read_bytes())
     for line in block.text.splitlines():
         short = [str(int(word) // 50) if word.isdigit() else word for word in words(line)]
         outcome = command(*short, "--device", "cpu", "--data-cache", "cache")
         assert (outcome.status, outcome.err) == (0, ""), line
-    assert sorted(path.name for path in (workplace / "RUN" / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+    assert sorted(path.name for path in (workplace / "RUN" / "checkpoints").iterdir()) == [
+        "step-00000008",
+        "step-00000010",
+    ]
 
 
 @pytest.mark.nightly
@@ -88,7 +130,9 @@ def test_the_readme_s_way_from_a_model_to_a_trained_model(workplace: Path, comma
     fp32, cpu = ("--dtype", "fp32", "--loss-chunk", "16"), ("--device", "cpu")
     more = {"calibrate": (*fp32, *cpu), "plan": fp32, "train": cpu, "compare": ()}
     for line in block.text.splitlines():
-        outcome = command(*(replaced.get(word, word) for word in words(line)), *more[words(line)[0]])
+        outcome = command(
+            *(replaced.get(word, word) for word in words(line)), *more[words(line)[0]]
+        )
         assert outcome.status == 0, outcome.err
     assert "end to end" in outcome.out
     assert (workplace / "RUN" / "model" / "model.safetensors").exists()

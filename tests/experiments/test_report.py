@@ -1,4 +1,6 @@
-"""The page of a run: its text without a browser, and what a headless Chromium shows of it, hovered and clicked."""
+"""The page of a run: its text without a browser, and what a headless Chromium shows of it, hovered
+and clicked.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import pytest
 
 from megatrain.experiments import cli
 from megatrain.experiments.compared_run import compare_run
-from megatrain.simulator.assessment import assess
-from megatrain.simulator.error_report import ErrorReport
-from megatrain.simulator.margins import one_more_gib
-from megatrain.simulator.timeline import Timeline
-from megatrain.simulator.units import format_bytes, format_seconds
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.error_report import ErrorReport
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.timeline import Timeline
+from megatrain.simulator.verdict.marginal_memory import one_more_gib
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -48,7 +53,9 @@ def test_the_page_is_one_file_and_asks_nobody(finished: Path, reported: Reported
     text = reported.page.read_text()
     assert [file.name for file in reported.page.parent.iterdir()] == ["page.html"]
     assert not (finished / "report.html").exists()
-    assert not re.search(r"https?://|\bsrc=|<link|@import|\bimport\b|fetch\(|XMLHttpRequest|url\(", text)
+    assert not re.search(
+        r"https?://|\bsrc=|<link|@import|\bimport\b|fetch\(|XMLHttpRequest|url\(", text
+    )
     assert len(text) < 300_000
 
 
@@ -57,9 +64,38 @@ def test_numbers_are_there_without_a_script(reported: Reported) -> None:
     assert format_seconds(reported.measured.makespan_ns / 1e9) in text
     assert format_seconds(reported.predicted.makespan_ns / 1e9) in text
     for kind in reported.errors.kinds:
-        assert f"<td class=text>{kind.kind}</td><td>{kind.count}</td><td>{format_seconds(kind.predicted_seconds)}</td>" in text
+        assert (
+            f"<td class=text>{kind.kind}</td><td>{kind.count}</td>"
+            f"<td>{format_seconds(kind.predicted_seconds)}</td>" in text
+        )
     for peak in reported.errors.memory:
         assert format_bytes(peak.measured_bytes) in text
+
+
+def test_a_run_whose_recomputed_layers_reuse_memory_has_a_page(workplace: Path) -> None:
+    """Its account leaves out the slots for recomputed activations, which its schedule has."""
+    plan = Plan.load(workplace / "plan.toml")
+    knobs = msgspec.structs.replace(plan.knobs, placement=Placement(saved_activations="1-3"))
+    plan = msgspec.structs.replace(plan, knobs=knobs, digest="")
+    msgspec.structs.replace(plan, digest=lower(plan).digest).save(workplace / "kept.toml")
+    assert (
+        cli.main(
+            [
+                "train",
+                "kept.toml",
+                "--data",
+                "corpus",
+                "--steps",
+                "3",
+                "--device",
+                "cpu",
+                "--out",
+                "run",
+            ]
+        )
+        == 0
+    )
+    assert cli.main(["report", "run", "--out", "page.html"]) == 0
 
 
 def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(tmp_path: Path) -> None:
@@ -70,11 +106,16 @@ def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(tmp_path: P
     page = tmp_path / "page.html"
     assert cli.main(["report", str(run.folder), "--out", str(page)]) == 0
     text = page.read_text()
-    (line,) = [line for line in text.split("<li>") if line.startswith("one more GiB of device memory: ")]
-    assert line.startswith(f"one more GiB of device memory: {device.gain:+.1%}, {device.tokens_per_second:,.0f} tokens/s: ")
+    (line,) = [
+        line for line in text.split("<li>") if line.startswith("one more GiB of device memory: ")
+    ]
+    assert line.startswith(
+        f"one more GiB of device memory: {device.gain:+.1%}, {device.tokens_per_second:,.0f}"
+        " tokens/s: "
+    )
     assert "on the device," in line
     assert host.knobs is None
-    assert "<li>one more GiB of host memory: buys nothing.</li>" in text
+    assert "<li>one more GiB of host memory: no gain.</li>" in text
     assert "<em>e</em> is the embedding" in text
 
 
@@ -89,33 +130,62 @@ def test_a_name_cannot_end_the_script_or_become_a_tag(finished: Path, tmp_path: 
     assert text.count("</script>") == 2
 
 
-def test_a_folder_without_a_measured_step_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_measured_step_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"megatrain: {tmp_path}: found no measured.json; allowed: ")
+    assert capsys.readouterr().err.startswith(
+        f"megatrain: {tmp_path}: found no measured.json; allowed: "
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[tuple[Page, list[str]]]:
-    """A page of a headless Chromium, the system's or the one that `playwright install chromium` has fetched, without a network; and what it complains of."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-    program = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    """A page of a headless Chromium, the system's or the one that `playwright install chromium` has
+    fetched, without a network; and what it complains of.
+    """
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    program = next(
+        (
+            path
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (path := shutil.which(name))
+        ),
+        None,
+    )
     with sync_api.sync_playwright() as driver:
         if program is None and not Path(driver.chromium.executable_path).exists():
             pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
         browser = driver.chromium.launch(executable_path=program)
-        context = browser.new_context(viewport={"width": 1280, "height": 1000}, offline=True, reduced_motion="reduce")
+        context = browser.new_context(
+            viewport={"width": 1280, "height": 1000}, offline=True, reduced_motion="reduce"
+        )
         page, wrong = context.new_page(), []
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith("file:") else None)
+        page.on(
+            "console",
+            lambda message: (
+                wrong.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
+        page.on(
+            "request",
+            lambda request: (
+                wrong.append(request.url) if not request.url.startswith("file:") else None
+            ),
+        )
         yield page, wrong
         browser.close()
 
 
 @pytest.fixture
 def page(opened: tuple[Page, list[str]], reported: Reported) -> Iterator[Page]:
-    """The run's page as a reader opens it; whatever its script complains of, or asks the network for, fails the test."""
+    """The run's page as a reader opens it; whatever its script complains of, or asks the network
+    for, fails the test.
+    """
     page, wrong = opened
     page.goto(reported.page.as_uri())
     yield page
@@ -140,22 +210,39 @@ def shown(page: Page) -> float:
 def test_the_page_shows_this_run_s_step_and_peaks(page: Page, reported: Reported) -> None:
     figures = page.locator(".figures").inner_text()
     assert format_seconds(reported.measured.makespan_ns / 1e9) in figures
-    assert format_bytes(next(peak.measured_bytes for peak in reported.errors.memory if peak.what == "device pools")) in figures
+    assert (
+        format_bytes(
+            next(
+                peak.measured_bytes
+                for peak in reported.errors.memory
+                if peak.what == "device pools"
+            )
+        )
+        in figures
+    )
     assert page.evaluate("measured.step") == reported.measured.makespan_ns
     drawn = page.evaluate(
-        "(id) => { const c = document.getElementById(id); return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }", "timeline"
+        "(id) => { const c = document.getElementById(id); return new"
+        " Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }",
+        "timeline",
     )
     assert drawn > 20, "an empty canvas has one colour"
     reasons = page.locator(".why li").all_text_contents()
-    assert [line for line in reasons if line.startswith("one more GiB")] == [f"one more GiB of {place} memory: buys nothing." for place in ("device", "host")]
+    assert [line for line in reasons if line.startswith("one more GiB")] == [
+        f"one more GiB of {place} memory: no gain." for place in ("device", "host")
+    ]
 
 
 def test_a_click_on_an_op_shows_its_numbers(page: Page, reported: Reported) -> None:
     for op in ("B2.m0", "F1.m0"):
         page.mouse.click(*point(page, op, "measured"))
         assert page.locator("#readout b").first.inner_text() == op
-        assert page.locator("#measured-duration").inner_text() == format_seconds(reported.measured.by_op[op].duration_ns / 1e9)
-        assert page.locator("#predicted-duration").inner_text() == format_seconds(reported.predicted.by_op[op].duration_ns / 1e9)
+        assert page.locator("#measured-duration").inner_text() == format_seconds(
+            reported.measured.by_op[op].duration_ns / 1e9
+        )
+        assert page.locator("#predicted-duration").inner_text() == format_seconds(
+            reported.predicted.by_op[op].duration_ns / 1e9
+        )
     page.keyboard.press("Escape")
     assert page.locator("#measured-duration").count() == 0
 
@@ -165,7 +252,10 @@ def test_hovering_an_op_names_it_and_its_duration(page: Page, reported: Reported
     tip = page.locator("#tip")
     assert tip.is_visible()
     assert "B1.m0 backward" in tip.inner_text()
-    assert f"measured {format_seconds(reported.measured.by_op['B1.m0'].duration_ns / 1e9)}" in tip.inner_text()
+    assert (
+        f"measured {format_seconds(reported.measured.by_op['B1.m0'].duration_ns / 1e9)}"
+        in tip.inner_text()
+    )
     page.mouse.move(5, 5)
     assert tip.is_hidden()
 
@@ -207,18 +297,26 @@ def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Re
 
 
 # what each canvas shows: a page that still settles draws it again, and then at another width
-_RECORD = """() => { window.written = []; const { fillText: fill, clearRect: clear } = CanvasRenderingContext2D.prototype;
+_RECORD = """() => {
+  window.written = [];
+  const { fillText: fill, clearRect: clear } = CanvasRenderingContext2D.prototype;
   CanvasRenderingContext2D.prototype.clearRect = function (...all) {
-    window.written = window.written.filter((each) => each.row[0] !== this.canvas.id); clear.call(this, ...all);
+    window.written = window.written.filter((each) => each.row[0] !== this.canvas.id);
+    clear.call(this, ...all);
   };
   CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-    const wide = this.measureText(text).width, from = { left: x, center: x - wide / 2, right: x - wide }[this.textAlign];
-    window.written.push({ text, row: [this.canvas.id, y], edge: this.canvas.clientWidth, from, to: from + wide }); fill.call(this, text, x, y);
+    const wide = this.measureText(text).width;
+    const from = { left: x, center: x - wide / 2, right: x - wide }[this.textAlign];
+    const row = [this.canvas.id, y], edge = this.canvas.clientWidth;
+    window.written.push({ text, row, edge, from, to: from + wide });
+    fill.call(this, text, x, y);
   }; }"""
 
 
 @pytest.mark.parametrize("width", [1000, 420, 340])
-def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page(page: Page, width: int) -> None:
+def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page(
+    page: Page, width: int
+) -> None:
     page.evaluate(_RECORD)
     page.set_viewport_size({"width": width, "height": 1000})
     page.wait_for_function("new Set(window.written.map((each) => each.row[0])).size === 4")

@@ -1,4 +1,6 @@
-"""Committed runs stay what they say: today's simulator lowers their plans to the schedule that ran, and predicts it no worse than was written down."""
+"""Committed runs stay what they say: today's simulator lowers their plans to the schedule that ran,
+and predicts it no worse than was written down.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,34 @@ from pathlib import Path
 import pytest
 
 from megatrain.experiments.compared_run import compare_run
-from megatrain.experiments.prove.again import moved_in, within_range
-from megatrain.experiments.prove.rows import read_rows
-from megatrain.experiments.prove.summary import Summary, summarize
+from megatrain.experiments.heldout.regression import moved_in, within_range
+from megatrain.experiments.heldout.rows import read_rows
+from megatrain.experiments.heldout.summary import ErrorSummary, summarize
+from megatrain.simulator.base.files import convert, read_json
+from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.error_report import ErrorReport
-from megatrain.simulator.files import convert, read_json
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies import verified
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json").exists())
 PROOFS = sorted(path.parent for path in RESULTS.glob("*/rows.jsonl"))
 EAGER = RESULTS / "figures" / "measured" / "table4-no-compile.json"
 """predicted with layers that were timed alone, not from the machine's file"""
-FILES = [path for found in ("h200-*/*.json", "figures/measured/*.json") for path in RESULTS.glob(found) if path != EAGER and path.parent not in PROOFS]
-BENCHMARKS = sorted(path for path in FILES if "ours" in [system["system"] for system in read_json(path).get("systems", ())])
+FILES = [
+    path
+    for found in ("h200-*/*.json", "figures/measured/*.json")
+    for path in RESULTS.glob(found)
+    if path != EAGER and path.parent not in PROOFS
+]
+BENCHMARKS = sorted(
+    path
+    for path in FILES
+    if "ours" in [system["system"] for system in read_json(path).get("systems", ())]
+)
 
 
 def test_there_are_runs() -> None:
@@ -36,29 +47,50 @@ def test_there_are_runs() -> None:
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: Path) -> None:
-    """Of `megatrain.experiments.benchmark`: the step of ours, from the machine's file that it names."""
+    """Of `megatrain.experiments.benchmark`: the step of ours, from the machine's file that it
+    names.
+    """
     result = read_json(path)
     said = result["plan"]
     named = {key: said[key] for key in ("policy", "digest", "hardware", "workload", "knobs")}
-    plan = convert({**named, "source": "", "device_limit_bytes": 1, "host_limit_bytes": 1, "model": ModelSpec.load(result["model"])}, Plan, str(path))
+    plan = convert(
+        {
+            **named,
+            "source": "",
+            "device_limit_bytes": 1,
+            "host_limit_bytes": 1,
+            "model": ModelSpec.load(result["model"]),
+        },
+        Plan,
+        str(path),
+    )
     found = RESULTS.parents[1] / plan.hardware
-    schedule, hardware = verified(plan), HardwareSpec.load(str(found) if found.exists() else plan.hardware)
+    schedule, hardware = (
+        verified(plan),
+        HardwareSpec.load(str(found) if found.exists() else plan.hardware),
+    )
     costs = cost_model(hardware, plan.model, plan.workload)
     today = (simulate(schedule, costs).makespan_ns + costs.step_overhead_ns) / 1e9
-    measured = next(system["step_seconds_median"] for system in result["systems"] if system["system"] == "ours")
-    assert abs(today / measured - 1) <= abs(said["prediction"]["step_seconds"] / measured - 1) + 0.001
+    measured = next(
+        system["step_seconds_median"] for system in result["systems"] if system["system"] == "ours"
+    )
+    assert (
+        abs(today / measured - 1) <= abs(said["prediction"]["step_seconds"] / measured - 1) + 0.001
+    )
 
 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
 def test_a_stored_proof_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
     assert moved_in(folder) == []
     summary = summarize(read_rows(folder / "rows.jsonl"))
-    assert convert(read_json(folder / "summary.json"), Summary, "summary.json") == summary
+    assert convert(read_json(folder / "summary.json"), ErrorSummary, "summary.json") == summary
 
 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
 def test_most_measured_steps_lie_in_their_range(folder: Path) -> None:
-    within, steps = within_range(read_rows(folder / "rows.jsonl"), HardwareSpec.load(str(folder / "hardware.toml")))
+    within, steps = within_range(
+        read_rows(folder / "rows.jsonl"), HardwareSpec.load(str(folder / "hardware.toml"))
+    )
     assert within >= 0.85 * steps > 0
 
 
@@ -68,7 +100,9 @@ def test_a_stored_run_is_predicted_no_worse_than_when_it_was_stored(run: Path) -
     report = compared.errors
     stored = convert(read_json(run / "comparison.json"), ErrorReport, "comparison.json")
     assert not report.violations
-    errors = [error for error in (report.error, stored.error, report.engine_error) if error is not None]
+    errors = [
+        error for error in (report.error, stored.error, report.engine_error) if error is not None
+    ]
     assert len(errors) == 3
     assert abs(errors[0]) <= abs(errors[1]) + 0.001
     assert abs(errors[2]) < 0.001, "measured durations, replayed with the dispatch of that machine"

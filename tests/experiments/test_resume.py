@@ -1,4 +1,6 @@
-"""`megatrain train --resume`: after a stop, a signal and a kill the run is, bit for bit, the one that nobody stopped."""
+"""`megatrain train --resume`: after a stop, a signal and a kill the run is, bit for bit, the one
+that nobody stopped.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,44 @@ from typing import Any
 
 import pytest
 
-from megatrain.simulator.files import read_json
+from megatrain.simulator.base.files import read_json
 
 Command = Callable[..., Any]
 # a shell that starts a process in the background has it ignore SIGINT: undo that
-PROGRAM = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom megatrain.experiments.cli import main\nsys.exit(main())"
-NEW = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--rate", "3e-3", "--eval-fraction", "0.5", "--eval-every", "3", "--save-every", "2")
+PROGRAM = (
+    "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom"
+    " megatrain.experiments.cli import main\nsys.exit(main())"
+)
+NEW = (
+    "train",
+    "plan.toml",
+    "--data",
+    "corpus",
+    "--device",
+    "cpu",
+    "--rate",
+    "3e-3",
+    "--eval-fraction",
+    "0.5",
+    "--eval-every",
+    "3",
+    "--save-every",
+    "2",
+)
 TIMES = ("seconds", "tokens_per_second")
 
 
 def rows(run: str) -> list[dict[str, Any]]:
     """What metrics.jsonl says, but how long it took."""
-    lines = [line for line in (Path(run) / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    lines = [
+        line
+        for line in (Path(run) / "metrics.jsonl").read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        for line in lines
+    ]
 
 
 def weights(run: str) -> bytes:
@@ -36,7 +63,9 @@ def weights(run: str) -> bytes:
 
 
 def saved(run: str) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (Path(run) / "checkpoints").iterdir())
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (Path(run) / "checkpoints").iterdir()
+    )
 
 
 def good(outcome: Any) -> str:
@@ -50,28 +79,65 @@ def test_going_on_is_never_having_stopped(command: Command) -> None:
     good(command(*NEW, "--steps", 4, "--out", "run"))
     assert saved("run") == [2, 4]
     first = weights("run")
-    assert "goes on after step 4\n" in good(command("train", "--resume", "run", "--steps", 9, "--device", "cpu"))
+    assert "continues after step 4\n" in good(
+        command("train", "--resume", "run", "--steps", 9, "--device", "cpu")
+    )
     # it had also been evaluated after step 4, its last
     assert [row for row in rows("run") if row["step"] != 4 or "loss" in row] == rows("straight")
     assert weights("run") == weights("straight") != first
     assert saved("run") == saved("straight") == [8, 9]
-    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("straight").iterdir()}
+    assert {path.name for path in Path("run").iterdir()} == {
+        path.name for path in Path("straight").iterdir()
+    }
     assert command("compare", "run").status == 0
 
 
 @pytest.mark.usefixtures("workplace")
-def test_another_plan_goes_on_with_the_same_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_plan_goes_on_with_the_same_run(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
-    good(command("plan", "tiny", "--hardware", "h200", "--policy", "overlapped", *work, "--out", "overlapped.toml"))
+    good(
+        command(
+            "plan",
+            "tiny",
+            "--hardware",
+            "h200",
+            "--policy",
+            "overlapped",
+            *work,
+            "--out",
+            "overlapped.toml",
+        )
+    )
     good(command(*NEW, "--steps", 6, "--out", "straight"))
     good(command(*NEW, "--steps", 2, "--out", "run"))
     good(command("train", "overlapped.toml", "--resume", "run", "--steps", 4, "--device", "cpu"))
     assert 'policy = "overlapped"' in Path("run/plan.toml").read_text()
-    good(command("train", "plan.toml", "--resume", "run", "--from-step", 2, "--steps", 3, "--device", "cpu"))
+    good(
+        command(
+            "train",
+            "plan.toml",
+            "--resume",
+            "run",
+            "--from-step",
+            2,
+            "--steps",
+            3,
+            "--device",
+            "cpu",
+        )
+    )
     monkeypatch.chdir("corpus")  # paths in a run's config are seen from everywhere
-    good(command("train", "../overlapped.toml", "--resume", "../run", "--steps", 6, "--device", "cpu"))
+    good(
+        command(
+            "train", "../overlapped.toml", "--resume", "../run", "--steps", 6, "--device", "cpu"
+        )
+    )
     monkeypatch.chdir("..")
-    assert [row for row in rows("run") if "loss" in row] == [row for row in rows("straight") if "loss" in row]
+    assert [row for row in rows("run") if "loss" in row] == [
+        row for row in rows("straight") if "loss" in row
+    ]
     assert weights("run") == weights("straight")
 
 
@@ -83,13 +149,31 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
     before = files_in(Path("run"))
     for words, field in (
         (("--rate", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
-        (("--set", "kind=linear", "--warm-up", 1), "settings.schedule.kind constant, settings.schedule.warm_up_steps 10, settings.training.steps None"),
+        (
+            ("--set", "kind=linear", "--warm-up", 1),
+            (
+                "settings.schedule.kind constant, settings.schedule.warm_up_steps 10,"
+                " settings.training.steps None"
+            ),
+        ),
         (("--seed", 1), "settings.training.seed 0; allowed: settings.training.seed 1"),
-        (("--weight-decay", "0.1"), "optimizer.weight_decay 0.0; allowed: optimizer.weight_decay 0.1"),
+        (
+            ("--weight-decay", "0.1"),
+            "optimizer.weight_decay 0.0; allowed: optimizer.weight_decay 0.1",
+        ),
         (("--eval-fraction", "0.6"), "settings.data.evaluation_fraction 0.5"),
         (("--data", "other"), "settings.data.digest"),
-        (("--steps", 3), "training: steps: found 3; allowed: >= 4, which are done already; fix: go on to a step after 4"),
-        (("--from-step", 3), "found no checkpoint of step 3; allowed: 2, 4; fix: name one of these"),
+        (
+            ("--steps", 3),
+            (
+                "training: steps: found 3; allowed: >= 4, since that many steps are done"
+                " already; fix: train to a step after 4"
+            ),
+        ),
+        (
+            ("--from-step", 3),
+            "found no checkpoint of step 3; allowed: 2, 4; fix: name one of these",
+        ),
     ):
         outcome = command("train", "--resume", "run", "--device", "cpu", *words)
         assert outcome.status == 2
@@ -97,14 +181,19 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
         assert outcome.err.count("\n") == 1
         assert files_in(Path("run")) == before
     Path("empty").mkdir()
-    assert "empty: found no config.toml; allowed: the folder of a run that has begun" in command("train", "--resume", "empty", "--device", "cpu").err
+    assert (
+        "empty: found no config.toml; allowed: the folder of a run that has started"
+        in command("train", "--resume", "empty", "--device", "cpu").err
+    )
 
 
 @pytest.mark.usefixtures("workplace")
 def test_data_may_have_moved(command: Command) -> None:
     good(command(*NEW, "--steps", 4, "--out", "run"))
     Path("corpus").rename("elsewhere")
-    good(command("train", "--resume", "run", "--data", "elsewhere", "--steps", 5, "--device", "cpu"))
+    good(
+        command("train", "--resume", "run", "--data", "elsewhere", "--steps", 5, "--device", "cpu")
+    )
 
 
 @pytest.mark.usefixtures("workplace")
@@ -115,7 +204,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(command:
     with Path("run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     Path("run/.model.aside-abc").mkdir()
-    assert "no checkpoint yet: the run begins" in good(command("train", "--resume", "run", "--device", "cpu"))
+    assert "no checkpoint yet: the run begins" in good(
+        command("train", "--resume", "run", "--device", "cpu")
+    )
     assert rows("run") == rows("straight")
     assert weights("run") == weights("straight")
     assert not Path("run/.model.aside-abc").exists()
@@ -131,7 +222,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(command: 
     state.write_bytes(content)
     outcome = command("train", "--resume", "run", "--steps", 6, "--device", "cpu")
     assert outcome.status == 2
-    assert "fix: resume from step 2, the newest sound one before it" in outcome.err
+    assert "fix: resume from step 2, the newest undamaged checkpoint before it" in outcome.err
     good(command("train", "--resume", "run", "--from-step", 2, "--steps", 6, "--device", "cpu"))
     assert (rows("run"), weights("run")) == (rows("straight"), weights("straight"))
 
@@ -162,7 +253,9 @@ class Process:
     def __init__(self, *words: object) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         given = [sys.executable, "-c", PROGRAM, *map(str, words)]
-        self.process = subprocess.Popen(given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
 
     def end(self, number: signal.Signals, when: Callable[[], bool], after_s: float = 0.0) -> str:
         """Sends the signal `after_s` seconds after it is time; what is on standard error."""
@@ -184,7 +277,9 @@ def lines(run: str) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def assert_as_if_never_stopped(command: Command, process_words: tuple[object, ...], steps: int) -> None:
+def assert_as_if_never_stopped(
+    command: Command, process_words: tuple[object, ...], steps: int
+) -> None:
     """The run in `run`, resumed up to `steps`, is the one that went straight there."""
     good(command("train", "--resume", "run", "--steps", steps, "--device", "cpu"))
     good(command(*process_words, "--steps", steps, "--out", "straight"))
@@ -194,7 +289,9 @@ def assert_as_if_never_stopped(command: Command, process_words: tuple[object, ..
 
 @pytest.mark.usefixtures("workplace")
 def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> None:
-    """SIGTERM: the last step whose metrics were written is the one that is saved, so nothing is lost."""
+    """SIGTERM: the last step whose metrics were written is the one that is saved, so nothing is
+    lost.
+    """
     words = (*NEW[:-2], "--save-every", 0)
     process = Process(*words, "--steps", 10**6, "--out", "run")
     assert process.end(signal.SIGTERM, lambda: lines("run") >= 5) == "megatrain: interrupted\n"
@@ -206,9 +303,11 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> N
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_signal_in_an_evaluation_leaves_it_for_later(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_an_evaluation_leaves_it_for_later(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C, in this process."""
-    from megatrain.runtime.executor import Executor
+    from megatrain.runtime.execution.executor import Executor
 
     evaluate = Executor.evaluate
 
@@ -231,7 +330,11 @@ def kill_and_resume(command: Command, kills: int) -> None:
     """Each kill is at a random moment after two more checkpoints."""
     generator = random.Random(7)
     for number in range(kills):
-        words = ("train", "--resume", "run", "--device", "cpu") if number else (*NEW, "--steps", 10**6, "--out", "run")
+        words = (
+            ("train", "--resume", "run", "--device", "cpu")
+            if number
+            else (*NEW, "--steps", 10**6, "--out", "run")
+        )
         enough = newest() + 4
         process = Process(*words)
         process.end(signal.SIGKILL, lambda: newest() >= enough, generator.uniform(0, 0.05))  # noqa: B023
@@ -243,7 +346,18 @@ def kill_and_resume(command: Command, kills: int) -> None:
 def newest() -> int:
     """The last checkpoint of `run`, 0 before there is one; also while the run writes there."""
     folder = Path("run/checkpoints")
-    return max([int(path.name.removeprefix("step-")) for path in folder.iterdir() if path.name.startswith("step-")], default=0) if folder.exists() else 0
+    return (
+        max(
+            [
+                int(path.name.removeprefix("step-"))
+                for path in folder.iterdir()
+                if path.name.startswith("step-")
+            ],
+            default=0,
+        )
+        if folder.exists()
+        else 0
+    )
 
 
 @pytest.mark.usefixtures("workplace")

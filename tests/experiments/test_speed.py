@@ -18,16 +18,27 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return seconds
 
 
-def test_a_slower_case_is_named_and_ends_with_status_1(fixed: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_case_is_named_and_ends_with_status_1(
+    fixed: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored = tmp_path / "results" / "speed.json"
     assert speed.run(["--stored", str(stored), "--write", str(stored)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["first", "1.000", "2.00", "-", "-"]
     fixed["second"] = 3.6
     assert speed.run(["--stored", str(stored)]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["second", "3.600", "7.20", "6.00", "+20%"]
+    assert capsys.readouterr().out.splitlines()[2].split() == [
+        "second",
+        "3.600",
+        "7.20",
+        "6.00",
+        "+20%",
+    ]
     fixed["second"] = 3.9
     assert speed.run(["--stored", str(stored)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "slower than 1.25 times the stored ratio: second"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "slower than 1.25 times the stored ratio: second"
+    )
     assert speed.run(["--stored", str(stored), "--tolerance", "1.5"]) == 0
     assert speed.run(["--stored", str(stored), "first"]) == 0
 
@@ -42,5 +53,7 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.nightly
 def test_the_real_cases_run_and_have_a_stored_ratio() -> None:
-    assert set(speed.msgspec.convert(speed.read_json(speed.STORED), speed.Result).ratios) == set(speed.CASES)
+    assert set(
+        speed.msgspec.convert(speed.read_json(speed.STORED), speed.SpeedResult).ratios
+    ) == set(speed.CASES)
     assert speed.run(["megatrain --help", "sweep 24 plans of 14B", "--tolerance", "100"]) == 0

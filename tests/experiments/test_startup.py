@@ -1,4 +1,6 @@
-"""The command imports heavy packages only in the verbs that need them. `make speed` measures how fast it starts."""
+"""The command imports heavy packages only in the verbs that need them. `make speed` measures how
+fast it starts.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,18 @@ CLI = [sys.executable, "-m", "megatrain.experiments.cli"]
 @pytest.mark.usefixtures("workplace")
 def test_predicting_loads_neither_torch_nor_transformers(words: tuple[str, ...]) -> None:
     program = (
-        "import sys\nfrom megatrain.experiments import cli\n"
-        "try:\n    status = cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    status = end.code\n"
-        "heavy = [name for name in ('torch', 'transformers', 'pandas', 'matplotlib') if name in sys.modules]\n"
-        "sys.exit(f'{status} {heavy}' if status or heavy else 0)"
+        "import sys\nfrom megatrain.experiments import cli\ntry:\n    status ="
+        " cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    status = end.code\nheavy = [name"
+        " for name in ('torch', 'transformers', 'pandas', 'matplotlib') if name in"
+        " sys.modules]\nsys.exit(f'{status} {heavy}' if status or heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -38,6 +46,13 @@ def test_predicting_loads_neither_torch_nor_transformers(words: tuple[str, ...])
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*CLI, "simulate", "plan.toml"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [*CLI, "simulate", "plan.toml"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

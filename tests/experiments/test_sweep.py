@@ -1,4 +1,6 @@
-"""Sweeps: what is cached changes no number, what is there is not done again, a stranger's policy needs nothing but its file, a run times its plan."""
+"""Sweeps: what is cached changes no number, what is there is not done again, a stranger's policy
+needs nothing but its file, a run times its plan.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ import pytest
 
 from megatrain.experiments.sweep import executed, grid
 from megatrain.experiments.sweep.front import fastest, front
-from megatrain.experiments.sweep.running import Entry, simulate
+from megatrain.experiments.sweep.running import SweepEntry, simulate
 from megatrain.experiments.sweep.simulated import Simulator, likeness
-from megatrain.experiments.sweep.store import Keys, Row, Store, sources_digest
+from megatrain.experiments.sweep.store import Keys, Store, SweepRow, sources_digest
 from megatrain.experiments.sweep.table import table
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import assess
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.schedule.plan import Plan
 
 H200 = HardwareSpec.load("h200")
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -34,47 +36,102 @@ def axes(**values: Any) -> grid.Axes:
     return dict(grid.axis(name.replace("__", "."), found, "test") for name, found in values.items())
 
 
-def rows_of(plans: list[Plan]) -> dict[int, Row]:
+def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
     """By place in `plans`, simulated in the order in which most is shared."""
     work = Simulator(H200)
-    return {index: work.row(plans[index], str(index)) for index in sorted(range(len(plans)), key=lambda index: likeness(plans[index]))}
+    return {
+        index: work.row(plans[index], str(index))
+        for index in sorted(range(len(plans)), key=lambda index: likeness(plans[index]))
+    }
 
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
 def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: Any) -> None:
     """Each row against the same plan assessed by itself."""
     base = make_plan(policy, layers=5, dtype="bf16", heads=4)
-    placed = {"placement__stored": ["", "3-4"], "placement__parked": ["", "all"]} if policies.places(policy) else {"checkpoint_interval": [1, 2]}
-    found = grid.plans(base, [axes(policy=[policy], batch=[1, 2, 5], seq=[16, 32], accumulation=[1, 2], device_memory=["300KiB", "16MiB"], **placed)])
+    placed = (
+        {"placement__saved_activations": ["", "3-4"], "placement__offloaded_inputs": ["", "all"]}
+        if policies.places(policy)
+        else {"checkpoint_interval": [1, 2]}
+    )
+    found = grid.plans(
+        base,
+        [
+            axes(
+                policy=[policy],
+                batch=[1, 2, 5],
+                seq=[16, 32],
+                accumulation=[1, 2],
+                device_memory=["300KiB", "16MiB"],
+                **placed,
+            )
+        ],
+    )
     rows = rows_of(found)
     assert len(rows) == len(found)
     for index, plan in enumerate(found):
         choice, row = assess(plan, cost_model(H200, plan.model, plan.workload)), rows[index]
-        assert (row.device_peak_bytes, row.host_peak_bytes) == (choice.account.device_peak_bytes, choice.account.host_peak_bytes)
+        assert (row.device_peak_bytes, row.host_peak_bytes) == (
+            choice.account.device_peak_bytes,
+            choice.account.host_peak_bytes,
+        )
         assert row.step_seconds == (choice.step_seconds if choice.feasible else None)
         assert row.binding == (choice.bounds.binding if choice.feasible else choice.account.binding)
     assert {row.decided_by for row in rows.values()} <= {"engine", "evaluator", "memory"}
 
 
-def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(
+    make_plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That one lowering serves other batches is tried, not believed."""
     from megatrain.simulator.policies.k_buffer import KBuffer
 
     honest = KBuffer.lower
 
     def fickle(self: KBuffer, plan: Plan) -> Any:
-        wide = msgspec.structs.replace(plan.knobs, weight_slots=4) if plan.workload.batch > 2 else plan.knobs
+        wide = (
+            msgspec.structs.replace(plan.knobs, weight_slots=4)
+            if plan.workload.batch > 2
+            else plan.knobs
+        )
         return honest(self, msgspec.structs.replace(plan, knobs=wide))
 
     monkeypatch.setattr(KBuffer, "lower", fickle)
     monkeypatch.setattr(KBuffer, "buffers", policies.Policy.buffers)
-    found = grid.plans(make_plan("k_buffer", layers=6), [axes(policy=["k_buffer"], batch=[1, 2, 3, 4], chunk_bytes=[4096, 8192])])
+    found = grid.plans(
+        make_plan("k_buffer", layers=6),
+        [axes(policy=["k_buffer"], batch=[1, 2, 3, 4], chunk_bytes=[4096, 8192])],
+    )
     for index, row in rows_of(found).items():
-        assert row.device_peak_bytes == assess(found[index], cost_model(H200, found[index].model, found[index].workload)).account.device_peak_bytes
+        assert (
+            row.device_peak_bytes
+            == assess(
+                found[index], cost_model(H200, found[index].model, found[index].workload)
+            ).account.device_peak_bytes
+        )
 
 
-def test_rows_that_are_there_are_not_done_again(command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--policy", "k_buffer", "--jobs", 1, "--out", "swept", "--over", "weight_slots", 1, 2, 3)
+def test_rows_that_are_there_are_not_done_again(
+    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--policy",
+        "k_buffer",
+        "--jobs",
+        1,
+        "--out",
+        "swept",
+        "--over",
+        "weight_slots",
+        1,
+        2,
+        3,
+    )
     outcome = command(*words)
     assert (outcome.status, outcome.err) == (0, "")
     assert "3 plans in " in outcome.out
@@ -84,10 +141,12 @@ def test_rows_that_are_there_are_not_done_again(command: Any, workplace: Path, m
     rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # interrupted while it wrote
     asked: list[str] = []
     row = Simulator.row
-    monkeypatch.setattr(Simulator, "row", lambda self, plan, key: (asked.append(key), row(self, plan, key))[1])
+    monkeypatch.setattr(
+        Simulator, "row", lambda self, plan, key: (asked.append(key), row(self, plan, key))[1]
+    )
     outcome = command(*words, 4)
     assert "2 plans in " in outcome.out
-    assert "2 were there" in outcome.out
+    assert "2 had been done before" in outcome.out
     assert len(asked) == 2
     assert sorted(rows.read_bytes().splitlines(keepends=True)[:3]) == sorted(lines)
     for kind in ("png", "pdf"):
@@ -130,7 +189,9 @@ def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path) -
     assert re.search(r"^more/pinned.py ", outcome.out, re.MULTILINE)
 
 
-def test_the_sources_are_part_of_a_key(make_plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sources_are_part_of_a_key(
+    make_plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import megatrain.simulator
 
     (tmp_path / "policies").mkdir()
@@ -140,19 +201,37 @@ def test_the_sources_are_part_of_a_key(make_plan: Any, tmp_path: Path, monkeypat
     (tmp_path / "policies" / "mine.py").write_text("a = 2\n")
     digests.append(sources_digest())
     faster = msgspec.structs.replace(H200, h2d_gb_per_s=100.0)
-    keys = [Keys(plan, machine, [digest]).of(plan) for machine in (H200, faster) for digest in digests]
+    keys = [
+        Keys(plan, machine, [digest]).of(plan) for machine in (H200, faster) for digest in digests
+    ]
     assert len(set(keys)) == 4
     assert Keys(plan, H200, digests[:1]).of(make_plan(weight_slots=3)) not in keys
 
 
 def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> None:
-    found = grid.plans(make_plan("k_buffer"), [axes(weight_slots=[1, 2, 3, 4], gradient_slots=[1, 2], gradient_slabs=[1, 2, 3], batch=[1, 2, 3, 4])])
+    found = grid.plans(
+        make_plan("k_buffer"),
+        [
+            axes(
+                weight_slots=[1, 2, 3, 4],
+                gradient_slots=[1, 2],
+                gradient_staging=[1, 2, 3],
+                batch=[1, 2, 3, 4],
+            )
+        ],
+    )
     keys = Keys(found[0], H200, [])
-    entries, stores = [Entry(plan, keys.of(plan)) for plan in found], []
+    entries, stores = [SweepEntry(plan, keys.of(plan)) for plan in found], []
     for jobs in (1, 2):
         with Store(tmp_path / f"{jobs}.jsonl") as store:
             heard = Counter[str]()
-            simulate(entries, H200, store, lambda rows, heard=heard: heard.update(row.key for row in rows), jobs=jobs)  # type: ignore[misc]
+            simulate(
+                entries,
+                H200,
+                store,
+                lambda rows, heard=heard: heard.update(row.key for row in rows),
+                jobs=jobs,
+            )  # type: ignore[misc]
             assert set(heard.values()) == {1}
             stores.append(store.rows)
         assert len((tmp_path / f"{jobs}.jsonl").read_bytes().splitlines()) == len(found)
@@ -161,20 +240,43 @@ def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> Non
 
 
 def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
-    with Store(tmp_path / "rows.jsonl"), pytest.raises(UserError, match=r"in use by process .* fix: wait for that sweep"):
+    with (
+        Store(tmp_path / "rows.jsonl"),
+        pytest.raises(UserError, match=r"in use by process .* fix: wait for that sweep"),
+    ):
         Store(tmp_path / "rows.jsonl")
 
 
 def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
     row = rows_of([make_plan("k_buffer")])[0]
 
-    def at(size: int, speed: float, policy: str = "k_buffer", limit: int = 100) -> Row:
-        changes: dict[str, Any] = {"device_peak_bytes": size, "tokens_per_second": speed, "policy": policy, "device_limit_bytes": limit}
+    def at(size: int, speed: float, policy: str = "k_buffer", limit: int = 100) -> SweepRow:
+        changes: dict[str, Any] = {
+            "device_peak_bytes": size,
+            "tokens_per_second": speed,
+            "policy": policy,
+            "device_limit_bytes": limit,
+        }
         return msgspec.structs.replace(row, key=f"{size} {speed} {limit}", **changes)
 
-    rows = [at(4, 10.0), at(1, 1.0), at(2, 5.0, limit=200), at(2, 5.0), at(3, 4.0), at(5, 10.05, "overlapped"), at(6, 10.05)]
-    unfit = msgspec.structs.replace(at(0, 1.0), decided_by="memory", step_seconds=None, tokens_per_second=None)
-    assert [found.key for found in front([*rows, unfit])] == ["1 1.0 100", "2 5.0 100", "4 10.0 100", "5 10.05 100"]
+    rows = [
+        at(4, 10.0),
+        at(1, 1.0),
+        at(2, 5.0, limit=200),
+        at(2, 5.0),
+        at(3, 4.0),
+        at(5, 10.05, "overlapped"),
+        at(6, 10.05),
+    ]
+    unfit = msgspec.structs.replace(
+        at(0, 1.0), decided_by="memory", step_seconds=None, tokens_per_second=None
+    )
+    assert [found.key for found in front([*rows, unfit])] == [
+        "1 1.0 100",
+        "2 5.0 100",
+        "4 10.0 100",
+        "5 10.05 100",
+    ]
     assert [found.key for found in front(rows, 0.01)] == ["1 1.0 100", "2 5.0 100", "4 10.0 100"]
     assert [found.key for found in fastest(rows)] == ["5 10.05 100", "6 10.05 100"]
     text = table([*rows, unfit])
@@ -192,13 +294,29 @@ def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
         (("--over", "batch", 1, "--over", "batch", 2), "batch twice"),
         (("--over", "policy", "k_buffers"), "found 'k_buffers'; allowed: double_buffer"),
         (("--over", "device_memory", "much"), "found 'much'"),
-        (("--over", "weight_slots", *range(1, 1002), "--over", "batch", *range(1, 1002)), "1,002,001 plans; allowed: at most 1,000,000"),
+        (
+            ("--over", "weight_slots", *range(1, 1002), "--over", "batch", *range(1, 1002)),
+            "1,002,001 plans; allowed: at most 1,000,000",
+        ),
         (("--grid", "none.toml"), "none.toml"),
     ],
 )
 @pytest.mark.usefixtures("workplace")
-def test_mistakes_are_told_in_one_line(command: Any, words: tuple[object, ...], message: str) -> None:
-    outcome = command("sweep", "tiny", "--hardware", "h200", *WORK, "--policy", "k_buffer", "--out", "swept", *words)
+def test_mistakes_are_told_in_one_line(
+    command: Any, words: tuple[object, ...], message: str
+) -> None:
+    outcome = command(
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--policy",
+        "k_buffer",
+        "--out",
+        "swept",
+        *words,
+    )
     assert outcome.status == 2
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
@@ -208,9 +326,26 @@ def test_mistakes_are_told_in_one_line(command: Any, words: tuple[object, ...], 
 @pytest.mark.usefixtures("workplace")
 def test_grids_of_a_file_are_joined(command: Any) -> None:
     Path("grid.toml").write_text(
-        '[[grid]]\npolicy = ["k_buffer"]\nweight_slots = [1, 2]\n\n[[grid]]\npolicy = ["overlapped"]\n"placement.moments" = ["", "0-1"]\nchunk_bytes = ["4KiB", 8192]\n'
+        '[[grid]]\npolicy = ["k_buffer"]\nweight_slots = [1, 2]\n\n[[grid]]\npolicy ='
+        ' ["overlapped"]\n"placement.moments" = ["", "0-1"]\nchunk_bytes = ["4KiB", 8192]\n'
     )
-    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--grid", "grid.toml", "--over", "batch", 1, 2, "--jobs", 1, "--out", "swept")
+    words = (
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--grid",
+        "grid.toml",
+        "--over",
+        "batch",
+        1,
+        2,
+        "--jobs",
+        1,
+        "--out",
+        "swept",
+    )
     outcome = command(*words)
     assert outcome.status == 0, outcome.err
     assert outcome.out.startswith("12 plans: ")
@@ -218,19 +353,56 @@ def test_grids_of_a_file_are_joined(command: Any) -> None:
 
 @pytest.mark.usefixtures("workplace")
 def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two plans in this process, which saves starting torch twice; one that is only for prediction; one that does not fit."""
+    """Two plans in this process, which saves starting torch twice; one that is only for prediction;
+    one that does not fit.
+    """
     from megatrain.experiments.benchmarks import child
 
     def timed(system: str, path: Path, steps: int, device: str) -> Any:
         return msgspec.to_builtins(child.attempt(system, path, steps, device))
 
     monkeypatch.setattr(executed.benchmark, "timed", timed)
-    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--execute", "--steps", 3, "--device", "cpu", "--out", "swept", "--device-memory", "600KiB")
-    outcome = command(*words, "--over", "policy", "k_buffer", "zero3_offload", "--over", "weight_slots", 1, 2, "--over", "batch", 1, 64)
+    words = (
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--execute",
+        "--steps",
+        3,
+        "--device",
+        "cpu",
+        "--out",
+        "swept",
+        "--device-memory",
+        "600KiB",
+    )
+    outcome = command(
+        *words,
+        "--over",
+        "policy",
+        "k_buffer",
+        "zero3_offload",
+        "--over",
+        "weight_slots",
+        1,
+        2,
+        "--over",
+        "batch",
+        1,
+        64,
+    )
     assert outcome.status == 0, outcome.err
-    rows = [msgspec.json.decode(line, type=Row) for line in Path("swept/rows.jsonl").read_bytes().splitlines()]
+    rows = [
+        msgspec.json.decode(line, type=SweepRow)
+        for line in Path("swept/rows.jsonl").read_bytes().splitlines()
+    ]
     ran = [row for row in rows if row.decided_by == "execution"]
-    assert [(row.policy, row.knobs.weight_slots, row.workload.batch) for row in ran] == [("k_buffer", 1, 1), ("k_buffer", 2, 1)]
+    assert [(row.policy, row.knobs.weight_slots, row.workload.batch) for row in ran] == [
+        ("k_buffer", 1, 1),
+        ("k_buffer", 2, 1),
+    ]
     for row in ran:
         assert row.step_seconds is not None
         assert row.predicted_seconds is not None
@@ -243,8 +415,21 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("workplace")
 def test_a_run_that_fails_says_why(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executed.benchmark, "timed", lambda *_: {"failure": "out of luck", "steps": []})
-    outcome = command("sweep", "tiny", "--hardware", "h200", *WORK, "--policy", "k_buffer", "--execute", "--out", "swept")
+    monkeypatch.setattr(
+        executed.benchmark, "timed", lambda *_: {"failure": "out of luck", "steps": []}
+    )
+    outcome = command(
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--policy",
+        "k_buffer",
+        "--execute",
+        "--out",
+        "swept",
+    )
     assert outcome.status == 0
     assert "1 plans: 1 refused\n  refused, 1 plans: out of luck" in outcome.out
     assert not Path("swept/sweep.png").exists()
@@ -253,10 +438,25 @@ def test_a_run_that_fails_says_why(command: Any, monkeypatch: pytest.MonkeyPatch
 def test_the_engine_decides_most_plans_of_14_billion() -> None:
     hardware, model = H200, ModelSpec.load("qwen2.5-14b")
     base = Plan(
-        policy="overlapped", hardware="h200", source="qwen2.5-14b", model=model, workload=Workload(batch=32, sequence=1024),
-        device_limit_bytes=hardware.device_bytes, host_limit_bytes=2**39,
-    )  # fmt: skip
+        policy="overlapped",
+        hardware="h200",
+        source="qwen2.5-14b",
+        model=model,
+        workload=Workload(batch=32, sequence=1024),
+        device_limit_bytes=hardware.device_bytes,
+        host_limit_bytes=2**39,
+    )
     caps = ["24GiB", "48GiB", "80GiB", "140GiB"]
-    found = grid.plans(base, [axes(policy=["k_buffer", "overlapped"], chunk_bytes=["64MiB", "256MiB"], batch=[4, 8, 16, 32, 64], device_memory=caps)])
+    found = grid.plans(
+        base,
+        [
+            axes(
+                policy=["k_buffer", "overlapped"],
+                chunk_bytes=["64MiB", "256MiB"],
+                batch=[4, 8, 16, 32, 64],
+                device_memory=caps,
+            )
+        ],
+    )
     rows = rows_of(found)
     assert sum(row.decided_by == "engine" for row in rows.values()) > len(found) / 2

@@ -1,4 +1,6 @@
-"""`megatrain train`: the config from a file, --set and options; what the run folder then holds, and what is said at the end."""
+"""`megatrain train`: the config from a file, --set and options; what the run folder then holds, and
+what is said at the end.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +46,55 @@ over_steps = 2
 def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
     Path("train.toml").write_text(CONFIG)
     words = ("train", "plan.toml", "--config", "train.toml", "--out", "run", "--device", "cpu")
-    outcome = command(*words, "--set", "rate=2e-3", "--set", "seed=6", "--seed", "7", "--schedule.floor", "0.5", "--set", "tensorboard=true")
+    outcome = command(
+        *words,
+        "--set",
+        "rate=2e-3",
+        "--set",
+        "seed=6",
+        "--seed",
+        "7",
+        "--schedule.floor",
+        "0.5",
+        "--set",
+        "tensorboard=true",
+    )
     assert (outcome.status, outcome.err) == (0, "")
     run = Path("run")
     config = Config.load(run / "config.toml")
-    assert (config.training.seed, config.schedule.rate, config.schedule.floor, config.schedule.kind) == (7, 2e-3, 0.5, "cosine")
+    assert (
+        config.training.seed,
+        config.schedule.rate,
+        config.schedule.floor,
+        config.schedule.kind,
+    ) == (7, 2e-3, 0.5, "cosine")
     assert config.optimizer.groups[0].match == "*o_proj*"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps, evaluations = ([row for row in rows if ("evaluation_loss" in row) == wanted] for wanted in (False, True))
-    assert [row["rate"] for row in steps] == pytest.approx([config.schedule.at(number, 6) for number in range(1, 7)])
+    steps, evaluations = (
+        [row for row in rows if ("evaluation_loss" in row) == wanted] for wanted in (False, True)
+    )
+    assert [row["rate"] for row in steps] == pytest.approx(
+        [config.schedule.at(number, 6) for number in range(1, 7)]
+    )
     assert [row["step"] for row in evaluations] == [3, 6]
     last = evaluations[-1]
-    said = f"evaluation loss {last['evaluation_loss']:.4f}, perplexity {last['perplexity']:,.2f}, over {last['tokens']:,} tokens after step 6"
+    said = (
+        f"evaluation loss {last['evaluation_loss']:.4f}, perplexity {last['perplexity']:,.2f}, over"
+        f" {last['tokens']:,} tokens after step 6"
+    )
     assert said in outcome.out
     names = {path.name for path in run.iterdir()}
     board = {"tensorboard"} if importlib.util.find_spec("tensorboard") else set()
-    assert {"plan.toml", "config.toml", "environment.json", "metrics.jsonl", "measured.json", "memory.json", "loss.png", "model"} | board == names
+    assert {
+        "plan.toml",
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "measured.json",
+        "memory.json",
+        "loss.png",
+        "model",
+    } | board == names
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert command("compare", "run").status == 0, "rows of evaluations are no steps"
 
@@ -67,41 +102,141 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
 @pytest.mark.usefixtures("workplace")
 def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
     words = ("--device", "cpu", "--no-export", "--out")
-    assert command("train", "plan.toml", "--data", "corpus", "--steps", 3, "--set", "kind=linear", "--warm-up", 1, *words, "first").status == 0
-    assert command("train", "first/plan.toml", "--config", "first/config.toml", *words, "again").status == 0
-    losses = [[json.loads(line)["loss"] for line in (Path(name) / "metrics.jsonl").read_text().splitlines()] for name in ("first", "again")]
+    assert (
+        command(
+            "train",
+            "plan.toml",
+            "--data",
+            "corpus",
+            "--steps",
+            3,
+            "--set",
+            "kind=linear",
+            "--warm-up",
+            1,
+            *words,
+            "first",
+        ).status
+        == 0
+    )
+    assert (
+        command("train", "first/plan.toml", "--config", "first/config.toml", *words, "again").status
+        == 0
+    )
+    losses = [
+        [
+            json.loads(line)["loss"]
+            for line in (Path(name) / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("first", "again")
+    ]
     assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--set", "learning_rate=1"), r"--set learning_rate: found no field of this name; allowed: training.steps, .*; fix: correct its spelling"),
-        (("--set", "every_steps=1"), r"--set every_steps: found a field of several sections; allowed: evaluation.every_steps, saving.every_steps"),
-        (("--set", "rate"), r"--set: found 'rate'; allowed: FIELD=VALUE; fix: write it like --set rate=3e-4"),
+        (
+            ("--set", "learning_rate=1"),
+            (
+                r"--set learning_rate: found no field of this name; allowed: training.steps, .*;"
+                r" fix: correct its spelling"
+            ),
+        ),
+        (
+            ("--set", "every_steps=1"),
+            (
+                r"--set every_steps: found a field of several sections; allowed:"
+                r" evaluation.every_steps, saving.every_steps"
+            ),
+        ),
+        (
+            ("--set", "rate"),
+            r"--set: found 'rate'; allowed: FIELD=VALUE; fix: write it like --set rate=3e-4",
+        ),
         (("--set", "rate=fast"), r"config: schedule.rate: found `str`; allowed: `float`"),
-        (("--schedule.kind", "cosin"), r"config: schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'"),
-        (("--set", "kind=cosine"), r"config: schedule: warm_up_steps: found 10, and 1 of decay, in a training of 2; allowed: at most 1 with kind cosine"),
+        (
+            ("--schedule.kind", "cosin"),
+            r"config: schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'",
+        ),
+        (
+            ("--set", "kind=cosine"),
+            (
+                r"config: schedule: warm_up_steps: found 10, and 1 of decay, in a training of 2;"
+                r" allowed: at most 1 with kind cosine"
+            ),
+        ),
         (("--config", "gone.toml"), r"gone.toml: found no such file"),
-        (("--config", "plan.toml"), r"plan.toml: top level: found unknown key `.*`; allowed: data, evaluation, "),
-        (("--data", ""), r"megatrain train: found no --data; allowed: --data PATH, or data in \[data\] of a --config file"),
-        (("--set", 'groups=[{match = "*nrom*"}]'), r"optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's tensors"),
-        (("--logging.tracker", "trackio"), r"logging: tracker: trackio: found no such package; allowed: an installed one; fix: pip install trackio"),
+        (
+            ("--config", "plan.toml"),
+            r"plan.toml: top level: found unknown key `.*`; allowed: data, evaluation, ",
+        ),
+        (
+            ("--data", ""),
+            (
+                r"megatrain train: found no --data; allowed: --data PATH, or data in \[data\] of a"
+                r" --config file"
+            ),
+        ),
+        (
+            ("--set", 'groups=[{match = "*nrom*"}]'),
+            (
+                r"optimizer: groups: match: found '\*nrom\*'; allowed: a pattern of the model's"
+                r" tensors"
+            ),
+        ),
+        (
+            ("--logging.tracker", "trackio"),
+            (
+                r"logging: tracker: trackio: found no such package; allowed: an installed package;"
+                r" fix: pip install trackio"
+            ),
+        ),
         (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),
-        (("--eval-data", "corpus", "--eval-fraction", "0.1"), r"config: data: evaluation: found more than one of a fraction, documents and a file or split"),
+        (
+            ("--eval-data", "corpus", "--eval-fraction", "0.1"),
+            (
+                r"config: data: evaluation: found more than one of a fraction, a number of "
+                r"documents,"
+                r" and a file or split"
+            ),
+        ),
         (("--columns", "csv"), r"config: data.columns: found 'csv'; allowed: 'auto', 'text', "),
-        (("--from-step", "2"), r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or --resume RUN"),
+        (
+            ("--from-step", "2"),
+            (
+                r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or"
+                r" --resume RUN"
+            ),
+        ),
         (("--resume", "run"), r"megatrain train: --out, --resume: found both"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
-    words: tuple[str, ...], message: str, workplace: Path, command: Any, files_in: Any, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    message: str,
+    workplace: Path,
+    command: Any,
+    files_in: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatrain.runtime.training import trackers
 
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: None)
     before = files_in(workplace)
-    outcome = command("train", "plan.toml", "--data", "corpus", "--steps", "2", "--device", "cpu", "--out", "new", *words)
+    outcome = command(
+        "train",
+        "plan.toml",
+        "--data",
+        "corpus",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        "new",
+        *words,
+    )
     assert (outcome.status, outcome.out) == (2, "")
     assert re.match(rf"megatrain: {message}", outcome.err), outcome.err
     assert outcome.err.count("\n") == 1
@@ -111,39 +246,82 @@ def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
 @pytest.mark.usefixtures("workplace")
 def test_steps_must_be_said(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
-    assert outcome.err == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in [training] of a --config file; fix: say how many\n"
+    assert (
+        outcome.err
+        == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in"
+        " [training] of a --config file; fix: give the number of steps\n"
+    )
 
 
 @pytest.mark.usefixtures("workplace")
-def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(command: Any, make_tokenizer: Any) -> None:
+def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(
+    command: Any, make_tokenizer: Any
+) -> None:
     make_tokenizer(Path("tiny"))
-    turns = [{"role": role, "content": f"{role} says something"} for role in ("user", "assistant") * 2]
+    turns = [
+        {"role": role, "content": f"{role} says something"} for role in ("user", "assistant") * 2
+    ]
     lines = [json.dumps({"messages": turns}) for _ in range(40)]
     Path("chat.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]))
-    words = ("train", "plan.toml", "--data", "chat.jsonl", "--loss", "last", "--eval-documents", 4, "--data-cache", "cache", "--steps", 3, "--device", "cpu")
+    words = (
+        "train",
+        "plan.toml",
+        "--data",
+        "chat.jsonl",
+        "--loss",
+        "last",
+        "--eval-documents",
+        4,
+        "--data-cache",
+        "cache",
+        "--steps",
+        3,
+        "--device",
+        "cpu",
+    )
     words = (*words, "--packing", "plain")  # a conversation is longer than a row
     outcome = command(*words, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
-    assert "recognised: messages, chat template of the tokenizer, loss on the last assistant turn" in outcome.out
-    assert f"1 bad row left out, the first of each kind: {Path('chat.jsonl').resolve()}:4: invalid JSON" in outcome.out
+    assert (
+        "recognized: messages, chat template of the tokenizer, loss on the last assistant turn"
+        in outcome.out
+    )
+    assert (
+        f"1 bad row left out, the first of each kind: {Path('chat.jsonl').resolve()}:4: invalid"
+        " JSON" in outcome.out
+    )
     assert "training: 36 documents, " in outcome.out
     assert "evaluation: 4 documents, " in outcome.out
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("run/model")
     answer = len(tokenizer("assistant says something<e>")["input_ids"])
-    assert re.search(rf"evaluation loss [\d.]+, perplexity [\d.,]+, over {4 * answer} tokens after step 3", outcome.out)
+    assert re.search(
+        rf"evaluation loss [\d.]+, perplexity [\d.,]+, over {4 * answer} tokens after step 3",
+        outcome.out,
+    )
     assert len(list(Path("cache").iterdir())) == 1
     strict = command(*words, "--strict", "--out", "another")
-    assert re.match(r"megatrain: bad row .*chat.jsonl:4: found invalid JSON", strict.err), strict.err
+    assert re.match(r"megatrain: bad row .*chat.jsonl:4: found invalid JSON", strict.err), (
+        strict.err
+    )
 
 
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
-    ("words", "documents", "packing"), [((), True, "documents"), (("--documents",), True, "documents"), (("--plain-packing",), False, "plain")]
+    ("words", "documents", "packing"),
+    [
+        ((), True, "documents"),
+        (("--documents",), True, "documents"),
+        (("--plain-packing",), False, "plain"),
+    ],
 )
-def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(command: Any, words: tuple[str, ...], documents: bool, packing: str) -> None:
-    """By a plan that says so; one that does not is for rows of one text, and so it may be trained under either."""
+def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(
+    command: Any, words: tuple[str, ...], documents: bool, packing: str
+) -> None:
+    """By a plan that says so; one that does not is for rows of one text, and so it may be trained
+    under either.
+    """
     work = ("--policy", "double_buffer", "--batch", 2, "--seq", 16, "--dtype", "fp32")
     outcome = command("plan", "tiny", "--hardware", "h200", *work, *words, "--out", "made.toml")
     assert (outcome.status, outcome.err) == (0, "")
@@ -153,22 +331,53 @@ def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(command: Any
     assert f"packing {packing}, " in command(*train, "--out", "run").out
     assert "packing plain, " in command(*train, "--packing", "plain", "--out", "another").out
     refused = command(*train, "--packing", "documents", "--out", "third")
-    assert refused.err == "" if documents else "data: packing: found documents; allowed: plain, since the plan attends over whole rows" in refused.err
+    assert (
+        refused.err == ""
+        if documents
+        else (
+            "data: packing: found documents; allowed: plain, since the plan attends over whole rows"
+        )
+        in refused.err
+    )
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so(command: Any) -> None:
+def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so(
+    command: Any,
+) -> None:
     config = tiny_config("llama4_text", floor_scale=16).to_dict()
     Path("next").mkdir()
     Path("next/config.json").write_text(json.dumps(config))
-    words = ("plan", "next", "--hardware", "h200", "--policy", "resident", "--batch", 2, "--seq", 16, "--out", "next.toml")
+    words = (
+        "plan",
+        "next",
+        "--hardware",
+        "h200",
+        "--policy",
+        "resident",
+        "--batch",
+        2,
+        "--seq",
+        16,
+        "--out",
+        "next.toml",
+    )
     reason = "llama4_text, which scales queries by their place in a row of 16 tokens or more"
     refused = command(*words, "--documents")
     assert refused.status == 2
-    assert re.match(rf"megatrain: --documents: found {reason}; allowed: .*; fix: use --plain-packing\n$", refused.err)
+    assert re.match(
+        rf"megatrain: --documents: found {reason}; allowed: .*; fix: use --plain-packing\n$",
+        refused.err,
+    )
     outcome = command(*words)
     assert outcome.status == 0
     assert outcome.err == f"rows are packed without borders between documents: {reason}\n"
     assert "documents" not in Path("next.toml").read_text()
-    cudnn = command("check", "tiny", "--hardware", "h200", "--policy", "resident", "--attention", "cudnn")
-    assert cudnn.err == "rows are packed without borders between documents: --attention cudnn, which takes no lengths of documents\n"
+    cudnn = command(
+        "check", "tiny", "--hardware", "h200", "--policy", "resident", "--attention", "cudnn"
+    )
+    assert (
+        cudnn.err
+        == "rows are packed without borders between documents: --attention cudnn, which does"
+        " not support document lengths\n"
+    )

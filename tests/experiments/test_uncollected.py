@@ -1,4 +1,6 @@
-"""Uncollected: the collector rests while a plan is searched, and is as it was afterwards, whatever happens."""
+"""Uncollected: the collector rests while a plan is searched, and is as it was afterwards, whatever
+happens.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A process that imports everything once and forks a `megatrain` command for every JSON line that it reads: real processes, but fast.
+"""A process that imports everything once and forks a `megatrain` command for every JSON line that
+it reads: real processes, but fast.
 
-A line is {"words": [...], "folder": ..., "log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...], "ignores": [SIGNAL, ...]}. The answer is the command's process id. An empty
-line waits for that command; the answer is its status as `subprocess` gives it. `at` sends the command each signal right before the call with that
-number, from 1, of MODULE:NAME.
+A line is {"words": [...], "folder": ..., "log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...],
+"ignores": [SIGNAL, ...]}. The answer is the command's process id. An empty line waits for that
+command; the answer is its status as `subprocess` gives it. `at` sends the command each signal right
+before the call with that number, from 1, of MODULE:NAME.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 from megatrain.experiments import cli, pictures, progress  # noqa: F401
 from megatrain.runtime.training import exporting, trainer  # noqa: F401
-from megatrain.simulator import engine, verdict  # noqa: F401
+from megatrain.simulator.engine import discrete_event as engine  # noqa: F401
+from megatrain.simulator.verdict import verdict  # noqa: F401
 
 
-def command(words: list[str], folder: str, log: str, at: list[tuple[str, int, str]], ignores: list[str]) -> None:
+def command(
+    words: list[str], folder: str, log: str, at: list[tuple[str, int, str]], ignores: list[str]
+) -> None:
     """In the child; does not return."""
     status = 70
     try:

@@ -1,4 +1,6 @@
-"""Commands in processes of their own, ended by real signals, in a workplace with a tiny model, a corpus and plans of three policies."""
+"""Commands in processes of their own, ended by real signals, in a workplace with a tiny model, a
+corpus and plans of three policies.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,23 @@ from typing import Any, NamedTuple
 import pytest
 
 POLICIES = ("double_buffer", "overlapped", "resident")
-WORK = ("--batch", "2", "--seq", "16", "--loss-chunk", "16", "--dtype", "fp32", "--accumulation", "2")
+WORK = (
+    "--batch",
+    "2",
+    "--seq",
+    "16",
+    "--loss-chunk",
+    "16",
+    "--dtype",
+    "fp32",
+    "--accumulation",
+    "2",
+)
 
 
 At = tuple[str, int, str]
-"""a function as MODULE:NAME, the number of its call, and the name of the signal that comes right before it"""
+"""a function as MODULE:NAME, the number of its call, and the name of the signal that comes right
+before it"""
 
 
 class Ended(NamedTuple):
@@ -68,7 +82,9 @@ class Driver:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
         program = [sys.executable, str(Path(__file__).with_name("command_driver.py"))]
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._started = 0
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
@@ -80,11 +96,26 @@ class Driver:
         self._process.stdin.flush()
         return self._process.stdout.readline().strip()
 
-    def start(self, folder: Path, *words: object, at: At | None = None, and_at: At | None = None, ignores: Sequence[str] = ()) -> Running:
-        """`megatrain WORDS` in `folder`, with signals right before two calls. `ignores`: signals that are ignored from the start."""
+    def start(
+        self,
+        folder: Path,
+        *words: object,
+        at: At | None = None,
+        and_at: At | None = None,
+        ignores: Sequence[str] = (),
+    ) -> Running:
+        """`megatrain WORDS` in `folder`, with signals right before two calls. `ignores`: signals
+        that are ignored from the start.
+        """
         self._started += 1
         log = folder.parent / f"command-{self._started}.log"
-        given = {"words": [*map(str, words)], "folder": str(folder), "log": str(log), "at": [each for each in (at, and_at) if each], "ignores": list(ignores)}
+        given = {
+            "words": [*map(str, words)],
+            "folder": str(folder),
+            "log": str(log),
+            "at": [each for each in (at, and_at) if each],
+            "ignores": list(ignores),
+        }
         return Running(self, int(self.ask(json.dumps(given))), log)
 
     def run(self, folder: Path, *words: object, **given: Any) -> Ended:
@@ -113,7 +144,9 @@ def drivers(driver: Driver) -> Iterator[tuple[Driver, Driver]]:
 
 def _makers() -> ModuleType:
     """The maker of a tiny model, from the command's tests."""
-    spec = importlib.util.spec_from_file_location("makers", Path(__file__).parent.parent / "experiments" / "conftest.py")
+    spec = importlib.util.spec_from_file_location(
+        "makers", Path(__file__).parent.parent / "experiments" / "conftest.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -130,9 +163,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, driver: Driver) -> Path:
     makers.make_tiny_model(place / "tiny")
     makers.make_small_tokenizer(place / "tiny")
     (place / "corpus").mkdir()
-    (place / "corpus" / "one.txt").write_text("".join(f"line {number} of one\n" for number in range(200)))
+    (place / "corpus" / "one.txt").write_text(
+        "".join(f"line {number} of one\n" for number in range(200))
+    )
     for policy in POLICIES:
-        ended = driver.run(place, "plan", "tiny", "--hardware", "h200", "--policy", policy, *WORK, "--out", f"{policy}.toml")
+        ended = driver.run(
+            place,
+            "plan",
+            "tiny",
+            "--hardware",
+            "h200",
+            "--policy",
+            policy,
+            *WORK,
+            "--out",
+            f"{policy}.toml",
+        )
         assert ended.status == 0, ended.text
     return place
 
@@ -142,7 +188,22 @@ def prepared_run(prepared: Path, driver: Driver, tmp_path_factory: pytest.TempPa
     """A workplace with the `run` of two steps, both saved; not to be changed."""
     place: Path = tmp_path_factory.mktemp("trained") / "place"
     shutil.copytree(prepared, place)
-    words = ("train", "overlapped.toml", "--data", "corpus", "--data-cache", "cache", "--device", "cpu", "--steps", 2, "--save-every", 1, "--out", "run")
+    words = (
+        "train",
+        "overlapped.toml",
+        "--data",
+        "corpus",
+        "--data-cache",
+        "cache",
+        "--device",
+        "cpu",
+        "--steps",
+        2,
+        "--save-every",
+        1,
+        "--out",
+        "run",
+    )
     ended = driver.run(place, *words)
     assert ended.status == 0, ended.text
     return place
@@ -167,6 +228,8 @@ def leftovers() -> Any:
 
     def find(folder: Path) -> list[str]:
         marks = (".aside-", ".saving-", ".removing-", ".replaced-", ".lock", "model.new")
-        return sorted(path.name for path in folder.rglob("*") if any(mark in path.name for mark in marks))
+        return sorted(
+            path.name for path in folder.rglob("*") if any(mark in path.name for mark in marks)
+        )
 
     return find

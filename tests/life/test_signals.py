@@ -1,4 +1,6 @@
-"""What is ended by a signal leaves nothing half-written; what a kill leaves is removed by the next command with the same target."""
+"""What is ended by a signal leaves nothing half-written; what a kill leaves is removed by the next
+command with the same target.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,20 @@ from typing import Any
 
 import pytest
 
-NEW = ("train", "overlapped.toml", "--data", "corpus", "--data-cache", "cache", "--device", "cpu", "--steps", 2, "--save-every", 1)
+NEW = (
+    "train",
+    "overlapped.toml",
+    "--data",
+    "corpus",
+    "--data-cache",
+    "cache",
+    "--device",
+    "cpu",
+    "--steps",
+    2,
+    "--save-every",
+    1,
+)
 WRITE = "megatrain.runtime.files.model_files:write_tensors"
 FINISH = "megatrain.runtime.data.cache:CacheWriter.finish"
 RENAME = "os:replace"
@@ -17,14 +32,23 @@ STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 WRITERS: dict[str, tuple[tuple[object, ...], str, str]] = {
     "export": (("export", "run", "--out", "exported"), WRITE, "exported"),
-    "plan": (("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--out", "new.toml"), RENAME, "new.toml"),
+    "plan": (
+        ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--out", "new.toml"),
+        RENAME,
+        "new.toml",
+    ),
     "tokens": ((*NEW, "--data-cache", "other", "--out", "again"), FINISH, "again"),
     "the model at the end": ((*NEW, "--out", "again"), WRITE, "again/model"),
 }
 
 
-@pytest.mark.parametrize(("writer", "name"), [*((writer, "SIGTERM") for writer in WRITERS), ("export", "SIGINT"), ("export", "SIGHUP")])
-def test_a_signal_leaves_nothing_half_written(driver: Any, trained: Path, writer: str, name: str, leftovers: Any) -> None:
+@pytest.mark.parametrize(
+    ("writer", "name"),
+    [*((writer, "SIGTERM") for writer in WRITERS), ("export", "SIGINT"), ("export", "SIGHUP")],
+)
+def test_a_signal_leaves_nothing_half_written(
+    driver: Any, trained: Path, writer: str, name: str, leftovers: Any
+) -> None:
     words, function, target = WRITERS[writer]
     ended = driver.run(trained, *words, at=(function, 1, name))
     assert ended.status == STATUS[name], ended.text
@@ -35,24 +59,36 @@ def test_a_signal_leaves_nothing_half_written(driver: Any, trained: Path, writer
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_a_kill_leaves_is_removed_by_the_next_command(driver: Any, trained: Path, writer: str, leftovers: Any) -> None:
+def test_what_a_kill_leaves_is_removed_by_the_next_command(
+    driver: Any, trained: Path, writer: str, leftovers: Any
+) -> None:
     words, function, target = WRITERS[writer]
     assert driver.run(trained, *words, at=(function, 1, "SIGKILL")).status == -signal.SIGKILL
     assert leftovers(trained)
-    again = ("train", "--resume", "again", "--device", "cpu") if writer == "the model at the end" else words
+    again = (
+        ("train", "--resume", "again", "--device", "cpu")
+        if writer == "the model at the end"
+        else words
+    )
     ended = driver.run(trained, *again)
     assert ended.status == 0, ended.text
     assert leftovers(trained) == []
     assert (trained / target).exists()
 
 
-def test_a_second_signal_does_not_stop_the_cleaning_up(driver: Any, trained: Path, leftovers: Any) -> None:
+def test_a_second_signal_does_not_stop_the_cleaning_up(
+    driver: Any, trained: Path, leftovers: Any
+) -> None:
     words = ("export", "run", "--out", "exported")
-    ended = driver.run(trained, *words, at=(WRITE, 1, "SIGTERM"), and_at=("shutil:rmtree", 1, "SIGTERM"))
+    ended = driver.run(
+        trained, *words, at=(WRITE, 1, "SIGTERM"), and_at=("shutil:rmtree", 1, "SIGTERM")
+    )
     assert ended.status == STATUS["SIGTERM"], ended.text
     assert leftovers(trained) == []
 
 
 def test_what_nohup_ignores_stays_ignored(driver: Any, trained: Path) -> None:
-    ended = driver.run(trained, "export", "run", "--out", "exported", at=(WRITE, 1, "SIGHUP"), ignores=["SIGHUP"])
+    ended = driver.run(
+        trained, "export", "run", "--out", "exported", at=(WRITE, 1, "SIGHUP"), ignores=["SIGHUP"]
+    )
     assert ended.status == 0, ended.text

@@ -1,4 +1,6 @@
-"""A run's folder can be used at every moment of its life, also between the files that it begins with."""
+"""A run's folder can be used at every moment of its life, also between the files that it begins
+with.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +10,58 @@ from typing import Any
 
 import pytest
 
-NEW = ("train", "double_buffer.toml", "--data", "corpus", "--device", "cpu", "--steps", 2, "--no-export")
+NEW = (
+    "train",
+    "double_buffer.toml",
+    "--data",
+    "corpus",
+    "--device",
+    "cpu",
+    "--steps",
+    2,
+    "--no-export",
+)
 STARTED = ("plan.toml", "environment.json", "config.toml")
 RESUME = ("train", "--resume", "run", "--device", "cpu")
 
 
 @pytest.mark.parametrize("function", ["os:replace", "os:fsync"])
 @pytest.mark.parametrize("file", range(1, 4))
-def test_a_kill_between_the_first_files(driver: Any, workplace: Path, function: str, file: int, leftovers: Any) -> None:
+def test_a_kill_between_the_first_files(
+    driver: Any, workplace: Path, function: str, file: int, leftovers: Any
+) -> None:
     """Of tokens there is one `replace` and one `fsync` before."""
-    killed = driver.run(workplace, *NEW, "--data-cache", "cache", "--out", "run", at=(function, file + 1, "SIGKILL"))
+    killed = driver.run(
+        workplace, *NEW, "--data-cache", "cache", "--out", "run", at=(function, file + 1, "SIGKILL")
+    )
     assert killed.status == -signal.SIGKILL
     begun = (workplace / "run" / "config.toml").exists()
     assert begun == (workplace / "run" / "metrics.jsonl").exists() == False  # noqa: E712
-    assert [name for name in STARTED if (workplace / "run" / name).exists()] == list(STARTED[: file - 1])
-    assert "fix: start it with --out" in driver.run(workplace, *RESUME).refusal
+    assert [name for name in STARTED if (workplace / "run" / name).exists()] == list(
+        STARTED[: file - 1]
+    )
+    assert "fix: start the run with --out" in driver.run(workplace, *RESUME).refusal
     ended = driver.run(workplace, *NEW, "--out", "run")
     assert ended.status == 0, ended.text
     assert leftovers(workplace) == []
 
 
 def test_a_kill_right_after_the_last_of_them(driver: Any, workplace: Path) -> None:
-    killed = driver.run(workplace, *NEW, "--out", "run", at=("megatrain.runtime.executor:Executor.step", 1, "SIGKILL"))
+    killed = driver.run(
+        workplace,
+        *NEW,
+        "--out",
+        "run",
+        at=("megatrain.runtime.execution.executor:Executor.step", 1, "SIGKILL"),
+    )
     assert killed.status == -signal.SIGKILL
     assert "found something there already" in driver.run(workplace, *NEW, "--out", "run").refusal
     assert driver.run(workplace, *RESUME).status == 0
 
 
-def test_a_plan_of_the_user_is_not_taken_for_what_a_run_has_left(driver: Any, workplace: Path) -> None:
+def test_a_plan_of_the_user_is_not_taken_for_what_a_run_has_left(
+    driver: Any, workplace: Path
+) -> None:
     (workplace / "run").mkdir()
     plan = (workplace / "double_buffer.toml").read_bytes()
     (workplace / "run" / "plan.toml").write_bytes(plan)
@@ -54,7 +80,10 @@ def test_a_run_that_cannot_do_its_first_step_leaves_no_folder(driver: Any, workp
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, file, {"format": "pt"})
     refusal = driver.run(workplace, *NEW, "--out", "run").refusal
-    assert refusal.endswith("model tiny: found infinity or NaN in model.norm.weight; allowed: finite numbers; fix: fetch the model again"), refusal
+    assert refusal.endswith(
+        "model tiny: found infinity or NaN in model.norm.weight; allowed: finite numbers; fix:"
+        " fetch the model again"
+    ), refusal
     assert not (workplace / "run").exists()
 
 
@@ -69,7 +98,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(driver: Any, workplace: Path, damage: str) -> None:
+def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(
+    driver: Any, workplace: Path, damage: str
+) -> None:
     assert driver.run(workplace, *NEW, "--save-every", 2, "--out", "run").status == 0
     metrics = workplace / "run" / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
@@ -77,6 +108,6 @@ def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(driver: Any, workp
     metrics.write_bytes(b"".join(spoilt) + b'{"step": 3, "lo')
     ended = driver.run(workplace, *RESUME, "--steps", 3)
     assert ended.status == 0, ended.text
-    assert "metrics.jsonl: 1 damaged line left out; the weights are not affected\n" in ended.text
+    assert "metrics.jsonl: 1 damaged line removed; the weights are not affected\n" in ended.text
     kept = [line for line in spoilt if line in lines]
     assert metrics.read_bytes().splitlines(keepends=True)[:-1] == kept

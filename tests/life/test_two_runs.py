@@ -1,4 +1,6 @@
-"""A run's folder belongs to one process at a time, and to nobody when that process is gone, however it went."""
+"""A run's folder belongs to one process at a time, and to nobody when that process is gone, however
+it went.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,64 @@ from typing import Any
 
 import pytest
 
-NEW = ("train", "double_buffer.toml", "--data", "corpus", "--device", "cpu", "--steps", 3, "--save-every", 1)
+NEW = (
+    "train",
+    "double_buffer.toml",
+    "--data",
+    "corpus",
+    "--device",
+    "cpu",
+    "--steps",
+    3,
+    "--save-every",
+    1,
+)
 
 
-@pytest.mark.parametrize("second", [(*NEW, "--out", "run"), ("train", "--resume", "run", "--device", "cpu")], ids=["out", "resume"])
-def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(drivers: Any, workplace: Path, second: Any, leftovers: Any) -> None:
+@pytest.mark.parametrize(
+    "second",
+    [(*NEW, "--out", "run"), ("train", "--resume", "run", "--device", "cpu")],
+    ids=["out", "resume"],
+)
+def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(
+    drivers: Any, workplace: Path, second: Any, leftovers: Any
+) -> None:
     """The first one stands still before its second step."""
-    first = drivers[0].start(workplace, *NEW, "--out", "run", at=("megatrain.runtime.executor:Executor.step", 2, "SIGSTOP"))
+    first = drivers[0].start(
+        workplace,
+        *NEW,
+        "--out",
+        "run",
+        at=("megatrain.runtime.execution.executor:Executor.step", 2, "SIGSTOP"),
+    )
     try:
         _until_stopped(first.pid)
         refused = drivers[1].run(workplace, *second)
     finally:
         first.send(signal.SIGCONT)
     assert first.wait().status == 0
-    who = rf"process {first.pid} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.search(rf"^megatrain: run: found a run in use by {who}\S*; allowed: one process at a time; fix: ", refused.refusal)
+    who = (
+        rf"process {first.pid} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d"
+        r" \d\d:\d\d:\d\d"
+    )
+    assert re.search(
+        rf"^megatrain: run: found a run in use by {who}\S*; allowed: one process at a time; fix: ",
+        refused.refusal,
+    )
     assert (workplace / "run" / "metrics.jsonl").read_text().count("\n") == 3
     assert leftovers(workplace) == []
 
 
-@pytest.mark.parametrize("before", ["megatrain.runtime.training.trainer:Trainer._open_data", "megatrain.runtime.training.trainer:Trainer.__init__"])
-def test_the_folder_is_locked_before_anything_is_read(drivers: Any, workplace: Path, before: str) -> None:
+@pytest.mark.parametrize(
+    "before",
+    [
+        "megatrain.runtime.training.trainer:Trainer._open_data",
+        "megatrain.runtime.training.trainer:Trainer.__init__",
+    ],
+)
+def test_the_folder_is_locked_before_anything_is_read(
+    drivers: Any, workplace: Path, before: str
+) -> None:
     first = drivers[0].start(workplace, *NEW, "--out", "run", at=(before, 1, "SIGSTOP"))
     try:
         _until_stopped(first.pid)
@@ -42,22 +81,36 @@ def test_the_folder_is_locked_before_anything_is_read(drivers: Any, workplace: P
     assert first.wait().status == 0
 
 
-def test_a_run_that_was_killed_locks_nobody_out(driver: Any, workplace: Path, leftovers: Any) -> None:
-    killed = driver.run(workplace, *NEW, "--out", "run", at=("megatrain.runtime.executor:Executor.step", 3, "SIGKILL"))
+def test_a_run_that_was_killed_locks_nobody_out(
+    driver: Any, workplace: Path, leftovers: Any
+) -> None:
+    killed = driver.run(
+        workplace,
+        *NEW,
+        "--out",
+        "run",
+        at=("megatrain.runtime.execution.executor:Executor.step", 3, "SIGKILL"),
+    )
     assert killed.status == -signal.SIGKILL
     assert driver.run(workplace, "train", "--resume", "run", "--device", "cpu").status == 0
     assert (workplace / "run" / "metrics.jsonl").read_text().count("\n") == 3
     assert leftovers(workplace) == []
 
 
-@pytest.mark.parametrize("words", [("--steps", 0), ("--model", "nowhere"), ("--set", "data.columns=prompt")])
-def test_a_run_that_is_refused_leaves_no_folder(driver: Any, workplace: Path, words: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "words", [("--steps", 0), ("--model", "nowhere"), ("--set", "data.columns=prompt")]
+)
+def test_a_run_that_is_refused_leaves_no_folder(
+    driver: Any, workplace: Path, words: tuple[object, ...]
+) -> None:
     assert driver.run(workplace, *NEW, *words, "--out", "deep/er/run").refusal
     assert not (workplace / "deep").exists()
     assert driver.run(workplace, *NEW, "--out", "deep/er/run").status == 0
 
 
 def _until_stopped(pid: int) -> None:
-    """Waits until the process stands still: its driver's child is not ours, so its state is read."""
+    """Waits until the process stands still: its driver's child is not ours, so its state is
+    read.
+    """
     while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
         os.sched_yield()

@@ -1,4 +1,6 @@
-"""The small breakages of a module: cosmic-ray's operators, those that keep types, and one that leaves a statement out."""
+"""The small breakages of a module: cosmic-ray's operators, those that keep types, and one that
+leaves a statement out.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,40 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
 
-_PAIRS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Div", "Mod_Mul", "BitAnd_BitOr", "BitOr_BitAnd")
-_COMPARISONS = ("Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Is_IsNot", "IsNot_Is")
-_OTHERS = ("AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceBreakWithContinue",
-           "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer", "RemoveDecorator", "ZeroIterationForLoop", "ReplaceUnaryOperator_Delete_Not")  # fmt: skip
+_PAIRS = (
+    "Add_Sub",
+    "Sub_Add",
+    "Mul_Div",
+    "Div_Mul",
+    "FloorDiv_Div",
+    "Mod_Mul",
+    "BitAnd_BitOr",
+    "BitOr_BitAnd",
+)
+_COMPARISONS = (
+    "Eq_NotEq",
+    "NotEq_Eq",
+    "Lt_LtE",
+    "LtE_Lt",
+    "Gt_GtE",
+    "GtE_Gt",
+    "Is_IsNot",
+    "IsNot_Is",
+)
+_OTHERS = (
+    "AddNot",
+    "ReplaceTrueWithFalse",
+    "ReplaceFalseWithTrue",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue",
+    "ReplaceContinueWithBreak",
+    "ExceptionReplacer",
+    "NumberReplacer",
+    "RemoveDecorator",
+    "ZeroIterationForLoop",
+    "ReplaceUnaryOperator_Delete_Not",
+)
 
 
 class RemoveStatement(Operator):
@@ -23,14 +55,29 @@ class RemoveStatement(Operator):
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
         first = node.children[0] if node.type == "simple_stmt" else None
-        call = first is not None and first.type in ("atom_expr", "power") and first.get_last_leaf().value == ")"
-        augmented = first is not None and first.type == "expr_stmt" and first.children[1].type == "operator" and first.children[1].value.endswith("=")
-        if call or (augmented and first.children[1].value != "=") or (first is not None and first.type == "raise_stmt"):
+        call = (
+            first is not None
+            and first.type in ("atom_expr", "power")
+            and first.get_last_leaf().value == ")"
+        )
+        augmented = (
+            first is not None
+            and first.type == "expr_stmt"
+            and first.children[1].type == "operator"
+            and first.children[1].value.endswith("=")
+        )
+        if (
+            call
+            or (augmented and first.children[1].value != "=")
+            or (first is not None and first.type == "raise_stmt")
+        ):
             yield node.start_pos, node.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
         first = node.children[0]
-        node.children[0] = parso.python.tree.Keyword("pass", first.start_pos, first.get_first_leaf().prefix)
+        node.children[0] = parso.python.tree.Keyword(
+            "pass", first.start_pos, first.get_first_leaf().prefix
+        )
         return node
 
     @classmethod
@@ -38,7 +85,11 @@ class RemoveStatement(Operator):
         return ()
 
 
-_NAMES = [*(f"ReplaceBinaryOperator_{pair}" for pair in _PAIRS), *(f"ReplaceComparisonOperator_{pair}" for pair in _COMPARISONS), *_OTHERS]
+_NAMES = [
+    *(f"ReplaceBinaryOperator_{pair}" for pair in _PAIRS),
+    *(f"ReplaceComparisonOperator_{pair}" for pair in _COMPARISONS),
+    *_OTHERS,
+]
 OPERATORS = [*(OperatorProvider()[name]() for name in _NAMES), RemoveStatement()]
 
 
@@ -46,14 +97,20 @@ def breakages(path: Path) -> dict[int, list[tuple[Operator, int]]]:
     """Every breakage of the module: line -> the operator, and which of its occurrences."""
     nodes, found = list(ast_nodes(get_ast(path.read_text()))), {}
     for operator in OPERATORS:
-        for occurrence, line in enumerate([start[0] for node in nodes for start, _ in operator.mutation_positions(node)]):
+        for occurrence, line in enumerate(
+            [start[0] for node in nodes for start, _ in operator.mutation_positions(node)]
+        ):
             found.setdefault(line, []).append((operator, occurrence))
     return found
 
 
 class _Plain(ast.NodeTransformer):
     def visit_arguments(self, node: ast.arguments) -> ast.AST:
-        node.args, node.posonlyargs, node.kwonlyargs = [*node.posonlyargs, *node.args, *node.kwonlyargs], [], []
+        node.args, node.posonlyargs, node.kwonlyargs = (
+            [*node.posonlyargs, *node.args, *node.kwonlyargs],
+            [],
+            [],
+        )
         node.defaults, node.kw_defaults = [*node.defaults, *filter(None, node.kw_defaults)], []
         return self.generic_visit(node)
 
@@ -67,7 +124,9 @@ class _Plain(ast.NodeTransformer):
 
 
 def plain(source: str) -> str | None:
-    """The program without annotations, without how a parameter may be passed, and without `strict` of a zip, an assertion. None for what is no program."""
+    """The program without annotations, without how a parameter may be passed, and without `strict`
+    of a zip, an assertion. None for what is no program.
+    """
     try:
         return ast.dump(_Plain().visit(ast.parse(source)))
     except SyntaxError:

@@ -1,9 +1,11 @@
-"""Mutation testing: breaks one line at a time in a copy of the repository, and runs the tests that execute that line.
+"""Mutation testing: breaks one line at a time in a copy of the repository, and runs the tests that
+execute that line.
 
-    python tests/mutation/mutate.py record                          # once: which test executes which line
-    python tests/mutation/mutate.py run simulator runtime           # a sample of breakages against those tests
+    python tests/mutation/mutate.py record                 # which test executes which line
+    python tests/mutation/mutate.py run simulator runtime  # a sample of breakages
 
-cosmic-ray makes the breakages and coverage.py says which tests execute a line. `docs/mutation.md` explains the output.
+cosmic-ray makes the breakages and coverage.py says which tests execute a line. `docs/mutation.md`
+explains the output.
 """
 
 from __future__ import annotations
@@ -32,20 +34,48 @@ from coverage.parser import PythonParser
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".mutation"
-RECORDED = ("simulator", "runtime", "properties", "experiments/test_train.py", "experiments/test_resume.py", "experiments/test_export.py")
+RECORDED = (
+    "simulator",
+    "runtime",
+    "properties",
+    "experiments/test_train.py",
+    "experiments/test_resume.py",
+    "experiments/test_export.py",
+)
 
 
 def record(files: list[str]) -> None:
-    """Runs test files, each once, under coverage.py; without `files` those that were not recorded yet."""
+    """Runs test files, each once, under coverage.py; without `files` those that were not recorded
+    yet.
+    """
     CACHE.mkdir(exist_ok=True)
     every = [
-        str(path.relative_to(ROOT)) for name in RECORDED for path in sorted((ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py"))
+        str(path.relative_to(ROOT))
+        for name in RECORDED
+        for path in sorted(
+            (ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py")
+        )
     ]
-    for file in files or [file for file in every if not (CACHE / f"{file.replace('/', '.')}.xml").exists()]:
+    for file in files or [
+        file for file in every if not (CACHE / f"{file.replace('/', '.')}.xml").exists()
+    ]:
         print(file, flush=True)
         base = CACHE / file.replace("/", ".")
-        options = ["-q", "--cov", "--cov-context=test", "--cov-report=", f"--junitxml={base}.xml", "-o", "junit_family=xunit1"]
-        subprocess.run([sys.executable, "-m", "pytest", file, *options], cwd=ROOT, env={**os.environ, "COVERAGE_FILE": f"{base}.coverage"}, check=False)
+        options = [
+            "-q",
+            "--cov",
+            "--cov-context=test",
+            "--cov-report=",
+            f"--junitxml={base}.xml",
+            "-o",
+            "junit_family=xunit1",
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", file, *options],
+            cwd=ROOT,
+            env={**os.environ, "COVERAGE_FILE": f"{base}.coverage"},
+            check=False,
+        )
 
 
 class Executing:
@@ -57,7 +87,9 @@ class Executing:
         self.lines: dict[str, dict[int, set[str]]] = {}
         for report in sorted(CACHE.glob("*.xml")):
             passed = {
-                _id(case): float(case.attrib["time"]) for case in ElementTree.parse(report).iter("testcase") if {part.tag for part in case} <= {"properties"}
+                _id(case): float(case.attrib["time"])
+                for case in ElementTree.parse(report).iter("testcase")
+                if {part.tag for part in case} <= {"properties"}
             }
             self.seconds |= passed
             data = coverage.CoverageData(str(report.with_suffix(".coverage")))
@@ -66,23 +98,37 @@ class Executing:
                 for line, contexts in data.contexts_by_lineno(path).items():
                     tests = self.lines.setdefault(path, {}).setdefault(line, set())
                     for test, _, phase in (context.rpartition("|") for context in contexts):
-                        tests.update({test} & passed.keys() if phase == "run" else passed if phase else ())
-        self.width = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
+                        tests.update(
+                            {test} & passed.keys() if phase == "run" else passed if phase else ()
+                        )
+        self.width = Counter(
+            test for lines in self.lines.values() for tests in lines.values() for test in tests
+        )
 
     def tests(self, path: str, lines: set[int], *, everywhere: bool = False) -> list[str]:
-        """Those that execute one of `lines`, the narrowest first. `everywhere`: the lines are a whole module's, and the fastest tests come first."""
+        """Those that execute one of `lines`, the narrowest first. `everywhere`: the lines are a
+        whole module's, and the fastest tests come first.
+        """
         tests = set().union(*(self.lines[path][line] for line in lines))
-        return sorted(tests, key=lambda test: (self.seconds[test] if everywhere else self.width[test], test))
+        return sorted(
+            tests, key=lambda test: (self.seconds[test] if everywhere else self.width[test], test)
+        )
 
     def within(self, tests: list[str], limit_s: float) -> list[str]:
         """The first of `tests` that take `limit_s` in all, and at least three."""
         ends = accumulate(self.seconds[test] for test in tests)
-        return [test for count, (test, end) in enumerate(zip(tests, ends, strict=True)) if count < 3 or end <= limit_s]
+        return [
+            test
+            for count, (test, end) in enumerate(zip(tests, ends, strict=True))
+            if count < 3 or end <= limit_s
+        ]
 
 
 def _id(case: ElementTree.Element) -> str:
     file, name = case.attrib["file"], case.attrib["name"]
-    inner = case.attrib["classname"].removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
+    inner = (
+        case.attrib["classname"].removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
+    )
     return "::".join(part for part in (file, inner, name) if part)
 
 
@@ -104,42 +150,80 @@ class Breakage:
         return f"{self.path}:{self.line}: {self.before}  ->  {self.after}"
 
 
-def sample(paths: list[str], count: int, seed: int, executing: Executing) -> list[tuple[Breakage, list[str]]]:
-    """`count` breakages, each with its tests: lines at equal distances through all modules, and of each line one breakage at random."""
+def sample(
+    paths: list[str], count: int, seed: int, executing: Executing
+) -> list[tuple[Breakage, list[str]]]:
+    """`count` breakages, each with its tests: lines at equal distances through all modules, and of
+    each line one breakage at random.
+    """
     chance = random.Random(seed)
-    modules = sorted({str(file.relative_to(ROOT)) for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).glob("**/*.py"))})
+    modules = sorted(
+        {
+            str(file.relative_to(ROOT))
+            for path in paths
+            for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).glob("**/*.py"))
+        }
+    )
     lines = []
     for path in modules:
         parser = PythonParser((ROOT / path).read_text())
         parser.parse_source()
         functions = [
-            (min([node.lineno, *(name.lineno for name in node.decorator_list)]), node.body[0].lineno, node.end_lineno or 0)
-            for node in ast.walk(ast.parse(parser.text)) if isinstance(node, ast.FunctionDef)
-        ]  # fmt: skip
+            (
+                min([node.lineno, *(name.lineno for name in node.decorator_list)]),
+                node.body[0].lineno,
+                node.end_lineno or 0,
+            )
+            for node in ast.walk(ast.parse(parser.text))
+            if isinstance(node, ast.FunctionDef)
+        ]
         inside = list(breakages(ROOT / path).items())
         chance.shuffle(inside)
         for line, choices in inside:
-            _, body, end = max((found for found in functions if found[0] <= line <= found[2]), default=(0, 0, 0))
-            statement = {other for other in executing.lines.get(path, {}) if parser.first_line(other) == parser.first_line(line)}
-            whole = {other for other in executing.lines.get(path, {}) if body <= other <= end or not end}
-            if tests := executing.tests(path, statement if end and line >= body else whole, everywhere=not end):
+            _, body, end = max(
+                (found for found in functions if found[0] <= line <= found[2]), default=(0, 0, 0)
+            )
+            statement = {
+                other
+                for other in executing.lines.get(path, {})
+                if parser.first_line(other) == parser.first_line(line)
+            }
+            whole = {
+                other for other in executing.lines.get(path, {}) if body <= other <= end or not end
+            }
+            if tests := executing.tests(
+                path, statement if end and line >= body else whole, everywhere=not end
+            ):
                 lines.append((path, line, choices, tests))
     first, step = chance.random(), len(lines) / count
     chosen = [lines[int((first + index) * step)] for index in range(count)]
-    broken = [(Breakage(path, line, *chance.choice(choices)), tests) for path, line, choices, tests in chosen]
+    broken = [
+        (Breakage(path, line, *chance.choice(choices)), tests)
+        for path, line, choices, tests in chosen
+    ]
     return [(breakage, tests) for breakage, tests in broken if breakage.changes]
 
 
 def run(paths: list[str], count: int, seed: int, at_least: float, seconds: float) -> int:
-    """Prints a line for each breakage and a table of the modules. 1 where a smaller share than `at_least` was noticed."""
+    """Prints a line for each breakage and a table of the modules. 1 where a smaller share than
+    `at_least` was noticed.
+    """
     executing = Executing()
     equivalent = {
-        (entry["file"], entry["before"], entry["after"]) for entry in tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["equivalent"]
+        (entry["file"], entry["before"], entry["after"])
+        for entry in tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())[
+            "equivalent"
+        ]
     }
     outcomes: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repository"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", ".mutation", ".hypothesis"))
+        shutil.copytree(
+            ROOT,
+            copy,
+            symlinks=True,
+            ignore=shutil.ignore_patterns(".git", ".venv", ".mutation", ".hypothesis"),
+        )
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": str(copy / "typings"), "OMP_NUM_THREADS": "1"}
         for breakage, tests in sample(paths, count, seed, executing):
@@ -149,9 +233,18 @@ def run(paths: list[str], count: int, seed: int, at_least: float, seconds: float
             else:
                 Path("tests.txt").write_text("\n".join(chosen))
                 Path(breakage.path).write_text(breakage.code)
-                result, output = run_tests(f"sh -c '{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt 2>&1'", 600 + 2 * seconds)
+                result, output = run_tests(
+                    f"sh -c '{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt 2>&1'",
+                    600 + 2 * seconds,
+                )
                 Path(breakage.path).write_text(breakage.source)
-                outcome = "survived" if result is TestOutcome.SURVIVED else "lost" if "no match in any of" in output else "killed"
+                outcome = (
+                    "survived"
+                    if result is TestOutcome.SURVIVED
+                    else "lost"
+                    if "no match in any of" in output
+                    else "killed"
+                )
             outcomes.setdefault(breakage.path, Counter())[outcome] += 1
             print(f"{outcome:10} {len(chosen):4} of {len(tests):4} tests  {breakage}", flush=True)
     kinds = ("killed", "survived", "equivalent", "lost")
@@ -168,11 +261,22 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record").add_argument("files", nargs="*")
     running = commands.add_parser("run")
-    running.add_argument("paths", nargs="+", help="folders or modules to break, such as simulator or runtime/lanes.py")
+    running.add_argument(
+        "paths",
+        nargs="+",
+        help="folders or modules to break, such as simulator or runtime/execution/lanes.py",
+    )
     running.add_argument("--mutants", type=int, default=60)
     running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--at-least", type=float, default=0.0, help="exit with 1 below this share, such as 0.85")
-    running.add_argument("--seconds", type=float, default=60.0, help="for the tests of one breakage, as they took when recorded")
+    running.add_argument(
+        "--at-least", type=float, default=0.0, help="exit with 1 below this share, such as 0.85"
+    )
+    running.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="for the tests of one breakage, as they took when recorded",
+    )
     options = parser.parse_args()
     if options.command == "record":
         record(options.files)

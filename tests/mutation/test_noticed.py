@@ -1,4 +1,6 @@
-"""The tests notice most small breakages of the simulator and the runtime: `make mutation`, `docs/mutation.md`."""
+"""The tests notice most small breakages of the simulator and the runtime: `make mutation`,
+`docs/mutation.md`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def mutate(*words: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "typings"), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "tests/mutation/mutate.py", *words], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "tests/mutation/mutate.py", *words], cwd=ROOT, env=environment, check=True
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Every figure builds from the committed results, its table says what the paper says, nothing is clipped or empty, and what is missing is named."""
+"""Every figure builds from the committed results, its table says what the paper says, nothing is
+clipped or empty, and what is missing is named.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from megatrain.paper_figures import figure1, figure3, gallery, predicted_measured, style, table4
 from megatrain.paper_figures.gallery import FIGURES, draw, known, page
 from megatrain.paper_figures.results import EXPERIMENTS, Results
-from megatrain.paper_figures.table import Drawn, Row, as_csv
-from megatrain.simulator.errors import UserError
+from megatrain.paper_figures.table import Drawn, TableRow, as_csv
+from megatrain.simulator.base.errors import UserError
 
 HERE = Path(gallery.__file__).parent
 SOURCES = {
-    "figure1": ("paper Figure 1",), "figure4": ("paper Figure 4",), "figure5": ("paper Figure 5",), "figure6": ("paper Figure 6",), "figure7": ("paper Figure 7",),
-    "table4": ("paper Table 4",), "table7": ("paper Table 7",), "tables8_9": ("paper Table 8", "paper Table 9"),
-}  # fmt: skip
+    "figure1": ("paper Figure 1",),
+    "figure4": ("paper Figure 4",),
+    "figure5": ("paper Figure 5",),
+    "figure6": ("paper Figure 6",),
+    "figure7": ("paper Figure 7",),
+    "table4": ("paper Table 4",),
+    "table7": ("paper Table 7",),
+    "tables8_9": ("paper Table 8", "paper Table 9"),
+}
 """figure -> the sources of its published rows"""
 SIMULATED = sorted(path.stem for path in (EXPERIMENTS / "results" / "figures").glob("*.json"))
 
@@ -56,9 +64,18 @@ def test_nothing_is_clipped_and_no_panel_is_empty(name: str) -> None:
             assert axes.lines or axes.patches or axes.collections or axes.tables, "an empty panel"
             if axes.axison:
                 assert axes.get_ylabel() or axes.get_title("left"), "an axis without a name"
-        texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_visible() and text.get_text().strip()]
+        texts = [
+            text
+            for text in figure.findobj(matplotlib.text.Text)
+            if text.get_visible() and text.get_text().strip()
+        ]
         assert min(text.get_fontsize() for text in texts) >= 7
-        ticks = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels(which="both")}
+        ticks = {
+            label
+            for axes in figure.axes
+            for axis in (axes.xaxis, axes.yaxis)
+            for label in axis.get_ticklabels(which="both")
+        }
         for text in set(texts) - ticks:  # ticks beyond the limits have labels that are not drawn
             box = text.get_window_extent(renderer)
             assert box.x0 >= -2, text.get_text()
@@ -70,30 +87,54 @@ def test_nothing_is_clipped_and_no_panel_is_empty(name: str) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_papers_column_is_what_is_stored(name: str) -> None:
     with (EXPERIMENTS / "published" / "paper.csv").open(newline="") as file:
-        told = [row for row in csv.DictReader(file) if row["source"] in SOURCES[name]]
-    assert told
+        reported = [row for row in csv.DictReader(file) if row["source"] in SOURCES[name]]
+    assert reported
     rows = list(csv.DictReader(as_csv(drawn(name).rows).splitlines()))
-    for fact in told:
-        item = f"{fact['item'].removeprefix('host minimum ')}: state" if name == "figure4" else fact["item"]
-        mine = [row for row in rows if (row["item"], row["quantity"]) == (item, fact["quantity"]) and (row["paper"], row["sure"]) != ("", "")]
+    for fact in reported:
+        item = (
+            f"{fact['item'].removeprefix('host minimum ')}: state"
+            if name == "figure4"
+            else fact["item"]
+        )
+        mine = [
+            row
+            for row in rows
+            if (row["item"], row["quantity"]) == (item, fact["quantity"])
+            and (row["paper"], row["sure"]) != ("", "")
+        ]
         values = [(row["paper"], row["sure"]) for row in mine]
         assert (f"{float(fact['value']):g}" if fact["value"] else "", fact["sure"]) in values, item
 
 
-@pytest.mark.parametrize(("name", "section"), [("table1", "bandwidth_gb_per_s"), ("table1", "capacity_gb"), ("table3", "percent")])
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [("table1", "bandwidth_gb_per_s"), ("table1", "capacity_gb"), ("table3", "percent")],
+)
 def test_what_no_policy_predicts_is_what_is_stored_too(name: str, section: str) -> None:
-    told = Results().facts()[name][section]
+    reported = Results().facts()[name][section]
     rows = {(row.item, row.quantity): row.paper for row in drawn(name).rows}
-    quantity = {"bandwidth_gb_per_s": "bandwidth", "capacity_gb": "capacity", "percent": "exact_match"}[section]
-    assert {item: rows[item, quantity] for item in told} == told
+    quantity = {
+        "bandwidth_gb_per_s": "bandwidth",
+        "capacity_gb": "capacity",
+        "percent": "exact_match",
+    }[section]
+    assert {item: rows[item, quantity] for item in reported} == reported
 
 
 def test_deviations_are_signed_and_relative_to_the_papers_value() -> None:
-    row = Row(item="x", quantity="tflops", unit="TFLOPS", paper=200.0, ours=150.0, measured=220.0)
+    row = TableRow(
+        item="x", quantity="tflops", unit="TFLOPS", paper=200.0, ours=150.0, measured=220.0
+    )
     assert row.deviation("ours") == pytest.approx(-0.25)
     (line,) = csv.DictReader(as_csv([row]).splitlines())
-    assert (line["deviation_ours"], line["deviation_measured"], line["deviation_published_code"]) == ("-0.2500", "+0.1000", "")
-    assert Row(item="x", quantity="runs", unit="", paper=1.0, ours=0.0).deviation("ours") is None
+    assert (
+        line["deviation_ours"],
+        line["deviation_measured"],
+        line["deviation_published_code"],
+    ) == ("-0.2500", "+0.1000", "")
+    assert (
+        TableRow(item="x", quantity="runs", unit="", paper=1.0, ours=0.0).deviation("ours") is None
+    )
 
 
 # ---- results that are missing or malformed
@@ -112,11 +153,19 @@ def link_all(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_a_missing_or_malformed_result_names_the_file_and_the_command(tmp_path: Path, name: str) -> None:
+def test_a_missing_or_malformed_result_names_the_file_and_the_command(
+    tmp_path: Path, name: str
+) -> None:
     folder = link_all(tmp_path)
     path = folder / "figures" / f"{name}.json"
     stored = json.loads(path.read_text())
-    for content in ("{ cut", "{}", json.dumps(stored | {"data": {"x": 1}}), json.dumps(stored | {"data": [{"x": 1}]}), None):
+    for content in (
+        "{ cut",
+        "{}",
+        json.dumps(stored | {"data": {"x": 1}}),
+        json.dumps(stored | {"data": [{"x": 1}]}),
+        None,
+    ):
         path.unlink() if content is None else path.write_text(content)
         with pytest.raises(UserError) as caught:
             draw(name, Results(folder))
@@ -125,7 +174,17 @@ def test_a_missing_or_malformed_result_names_the_file_and_the_command(tmp_path: 
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("file", ["plan.toml", "environment.json", "predicted.json", "measured.json", "comparison.json", "memory.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "plan.toml",
+        "environment.json",
+        "predicted.json",
+        "measured.json",
+        "comparison.json",
+        "memory.json",
+    ],
+)
 def test_a_missing_or_malformed_run_is_named(tmp_path: Path, file: str) -> None:
     folder = link_all(tmp_path)
     (folder / figure3.PAPERS).unlink()
@@ -139,7 +198,9 @@ def test_a_missing_or_malformed_run_is_named(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["figure1", "predicted_measured"])
-def test_a_malformed_benchmark_is_named_and_other_files_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_a_malformed_benchmark_is_named_and_other_files_are_left_alone(
+    tmp_path: Path, name: str
+) -> None:
     folder = link_all(tmp_path)
     path = folder / "h200-another" / "benchmark.json"
     path.parent.mkdir()
@@ -158,24 +219,44 @@ def measured(folder: Path, case: str, *, seconds: float, failure: str = "", **wo
     """A benchmark of the case, made up from a stored one."""
     found = json.loads((EXPERIMENTS / "results" / table4.FULL).read_text())
     found["plan"]["workload"].update(work)
-    found["tokens_per_step"] = found["plan"]["workload"]["batch"] * found["plan"]["workload"]["sequence"]
+    found["tokens_per_step"] = (
+        found["plan"]["workload"]["batch"] * found["plan"]["workload"]["sequence"]
+    )
     (record,) = [record for record in found["systems"] if record["system"] == "ours"]
-    record.update(step_seconds_median=seconds, tflops_6n=record["tflops_6n"] * record["step_seconds_median"] / seconds, failure=failure)
+    record.update(
+        step_seconds_median=seconds,
+        tflops_6n=record["tflops_6n"] * record["step_seconds_median"] / seconds,
+        failure=failure,
+    )
     (folder / "figures" / "measured").mkdir(exist_ok=True)
-    (folder / "figures" / "measured" / f"{case}.json").write_text(json.dumps(found | {"systems": [record]}))
+    (folder / "figures" / "measured" / f"{case}.json").write_text(
+        json.dumps(found | {"systems": [record]})
+    )
 
 
 def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_path: Path) -> None:
     every = (EXPERIMENTS / "results").glob("h200-*")
-    folders = {path.name for path in every if any(file.name == "measured.json" or '"systems"' in file.read_text() for file in path.glob("*.json"))}
+    folders = {
+        path.name
+        for path in every
+        if any(
+            file.name == "measured.json" or '"systems"' in file.read_text()
+            for file in path.glob("*.json")
+        )
+    }
     assert len(folders) >= 6
-    assert {case.item.partition(":")[0].partition("/")[0] for case in predicted_measured.cases(Results())} >= folders
+    assert {
+        case.item.partition(":")[0].partition("/")[0]
+        for case in predicted_measured.cases(Results())
+    } >= folders
     assert {star.where.partition("/")[0] for star in figure1.stars(Results())} == folders
     folder = link_all(tmp_path)
     measured(folder, "table4-no-residency", seconds=4.0)
     items = {case.item: case for case in predicted_measured.cases(Results(folder))}
     assert items["figures/measured/table4-no-residency.json: step"].measured == 4.0
-    assert len(figure1.stars(Results(folder))) == len(figure1.stars(Results())), "a plan made worse on purpose is no star"
+    assert len(figure1.stars(Results(folder))) == len(figure1.stars(Results())), (
+        "a plan made worse on purpose is no star"
+    )
 
 
 def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path) -> None:
@@ -185,7 +266,9 @@ def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path)
     found = draw("table4", Results(folder))
     rows = {row.item: row for row in found.rows if row.quantity == "tflops"}
     tokens = 32 * 1024
-    assert rows["ours, 7B, H200: no residency"].measured == pytest.approx(6 * 7615616512 * tokens / 5 / 1e12)
+    assert rows["ours, 7B, H200: no residency"].measured == pytest.approx(
+        6 * 7615616512 * tokens / 5 / 1e12
+    )
     assert rows["ours, 7B, H200: no compile"].measured is None
     assert rows["ours, 7B, H200: full"].measured == pytest.approx(536.5, abs=0.1)
     assert "no residency" in found.made
@@ -199,12 +282,14 @@ def test_every_ablation_of_ours_is_measured() -> None:
     for name in table4.OURS[1:]:
         file = Results().measured(f"table4-{name.replace(' ', '-')}")
         assert file is not None
-        assert steps[f"ours, 7B, H200: {name}"].measured == file["systems"][0]["step_seconds_median"]
+        assert (
+            steps[f"ours, 7B, H200: {name}"].measured == file["systems"][0]["step_seconds_median"]
+        )
         assert name in found.made
     assert "not measured" not in found.finding
 
 
-def test_a_measured_context_is_scaled_to_the_tokens_told(tmp_path: Path) -> None:
+def test_a_measured_context_is_scaled_to_the_reported_tokens(tmp_path: Path) -> None:
     folder = link_all(tmp_path)
     measured(folder, "table7-32k", seconds=4.0, batch=1, sequence=32768)
     found = draw("table7", Results(folder))

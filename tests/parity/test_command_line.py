@@ -1,9 +1,12 @@
-"""Parity from outside: a model trained through the command line, defaults included, against a plain PyTorch loop.
+"""Parity from outside: a model trained through the command line, defaults included, against a plain
+PyTorch loop.
 
-The reference shares no code with megatrain. It reads the folder with transformers, tokenises with the folder's tokenizer, and trains with
-`torch.optim.AdamW` and `clip_grad_norm_`. What is compared is what a user gets: the weights in `RUN/model`, loaded by transformers.
+The reference shares no code with megatrain. It reads the folder with transformers, tokenizes with
+the folder's tokenizer, and trains with `torch.optim.AdamW` and `clip_grad_norm_`. What is compared
+is what a user gets: the weights in `RUN/model`, loaded by transformers.
 
-Each step of these runs sees the whole data set once: it has as many rows as a step. So the order of the rows does not matter to the reference.
+Each step of these runs sees the whole data set once: it has as many rows as a step. So the order of
+the rows does not matter to the reference.
 """
 
 from __future__ import annotations
@@ -31,8 +34,18 @@ CAPPED = ("--device-memory", "1.2MiB")
 
 
 def save_model(folder: Path, family: str = "llama", **changes: Any) -> None:
-    sizes = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
-    config = config_of(family, **{**sizes, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, **changes})
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
+    }
+    config = config_of(
+        family,
+        **{**sizes, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, **changes},
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
@@ -45,13 +58,21 @@ def save_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(["<s>", "<e>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>").save_pretrained(folder)
 
 
 def texts(lengths: list[int]) -> list[str]:
     """One text of each number of tokens, the end token included; no two alike."""
-    return ["".join(chr(97 + (7 * number + 3 * place * place + place) % 26) for place in range(length - 1)) for number, length in enumerate(lengths)]
+    return [
+        "".join(
+            chr(97 + (7 * number + 3 * place * place + place) % 26) for place in range(length - 1)
+        )
+        for number, length in enumerate(lengths)
+    ]
 
 
 ONE_A_ROW = texts([SEQUENCE] * ROWS)
@@ -59,22 +80,38 @@ PACKED = texts([SEQUENCE // 2] * 2 * ROWS)
 """two to a row, in whatever order they come"""
 
 
-def reference(folder: Path, data: list[str], *, steps: int = STEPS, max_norm: float | None = 1.0, weight_decay: float = 0.0) -> dict[str, torch.Tensor]:
-    """The weights after `steps` steps of plain PyTorch in fp32, each document alone in its forward pass, every token but the first of each labelled."""
+def reference(
+    folder: Path,
+    data: list[str],
+    *,
+    steps: int = STEPS,
+    max_norm: float | None = 1.0,
+    weight_decay: float = 0.0,
+) -> dict[str, torch.Tensor]:
+    """The weights after `steps` steps of plain PyTorch in fp32, each document alone in its forward
+    pass, every token but the first of each labelled.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    documents = [torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]) for text in data]
+    documents = [
+        torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]) for text in data
+    ]
     labelled = sum(ids.shape[1] - 1 for ids in documents)
     tables = {id(model.get_input_embeddings().weight)}
     decayed = [each for each in model.parameters() if each.dim() >= 2 and id(each) not in tables]
     others = [each for each in model.parameters() if each.dim() < 2 or id(each) in tables]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=1e-8)
     for number in range(1, steps + 1):
         optimizer.zero_grad()
         for ids in documents:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            (torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / labelled).backward()
+            (
+                torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / labelled
+            ).backward()
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         for group in optimizer.param_groups:
@@ -84,15 +121,52 @@ def reference(folder: Path, data: list[str], *, steps: int = STEPS, max_norm: fl
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items()}
+    return {
+        name: tensor.float()
+        for name, tensor in (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items()
+        )
+    }
 
 
-def train(place: Path, data: list[str], plan: tuple[str, ...] = (), run: tuple[str, ...] = (), *, steps: int = STEPS) -> Path:
-    """`megatrain plan` and `megatrain train` on `data`; the exported model's folder. Only what a user must say is said, besides `plan` and `run`."""
+def train(
+    place: Path,
+    data: list[str],
+    plan: tuple[str, ...] = (),
+    run: tuple[str, ...] = (),
+    *,
+    steps: int = STEPS,
+) -> Path:
+    """`megatrain plan` and `megatrain train` on `data`; the exported model's folder. Only what a
+    user must say is said, besides `plan` and `run`.
+    """
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in data))
-    words = ["plan", str(place / "model"), "--hardware", "h200", "--batch", str(ROWS), "--seq", str(SEQUENCE), *plan, "--out", str(place / "plan.toml")]
+    words = [
+        "plan",
+        str(place / "model"),
+        "--hardware",
+        "h200",
+        "--batch",
+        str(ROWS),
+        "--seq",
+        str(SEQUENCE),
+        *plan,
+        "--out",
+        str(place / "plan.toml"),
+    ]
     assert cli.main(words) == 0
-    words = ["train", str(place / "plan.toml"), "--data", str(place / "rows.jsonl"), "--steps", str(steps), "--out", str(place / "run"), "--device", "cpu"]
+    words = [
+        "train",
+        str(place / "plan.toml"),
+        "--data",
+        str(place / "rows.jsonl"),
+        "--steps",
+        str(steps),
+        "--out",
+        str(place / "run"),
+        "--device",
+        "cpu",
+    ]
     assert cli.main([*words, *run]) == 0
     return place / "run" / "model"
 
@@ -101,12 +175,16 @@ Weights = dict[str, torch.Tensor]
 
 
 def distances(ours: Weights, wanted: Weights, start: Weights) -> dict[str, float]:
-    """How far each tensor's update is from the reference's, as a share of the reference's; under "" that of all tensors together."""
+    """How far each tensor's update is from the reference's, as a share of the reference's; under ""
+    that of all tensors together.
+    """
     assert ours.keys() == wanted.keys() == start.keys()
     moved = [name for name in wanted if not torch.equal(wanted[name], start[name])]
     off = {name: float((ours[name] - wanted[name]).norm()) for name in moved}
     updates = {name: float((wanted[name] - start[name]).norm()) for name in moved}
-    return {"": math.hypot(*off.values()) / math.hypot(*updates.values())} | {name: off[name] / updates[name] for name in moved}
+    return {"": math.hypot(*off.values()) / math.hypot(*updates.values())} | {
+        name: off[name] / updates[name] for name in moved
+    }
 
 
 @pytest.fixture
@@ -118,9 +196,11 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("policy", ["best", "overlapped", "k_buffer"])
 def test_defaults_export_the_trained_model(place: Path, policy: str) -> None:
-    """bf16, global clipping, no checkpoint, no evaluation. A model that lacks its last update is a half of the reference's updates away.
+    """bf16, global clipping, no checkpoint, no evaluation. A model that lacks its last update is a
+    half of the reference's updates away.
 
-    Of all tensors together, because bf16 has no number between 1 and 1.0078: the norms' weights, which are near 1, cannot show three small updates.
+    Of all tensors together, because bf16 has no number between 1 and 1.0078: the norms' weights,
+    which are near 1, cannot show three small updates.
     """
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW)
     exported = train(place, ONE_A_ROW, () if policy == "best" else ("--policy", policy))
@@ -157,12 +237,19 @@ def test_documents_that_share_a_row_are_kept_apart(place: Path) -> None:
 def test_a_run_that_goes_on_is_the_reference_s_model(place: Path) -> None:
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, steps=5)
     train(place, ONE_A_ROW, (*FP32, "--policy", "overlapped"), ("--save-every", "2"))
-    assert cli.main(["train", "--resume", str(place / "run"), "--steps", "5", "--device", "cpu"]) == 0
+    assert (
+        cli.main(["train", "--resume", str(place / "run"), "--steps", "5", "--device", "cpu"]) == 0
+    )
     assert max(distances(weights_in(place / "run" / "model"), wanted, start).values()) < 2e-4
 
 
 def test_a_checkpoint_that_is_exported_is_the_reference_s_model(place: Path) -> None:
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, steps=2)
     train(place, ONE_A_ROW, (*FP32, "--policy", "overlapped"), ("--save-every", "2"))
-    assert cli.main(["export", str(place / "run"), "--from-step", "2", "--out", str(place / "exported")]) == 0
+    assert (
+        cli.main(
+            ["export", str(place / "run"), "--from-step", "2", "--out", str(place / "exported")]
+        )
+        == 0
+    )
     assert max(distances(weights_in(place / "exported"), wanted, start).values()) < 2e-4

@@ -1,4 +1,6 @@
-"""What `check` says, held to relations from outside: more of anything is no slower, advice keeps its word, the choice is the best of what it names."""
+"""What `check` says, held to relations from outside: more of anything is no slower, advice keeps
+its word, the choice is the best of what it names.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,45 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import HardwareSpec, ModelSpec, Workload, judge, policies
-from megatrain.simulator.arithmetic import contributions, gradient_bytes
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.planner import candidates
-from megatrain.simulator.specs import DTYPE_BYTES
-from megatrain.simulator.units import parse_bytes
-from megatrain.simulator.verdict import Verdict, brief
+from megatrain.simulator.base.units import parse_bytes
+from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.arithmetic import contributions, gradient_bytes
+from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.verdict.verdict import Verdict, summarize
 
 GIB = 2**30
 SMALL = ("qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-1b", "llama-3.2-1b")
-LARGER = ("qwen2.5-1.5b", "gemma-2-2b", "llama-3.2-3b", "phi-2", "qwen3-4b", "olmoe-1b-7b", "qwen2.5-7b", "gpt-oss-20b")
+LARGER = (
+    "qwen2.5-1.5b",
+    "gemma-2-2b",
+    "llama-3.2-3b",
+    "phi-2",
+    "qwen3-4b",
+    "olmoe-1b-7b",
+    "qwen2.5-7b",
+    "gpt-oss-20b",
+)
 STREAMING = (
-    "a100-40", "a100-80-sxm", "a6000", "b200", "gb200", "gh200-96", "h100-pcie", "h200", "l40s", "mi300x", "rtx-pro-6000", "rtx3080-10gb", "rtx3090", "rtx4090",
-)  # fmt: skip
+    "a100-40",
+    "a100-80-sxm",
+    "a6000",
+    "b200",
+    "gb200",
+    "gh200-96",
+    "h100-pcie",
+    "h200",
+    "l40s",
+    "mi300x",
+    "rtx-pro-6000",
+    "rtx3080-10gb",
+    "rtx3090",
+    "rtx4090",
+)
 UNIFIED = ("dgx-spark", "apple-m4-max", "ryzen-ai-max-395-128gb")
 SLOWER = 1.005
-"""the most by which more memory or speed may make a step longer: a search that tries some plans of many may miss the best by a little"""
+"""the most by which more memory or speed may make a step longer: a search that tries some plans of
+many may miss the best by a little"""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -40,23 +65,42 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def limits(self) -> dict[str, int]:
         hardware = HardwareSpec.load(self.machine)
-        return {"device_limit": int(self.device * hardware.device_bytes), "host_limit": int(self.host * hardware.host_bytes)}
+        return {
+            "device_limit": int(self.device * hardware.device_bytes),
+            "host_limit": int(self.host * hardware.host_bytes),
+        }
 
     def judged(self, hardware: HardwareSpec | None = None, **changes: Any) -> Verdict:
         options = {"workload": self.work, "advise": False, **self.limits, **changes}
-        return judge(ModelSpec.load(self.model), hardware or HardwareSpec.load(self.machine), **options)
+        return judge(
+            ModelSpec.load(self.model), hardware or HardwareSpec.load(self.machine), **options
+        )
 
 
 workloads = st.builds(
-    Workload, batch=st.sampled_from([1, 2, 4, 8, 16]), sequence=st.sampled_from([256, 512, 1024, 2048, 4096, 8192]), accumulation=st.sampled_from([1, 2, 3, 4]),
-    clipping=st.sampled_from(["global", "layer", "update", "none"]), dtype=st.sampled_from(["bf16", "bf16", "fp32"]),
-    loss_chunk=st.sampled_from([256, 1024, 4096]), documents=st.booleans(),
-)  # fmt: skip
+    Workload,
+    batch=st.sampled_from([1, 2, 4, 8, 16]),
+    sequence=st.sampled_from([256, 512, 1024, 2048, 4096, 8192]),
+    accumulation=st.sampled_from([1, 2, 3, 4]),
+    clipping=st.sampled_from(["global", "layer", "update", "none"]),
+    dtype=st.sampled_from(["bf16", "bf16", "fp32"]),
+    loss_chunk=st.sampled_from([256, 1024, 4096]),
+    documents=st.booleans(),
+)
 
 
-def cases(models: tuple[str, ...], machines: tuple[str, ...] = STREAMING + UNIFIED) -> st.SearchStrategy[Case]:
+def cases(
+    models: tuple[str, ...], machines: tuple[str, ...] = STREAMING + UNIFIED
+) -> st.SearchStrategy[Case]:
     shares = st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0])
-    return st.builds(Case, model=st.sampled_from(models), machine=st.sampled_from(machines), work=workloads, device=shares, host=shares)
+    return st.builds(
+        Case,
+        model=st.sampled_from(models),
+        machine=st.sampled_from(machines),
+        work=workloads,
+        device=shares,
+        host=shares,
+    )
 
 
 Relation = Callable[[st.DataObject, Case], None]
@@ -80,7 +124,10 @@ def related(**machines: Any) -> Callable[[Relation], Callable[..., None]]:
 
             drawn()
 
-        marks = [pytest.param(False, id="few"), pytest.param(True, id="many", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)])]
+        marks = [
+            pytest.param(False, id="few"),
+            pytest.param(True, id="many", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
+        ]
         test.__doc__ = relation.__doc__
         return pytest.mark.parametrize("many", marks)(test)
 
@@ -89,12 +136,17 @@ def related(**machines: Any) -> Callable[[Relation], Callable[..., None]]:
 
 def _faster_link(hardware: HardwareSpec) -> HardwareSpec:
     rates = {name: 1.25 * getattr(hardware, name) for name in ("h2d_gb_per_s", "d2h_gb_per_s")}
-    curves = {name: tuple((size, 1.25 * rate) for size, rate in getattr(hardware, name)) for name in ("h2d_curve", "d2h_curve", "duplex_curve")}
+    curves = {
+        name: tuple((size, 1.25 * rate) for size, rate in getattr(hardware, name))
+        for name in ("h2d_curve", "d2h_curve", "duplex_curve")
+    }
     return msgspec.structs.replace(hardware, **rates, **curves)
 
 
 def _faster_compute(hardware: HardwareSpec) -> HardwareSpec:
-    return msgspec.structs.replace(hardware, peak_tflops={dtype: 1.25 * peak for dtype, peak in hardware.peak_tflops.items()})
+    return msgspec.structs.replace(
+        hardware, peak_tflops={dtype: 1.25 * peak for dtype, peak in hardware.peak_tflops.items()}
+    )
 
 
 def _more_cores(hardware: HardwareSpec) -> HardwareSpec:
@@ -126,13 +178,29 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
     entries = [entry for entry in before.advice if entry.options and entry.fits]
     assume(entries)
     entry = data.draw(st.sampled_from(entries))
-    fields = {"batch": "batch", "seq": "sequence", "loss-chunk": "loss_chunk", "accumulation": "accumulation", "clipping": "clipping"}
-    changes = {field: value if field == "clipping" else int(value) for name, field in fields.items() if (value := entry.options.get(name))}
-    limits = {f"{place}_limit": parse_bytes(entry.options[f"{place}-memory"]) for place in ("device", "host") if f"{place}-memory" in entry.options}
+    fields = {
+        "batch": "batch",
+        "seq": "sequence",
+        "loss-chunk": "loss_chunk",
+        "accumulation": "accumulation",
+        "clipping": "clipping",
+    }
+    changes = {
+        field: value if field == "clipping" else int(value)
+        for name, field in fields.items()
+        if (value := entry.options.get(name))
+    }
+    limits = {
+        f"{place}_limit": parse_bytes(entry.options[f"{place}-memory"])
+        for place in ("device", "host")
+        if f"{place}-memory" in entry.options
+    }
     after = case.judged(workload=msgspec.structs.replace(case.work, **changes), **limits)
     assert after.feasible
     if entry.gain is not None:
-        assert after.tokens_per_second / before.tokens_per_second - 1 == pytest.approx(entry.gain, abs=0.01)
+        assert after.tokens_per_second / before.tokens_per_second - 1 == pytest.approx(
+            entry.gain, abs=0.01
+        )
 
 
 @related()
@@ -147,7 +215,9 @@ def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case
     assert case.judged(workload=msgspec.structs.replace(case.work, **held, **{what: most})).feasible
     more = most + (1 if what == "batch" else 2)  # bytes are rounded
     if more <= (2**20 if what == "batch" else 2**24):
-        assert not case.judged(workload=msgspec.structs.replace(case.work, **held, **{what: more})).feasible
+        assert not case.judged(
+            workload=msgspec.structs.replace(case.work, **held, **{what: more})
+        ).feasible
 
 
 @related()
@@ -165,9 +235,14 @@ def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case
 
 @related(machines=STREAMING)
 def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case) -> None:
-    """With `--policy all` they are listed too, as what they are, and the choice is the fastest of those that the runtime executes."""
+    """With `--policy all` they are listed too, as what they are, and the choice is the fastest of
+    those that the runtime executes.
+    """
     hardware, model = HardwareSpec.load(case.machine), ModelSpec.load(case.model)
-    own, peer = data.draw(st.sampled_from(policies.contenders())), data.draw(st.sampled_from(policies.peers()))
+    own, peer = (
+        data.draw(st.sampled_from(policies.contenders())),
+        data.draw(st.sampled_from(policies.peers())),
+    )
     alone = candidates(model, hardware, case.work, policies=[own], **case.limits)[0]
     found = candidates(model, hardware, case.work, policies=[own, peer], **case.limits)
     assert sorted(choice.plan.policy for choice in found) == sorted([own, peer])
@@ -176,7 +251,7 @@ def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case)
     assert found[0].feasible == (ours.feasible or other.feasible)
     if ours.feasible and other.feasible:
         assert found[0].step_seconds == min(ours.step_seconds, other.step_seconds)
-    verdict = brief(other, hardware)
+    verdict = summarize(other, hardware)
     assert verdict.prediction_only
     assert not verdict.knobs
     assert verdict.runner_up is None
@@ -184,22 +259,43 @@ def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case)
 
 @related(machines=STREAMING)
 def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case) -> None:
-    """State comes up and goes down once a step; a gradient goes down for each contribution, and comes up for each but the first."""
-    work = msgspec.structs.replace(case.work, clipping="global", accumulation=data.draw(st.sampled_from([1, 2, 5])))
+    """State comes up and goes down once a step; a gradient goes down for each contribution, and
+    comes up for each but the first.
+    """
+    work = msgspec.structs.replace(
+        case.work, clipping="global", accumulation=data.draw(st.sampled_from([1, 2, 5]))
+    )
     case = msgspec.structs.replace(case, work=work)
     verdict = case.judged(policies=["overlapped"])
     plan = Plan(
-        policy="overlapped", hardware=case.machine, source=case.model, model=ModelSpec.load(case.model), workload=case.work, knobs=Knobs(**verdict.knobs),
-        device_limit_bytes=2**50, host_limit_bytes=2**50,
-    )  # fmt: skip
+        policy="overlapped",
+        hardware=case.machine,
+        source=case.model,
+        model=ModelSpec.load(case.model),
+        workload=case.work,
+        knobs=Knobs(**verdict.knobs),
+        device_limit_bytes=2**50,
+        host_limit_bytes=2**50,
+    )
     width, updated = DTYPE_BYTES[case.work.dtype], plan.placed("host_updated")
     expected = dict.fromkeys(("load_state", "save_state", "save_gradients", "load_gradients"), 0)
     for layer, spec in plan.model.stack.items():
-        sizes = {"weights": width, "low": 4 - width, "moments": 8, "gradients": gradient_bytes(plan, layer)}
-        streams = {name: size * spec.elements for name, size in sizes.items() if layer in updated or layer not in plan.placed(name)}
+        sizes = {
+            "weights": width,
+            "master_low": 4 - width,
+            "moments": 8,
+            "gradients": gradient_bytes(plan, layer),
+        }
+        streams = {
+            name: size * spec.elements
+            for name, size in sizes.items()
+            if layer in updated or layer not in plan.placed(name)
+        }
         if layer not in updated:
             expected["load_state"] += sum(streams.values())
-            expected["save_state"] += sum(size for name, size in streams.items() if name != "gradients")
+            expected["save_state"] += sum(
+                size for name, size in streams.items() if name != "gradients"
+            )
         count = contributions(plan, layer)
         expected["save_gradients"] += count * streams.get("gradients", 0)
         expected["load_gradients"] += (count - 1) * streams.get("gradients", 0)

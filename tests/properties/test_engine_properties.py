@@ -1,4 +1,6 @@
-"""Properties of the two players, on random programs and on the plans that policies make, each checked from the spans alone."""
+"""Properties of the two players, on random programs and on the plans that policies make, each
+checked from the spans alone.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.simulator import engine, policies
+from megatrain.simulator import policies
+from megatrain.simulator.costs.contention import PARTS, Demand, Sharing
 from megatrain.simulator.costs.protocol import Unmeasured
-from megatrain.simulator.engine import DeadlockError, simulate
-from megatrain.simulator.evaluator import bounds, evaluate, makespan_ns
-from megatrain.simulator.hardware import HostMemory
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine import discrete_event as engine
+from megatrain.simulator.engine.discrete_event import DeadlockError, simulate
+from megatrain.simulator.engine.evaluator import bounds, evaluate, uncontended_makespan_ns
+from megatrain.simulator.hardware.machine import HostMemorySpec
 from megatrain.simulator.schedule import LANES, Op, Schedule, Sizes
-from megatrain.simulator.sharing import PARTS, Demand, Sharing
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 
 class Given(Unmeasured):
-    """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many bytes as nanoseconds, 1 GB/s."""
+    """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many
+    bytes as nanoseconds, 1 GB/s.
+    """
 
     step_overhead_ns = 0
 
@@ -34,9 +39,14 @@ class Given(Unmeasured):
         durations: Mapping[str, int],
         contention: Mapping[str, Mapping[str, float]] | None = None,
         dispatch_ns: Mapping[str, int] | None = None,
-        memory: HostMemory | None = None,
+        memory: HostMemorySpec | None = None,
     ) -> None:
-        self.durations, self.contention, self.dispatch_ns, self.memory = durations, contention or {}, dispatch_ns or {}, memory
+        self.durations, self.contention, self.dispatch_ns, self.memory = (
+            durations,
+            contention or {},
+            dispatch_ns or {},
+            memory,
+        )
         self.sharing = Sharing(self.contention, memory)
 
     def sizes(self, schedule: Schedule) -> Sizes:
@@ -65,19 +75,37 @@ def programs(draw: st.DrawFn) -> Schedule:
 def cases(draw: st.DrawFn, *, contention: bool, dispatch: bool) -> tuple[Schedule, Given]:
     schedule = draw(programs())
     durations = {op.id: draw(st.integers(0, 30)) for op in schedule.ops}
-    rates = {lane: {other: draw(st.sampled_from([1.0, 0.9, 0.75, 0.5, 0.333])) for other in LANES if other != lane} for lane in LANES} if contention else {}
+    rates = (
+        {
+            lane: {
+                other: draw(st.sampled_from([1.0, 0.9, 0.75, 0.5, 0.333]))
+                for other in LANES
+                if other != lane
+            }
+            for lane in LANES
+        }
+        if contention
+        else {}
+    )
     latencies = {lane: draw(st.integers(0, 5)) for lane in LANES} if dispatch else {}
     return schedule, Given(durations, rates, latencies)
 
 
 def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
-    """Every start is the earliest that lanes and dependencies allow, every end the first nanosecond by which the work is done."""
+    """Every start is the earliest that lanes and dependencies allow, every end the first nanosecond
+    by which the work is done.
+    """
     assert [span.op for span in timeline.spans] == [op.id for op in schedule.ops]
     span = timeline.by_op
     for lane, queue in schedule.lanes.items():
         for before, op in itertools.pairwise((None, *queue)):
-            ready = max([span[before.id].end_ns if before else 0] + [span[other].end_ns for other in op.after])
-            assert span[op.id].start_ns == ready + costs.dispatch_ns.get(lane, 0), op.id  # causality, FIFO, no overlap, work conservation
+            ready = max(
+                [span[before.id].end_ns if before else 0]
+                + [span[other].end_ns for other in op.after]
+            )
+            assert span[op.id].start_ns == ready + costs.dispatch_ns.get(lane, 0), (
+                op.id
+            )  # causality, FIFO, no overlap, work conservation
             assert span[op.id].lane == lane
     for one in timeline.spans:
         done = []
@@ -87,7 +115,9 @@ def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
             for other in busy:
                 rate *= Fraction(str(costs.contention.get(one.lane, {}).get(other.lane, 1.0)))
             if costs.memory:
-                asked = [costs.demand(schedule.by_id[each.op]) or Demand(each.lane) for each in busy]
+                asked = [
+                    costs.demand(schedule.by_id[each.op]) or Demand(each.lane) for each in busy
+                ]
                 rate = Fraction(costs.rates(tuple(asked))[busy.index(one)])
             done.append(int(rate))
         work = costs.durations[one.op] * PARTS
@@ -103,16 +133,33 @@ def test_the_engine_plays_every_program_by_the_rules(case: tuple[Schedule, Given
     assert simulate(schedule, costs) == timeline
 
 
-@given(cases(contention=True, dispatch=True), st.builds(HostMemory, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])))
-def test_the_engine_shares_host_memory_by_the_rules(case: tuple[Schedule, Given], memory: HostMemory) -> None:
-    """Every op of the link and the cpu lane asks for 1 GB/s, times its cost, of a memory that has too little for all of them."""
+@given(
+    cases(contention=True, dispatch=True),
+    st.builds(
+        HostMemorySpec, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])
+    ),
+)
+def test_the_engine_shares_host_memory_by_the_rules(
+    case: tuple[Schedule, Given], memory: HostMemorySpec
+) -> None:
+    """Every op of the link and the cpu lane asks for 1 GB/s, times its cost, of a memory that has
+    too little for all of them.
+    """
     schedule, costs = case
     shared = Given(costs.durations, costs.contention, costs.dispatch_ns, memory)
     assert_played(schedule, shared, simulate(schedule, shared))
 
 
-@given(cases(contention=True, dispatch=True), st.none() | st.builds(HostMemory, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])))
-def test_the_makespan_is_the_end_of_what_simpy_plays(case: tuple[Schedule, Given], memory: HostMemory | None) -> None:
+@given(
+    cases(contention=True, dispatch=True),
+    st.none()
+    | st.builds(
+        HostMemorySpec, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])
+    ),
+)
+def test_the_makespan_is_the_end_of_what_simpy_plays(
+    case: tuple[Schedule, Given], memory: HostMemorySpec | None
+) -> None:
     schedule, costs = case
     for dispatch in ({}, costs.dispatch_ns):
         shared = Given(costs.durations, costs.contention, dispatch, memory)
@@ -124,16 +171,24 @@ def test_without_contention_engine_and_evaluator_agree(case: tuple[Schedule, Giv
     schedule, costs = case
     timeline = evaluate(schedule, costs)
     assert simulate(schedule, costs) == timeline
-    assert makespan_ns(schedule, costs) == timeline.makespan_ns
+    assert uncontended_makespan_ns(schedule, costs) == timeline.makespan_ns
 
 
 @given(cases(contention=False, dispatch=False))
 def test_the_makespan_lies_between_its_bounds(case: tuple[Schedule, Given]) -> None:
     schedule, costs = case
     limits, makespan = bounds(schedule, costs), evaluate(schedule, costs).makespan_ns
-    assert limits.lanes_ns == {lane: sum(costs.durations[op.id] for op in queue) for lane, queue in schedule.lanes.items()}
+    assert limits.lanes_ns == {
+        lane: sum(costs.durations[op.id] for op in queue) for lane, queue in schedule.lanes.items()
+    }
     assert max(limits.lanes_ns.values()) <= limits.lower_bound_ns
-    assert limits.critical_path_ns <= limits.lower_bound_ns <= makespan <= limits.sum_ns == sum(costs.durations.values())
+    assert (
+        limits.critical_path_ns
+        <= limits.lower_bound_ns
+        <= makespan
+        <= limits.sum_ns
+        == sum(costs.durations.values())
+    )
 
 
 @given(cases(contention=True, dispatch=False))
@@ -145,28 +200,45 @@ def test_contention_never_helps_below_the_bounds(case: tuple[Schedule, Given]) -
 @given(cases(contention=False, dispatch=False), st.integers(2, 1000))
 def test_durations_scaled_scale_all_times(case: tuple[Schedule, Given], factor: int) -> None:
     schedule, costs = case
-    slower = simulate(schedule, Given({op: factor * duration for op, duration in costs.durations.items()}))
+    slower = simulate(
+        schedule, Given({op: factor * duration for op, duration in costs.durations.items()})
+    )
     for before, after in zip(simulate(schedule, costs).spans, slower.spans, strict=True):
         assert (after.start_ns, after.end_ns) == (factor * before.start_ns, factor * before.end_ns)
 
 
 @given(cases(contention=False, dispatch=True), st.data())
-def test_without_contention_longer_ops_end_nothing_earlier(case: tuple[Schedule, Given], data: st.DataObject) -> None:
+def test_without_contention_longer_ops_end_nothing_earlier(
+    case: tuple[Schedule, Given], data: st.DataObject
+) -> None:
     schedule, costs = case
-    longer = {op: duration + data.draw(st.integers(0, 10)) for op, duration in costs.durations.items()}
-    for before, after in zip(simulate(schedule, costs).spans, simulate(schedule, Given(longer, {}, costs.dispatch_ns)).spans, strict=True):
+    longer = {
+        op: duration + data.draw(st.integers(0, 10)) for op, duration in costs.durations.items()
+    }
+    for before, after in zip(
+        simulate(schedule, costs).spans,
+        simulate(schedule, Given(longer, {}, costs.dispatch_ns)).spans,
+        strict=True,
+    ):
         assert after.start_ns >= before.start_ns
         assert after.end_ns >= before.end_ns
 
 
 @given(programs(), st.data())
-def test_a_dependency_on_what_comes_later_is_played_or_named(schedule: Schedule, data: st.DataObject) -> None:
-    """Turning one dependency round either leaves an order in which everything runs, or ends in a deadlock that names a blocked op."""
+def test_a_dependency_on_what_comes_later_is_played_or_named(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    """Turning one dependency round either leaves an order in which everything runs, or ends in a
+    deadlock that names a blocked op.
+    """
     late = [(a, b) for a, b in itertools.combinations(schedule.ops, 2) if a.lane != b.lane]
     if not late:
         return
     first, second = data.draw(st.sampled_from(late))
-    turned = tuple(msgspec.structs.replace(op, after=(*op.after, second.id)) if op is first else op for op in schedule.ops)
+    turned = tuple(
+        msgspec.structs.replace(op, after=(*op.after, second.id)) if op is first else op
+        for op in schedule.ops
+    )
     cyclic = Schedule(policy="random", buffers=(), ops=turned)
     costs = Given({op.id: 1 for op in turned})
     ahead = {op.id: set(op.after) for op in turned}
@@ -186,18 +258,41 @@ def test_a_dependency_on_what_comes_later_is_played_or_named(schedule: Schedule,
             engine.makespan_ns(cyclic, costs)
         for lane, queue in cyclic.lanes.items():
             stuck = next((op for op in queue if op.id not in runnable), None)
-            assert (f"{lane} is blocked at {stuck.id}," in str(deadlock.value)) if stuck else (f"{lane} is blocked" not in str(deadlock.value))
+            assert (
+                (f"{lane} is blocked at {stuck.id}," in str(deadlock.value))
+                if stuck
+                else (f"{lane} is blocked" not in str(deadlock.value))
+            )
 
 
 @pytest.mark.parametrize("policy", policies.names())
-@pytest.mark.parametrize("changes", [{}, {"accumulation": 2, "checkpoint_interval": 3}, {"tied": True, "gradient_slots": 1, "clipping": "none"}])
-def test_lowered_plans_are_played_by_the_rules(make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulation": 2, "checkpoint_interval": 3},
+        {"tied": True, "gradient_slots": 1, "clipping": "none"},
+    ],
+)
+def test_lowered_plans_are_played_by_the_rules(
+    make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]
+) -> None:
     schedule = policies.lower(make_plan(policy, **changes))
-    durations = {op.id: 1 + (len(op.id) * 7 + index * 5) % 23 for index, op in enumerate(schedule.ops)}
+    durations = {
+        op.id: 1 + (len(op.id) * 7 + index * 5) % 23 for index, op in enumerate(schedule.ops)
+    }
     free = Given(durations, {}, {"compute": 2, "cpu": 3})
     assert simulate(schedule, free) == evaluate(schedule, free)
     assert_played(schedule, free, evaluate(schedule, free))
-    shared = Given(durations, {"h2d": {"d2h": 0.9, "cpu": 0.5}, "d2h": {"h2d": 0.9, "cpu": 0.4}, "cpu": {"h2d": 0.8}, "compute": {"h2d": 0.99}})
+    shared = Given(
+        durations,
+        {
+            "h2d": {"d2h": 0.9, "cpu": 0.5},
+            "d2h": {"h2d": 0.9, "cpu": 0.4},
+            "cpu": {"h2d": 0.8},
+            "compute": {"h2d": 0.99},
+        },
+    )
     timeline = simulate(schedule, shared)
     assert_played(schedule, shared, timeline)
     assert engine.makespan_ns(schedule, shared) == timeline.makespan_ns

@@ -1,4 +1,5 @@
-"""Properties of what policies make, lowered with any knobs and played with any durations by an engine whose lanes slow each other.
+"""Properties of what policies make, lowered with any knobs and played with any durations by an
+engine whose lanes slow each other.
 
 Each is checked from the schedule's ops and the timeline's spans alone.
 """
@@ -16,21 +17,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
-from megatrain.simulator.arithmetic import gradient_bytes
-from megatrain.simulator.assessment import varied
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet
-from megatrain.simulator.engine import makespan_ns as shared_makespan_ns
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import another_ns, bounds, evaluate, makespan_ns
-from megatrain.simulator.hardware import HardwareSpec, HostMemory
-from megatrain.simulator.least import Least
-from megatrain.simulator.memory import account, usage
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
+from megatrain.simulator.engine.evaluator import (
+    another_ns,
+    bounds,
+    evaluate,
+    uncontended_makespan_ns,
+)
+from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec
+from megatrain.simulator.memory.account import account, usage
+from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.workload import Clipping
+from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.schedule import Schedule, whole
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
-from megatrain.simulator.timeline import Timeline
-from megatrain.simulator.workload import Clipping
+from megatrain.simulator.schedule.arithmetic import gradient_bytes
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 H200 = HardwareSpec.load("h200")
 MakePlan = Callable[..., Plan]
@@ -38,7 +43,9 @@ MakePlan = Callable[..., Plan]
 
 machines = st.builds(
     msgspec.structs.replace,
-    st.just(msgspec.structs.replace(H200, h2d_curve=(), d2h_curve=(), duplex_curve=(), host_memory=None)),
+    st.just(
+        msgspec.structs.replace(H200, h2d_curve=(), d2h_curve=(), duplex_curve=(), host_memory=None)
+    ),
     h2d_gb_per_s=st.floats(0.5, 60),
     d2h_gb_per_s=st.floats(0.5, 60),
     duplex_fraction=st.floats(0.3, 1),
@@ -46,7 +53,8 @@ machines = st.builds(
     host_gb_per_s=st.floats(1, 100),
     cpu_update_per_s=st.floats(1e7, 1e10),
     peak_tflops=st.fixed_dictionaries({"bf16": st.floats(0.1, 900), "fp32": st.floats(0.1, 60)}),
-    host_memory=st.none() | st.builds(HostMemory, gb_per_s=st.floats(1, 300), cpu_weight=st.floats(0.2, 5)),
+    host_memory=st.none()
+    | st.builds(HostMemorySpec, gb_per_s=st.floats(1, 300), cpu_weight=st.floats(0.2, 5)),
 )
 
 
@@ -59,12 +67,17 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
         "clipping": data.draw(st.sampled_from(get_args(Clipping))),
         "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
         "gradient_slots": data.draw(st.integers(1, 3)),
-        "gradient_slabs": data.draw(st.integers(1, 3)),
+        "gradient_staging": data.draw(st.integers(1, 3)),
         "chunk_bytes": data.draw(st.sampled_from([6_000, 20_000, 2**20])),
         "checkpoint_interval": data.draw(st.integers(1, 5)),
         "state_slots": data.draw(st.integers(1, 3)),
         "weights_ahead": data.draw(st.integers(0, 1)),
-        "placement": Placement(**{name: data.draw(st.sampled_from(["", "0", "all"])) for name in Placement.__struct_fields__}),
+        "placement": Placement(
+            **{
+                name: data.draw(st.sampled_from(["", "0", "all"]))
+                for name in Placement.__struct_fields__
+            }
+        ),
     }
     try:
         plan = make_plan(policy, **changes, weight_slots=data.draw(st.integers(1, 5)))
@@ -80,8 +93,12 @@ every_policy = pytest.mark.parametrize("policy", policies.names())
 @every_policy
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_plan_on_any_machine_plays_by_the_rules(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
-    """With any knobs, down to the fewest slots of each: no deadlock, no race, no bound broken, no link overloaded, no slot held twice."""
+def test_any_plan_on_any_machine_plays_by_the_rules(
+    make_plan: MakePlan, policy: str, data: st.DataObject
+) -> None:
+    """With any knobs, down to the fewest slots of each: no deadlock, no race, no bound broken, no
+    link overloaded, no slot held twice.
+    """
     plan, schedule = drawn(make_plan, policy, data)
     hardware = data.draw(machines)
     costs = Datasheet(hardware, plan.model, plan.workload)
@@ -97,36 +114,57 @@ def test_any_plan_on_any_machine_plays_by_the_rules(make_plan: MakePlan, policy:
 @every_policy
 @settings(max_examples=60)
 @given(data=st.data())
-def test_no_plan_is_faster_than_its_lower_bounds(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
-    """Neither of the plan's own step nor of one with more micro-batches, whose step a search extrapolates from two."""
+def test_no_plan_is_faster_than_its_lower_bounds(
+    make_plan: MakePlan, policy: str, data: st.DataObject
+) -> None:
+    """Neither of the plan's own step nor of one with more micro-batches, whose step a search
+    extrapolates from two.
+    """
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
-    least, time = Least(plan, costs), shared_makespan_ns(schedule, costs)
+    least, time = LowerBound(plan, costs), makespan_ns(schedule, costs)
     assert least.compute_ns(plan) <= least.step_ns(plan) <= time
     more = data.draw(st.integers(1, 3))
-    longer = msgspec.structs.replace(plan, workload=msgspec.structs.replace(plan.workload, accumulation=2 + more))
-    least, two = Least(longer, costs), policies.lower(varied(longer, accumulation=2))
-    assert least.step_ns(longer) <= shared_makespan_ns(two, costs) + more * another_ns(two, costs)
-    assert least.compute_ns(longer) <= shared_makespan_ns(policies.lower(longer), costs)
+    longer = msgspec.structs.replace(
+        plan, workload=msgspec.structs.replace(plan.workload, accumulation=2 + more)
+    )
+    least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, accumulation=2))
+    assert least.step_ns(longer) <= makespan_ns(two, costs) + more * another_ns(two, costs)
+    assert least.compute_ns(longer) <= makespan_ns(policies.lower(longer), costs)
 
 
-def assert_links_carry_what_they_can(schedule: Schedule, timeline: Timeline, costs: Datasheet, hardware: HardwareSpec) -> None:
-    """Bytes of the ops that start and end within a window, on each direction of the link, and all traffic where host DRAM is shared."""
+def assert_links_carry_what_they_can(
+    schedule: Schedule, timeline: Timeline, costs: Datasheet, hardware: HardwareSpec
+) -> None:
+    """Bytes of the ops that start and end within a window, on each direction of the link, and all
+    traffic where host DRAM is shared.
+    """
     limits = {"h2d": hardware.h2d_gb_per_s, "d2h": hardware.d2h_gb_per_s}
-    loads = {lane: [(timeline.by_op[op.id], float(op.bytes)) for op in schedule.lanes.get(lane, ())] for lane in limits}
+    loads = {
+        lane: [(timeline.by_op[op.id], float(op.bytes)) for op in schedule.lanes.get(lane, ())]
+        for lane in limits
+    }
     if hardware.host_memory:
         demands = [(op, costs.demand(op)) for op in schedule.ops]
-        loads["dram"] = [(timeline.by_op[op.id], demand.traffic * costs.duration_ns(op) / 1e9) for op, demand in demands if demand and demand.traffic]
+        loads["dram"] = [
+            (timeline.by_op[op.id], demand.traffic * costs.duration_ns(op) / 1e9)
+            for op, demand in demands
+            if demand and demand.traffic
+        ]
         limits["dram"] = hardware.host_memory.gb_per_s
     for name, load in loads.items():
         times = sorted({time for span, _ in load for time in (span.start_ns, span.end_ns)})
         for begin, end in itertools.combinations(times[:: 1 + len(times) // 12], 2):
-            inside = sum(size for span, size in load if span.start_ns >= begin and span.end_ns <= end)
+            inside = sum(
+                size for span, size in load if span.start_ns >= begin and span.end_ns <= end
+            )
             assert inside <= limits[name] * (end - begin) * (1 + 1e-6), name
 
 
 def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
-    """From the start of the op that acquires a slot to the end of the last that uses it, it is that user's."""
+    """From the start of the op that acquires a slot to the end of the last that uses it, it is that
+    user's.
+    """
     begun: dict[str, int] = {}
     ended: dict[str, int] = defaultdict(int)
     for op in schedule.ops:
@@ -144,7 +182,9 @@ def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
 
 
 def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timeline) -> None:
-    """Whatever overlaps, a pool's peak is at most what the account sets aside, and at the end every slot is given back."""
+    """Whatever overlaps, a pool's peak is at most what the account sets aside, and at the end every
+    slot is given back.
+    """
     planned = account(schedule, 2**60, 2**60, None, 0).pools
     kept: dict[str, int] = defaultdict(int)
     for buffer in schedule.buffers:
@@ -155,24 +195,40 @@ def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timelin
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(make_plan: MakePlan, slots: int) -> None:
-    """Where loads run ahead as far as there are slots, the peak over time is the static account's, to the byte."""
+def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(
+    make_plan: MakePlan, slots: int
+) -> None:
+    """Where loads run ahead as far as there are slots, the peak over time is the static account's,
+    to the byte.
+    """
     plan = make_plan("k_buffer", weight_slots=slots, layers=6)
     schedule = policies.lower(plan)
-    costs = Datasheet(msgspec.structs.replace(H200, peak_tflops={"bf16": 1e-5}), plan.model, plan.workload)
+    costs = Datasheet(
+        msgspec.structs.replace(H200, peak_tflops={"bf16": 1e-5}), plan.model, plan.workload
+    )
     steps = usage(schedule, simulate(schedule, costs))
     for pool in ("device.weights", "device.checkpoints", "device.activations"):
-        assert max(size for _, size in steps[pool]) == account(schedule, 2**60, 2**60, None, 0).pools[pool]
+        assert (
+            max(size for _, size in steps[pool])
+            == account(schedule, 2**60, 2**60, None, 0).pools[pool]
+        )
 
 
 @every_policy
 @settings(max_examples=40)
 @given(data=st.data())
-def test_bytes_are_conserved_by_tensor_class(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
-    """Each journey of a layer's weights or gradient is cut into copies that neither overlap nor leave a gap; each layer is updated once."""
+def test_bytes_are_conserved_by_tensor_class(
+    make_plan: MakePlan, policy: str, data: st.DataObject
+) -> None:
+    """Each journey of a layer's weights or gradient is cut into copies that neither overlap nor
+    leave a gap; each layer is updated once.
+    """
     plan, schedule = drawn(make_plan, policy, data)
     stack, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
-    sums = {layer: 4 if gradient_bytes(plan, layer) == 4 and policy == "overlapped" else width for layer in stack}
+    sums = {
+        layer: 4 if gradient_bytes(plan, layer) == 4 and policy == "overlapped" else width
+        for layer in stack
+    }
     journeys = defaultdict(list)
     updated: dict[str, int] = defaultdict(int)
     for op in schedule.ops:
@@ -181,22 +237,38 @@ def test_bytes_are_conserved_by_tensor_class(make_plan: MakePlan, policy: str, d
         if op.kind in ("update", "cpu_update"):
             updated[op.layer] += op.parameters
     for (kind, layer, _), copies in journeys.items():
-        assert [offset for offset, _ in copies] == [0, *itertools.accumulate(size for _, size in copies[:-1])]
-        assert sum(size for _, size in copies) == (width if kind == "load_weights" else sums[layer]) * stack[layer].elements
+        assert [offset for offset, _ in copies] == [
+            0,
+            *itertools.accumulate(size for _, size in copies[:-1]),
+        ]
+        assert (
+            sum(size for _, size in copies)
+            == (width if kind == "load_weights" else sums[layer]) * stack[layer].elements
+        )
     assert updated == {name: layer.elements for name, layer in stack.items()}
     saved = defaultdict(int)
     for kind, layer, _ in journeys:
         saved[layer] += kind == "save_gradients"
     for layer, times in saved.items():
         # updated by the device inside backward, a layer's last contribution does not leave it
-        last = policy == "overlapped" and plan.workload.clipping != "global" and layer not in plan.placed("host_updated")
-        assert times in (0, plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1) - last)
+        last = (
+            policy == "overlapped"
+            and plan.workload.clipping != "global"
+            and layer not in plan.placed("host_updated")
+        )
+        assert times in (
+            0,
+            plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
+            - last,
+        )
 
 
 @every_policy
 @settings(max_examples=40)
 @given(data=st.data())
-def test_without_contention_fewer_dependencies_end_nothing_later(make_plan: MakePlan, policy: str, data: st.DataObject) -> None:
+def test_without_contention_fewer_dependencies_end_nothing_later(
+    make_plan: MakePlan, policy: str, data: st.DataObject
+) -> None:
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
     waiting = [index for index, op in enumerate(schedule.ops) if op.after]
@@ -206,18 +278,30 @@ def test_without_contention_fewer_dependencies_end_nothing_later(make_plan: Make
     op = schedule.ops[index]
     gone = data.draw(st.sampled_from(op.after))
     freed = msgspec.structs.replace(op, after=tuple(other for other in op.after if other != gone))
-    looser = msgspec.structs.replace(schedule, ops=(*schedule.ops[:index], freed, *schedule.ops[index + 1 :]))
-    for before, after in zip(evaluate(schedule, costs).spans, evaluate(looser, costs).spans, strict=True):
+    looser = msgspec.structs.replace(
+        schedule, ops=(*schedule.ops[:index], freed, *schedule.ops[index + 1 :])
+    )
+    for before, after in zip(
+        evaluate(schedule, costs).spans, evaluate(looser, costs).spans, strict=True
+    ):
         assert after.end_ns <= before.end_ns
 
 
-@pytest.mark.parametrize("knob", ["gradient_slots", "gradient_slabs"])
+@pytest.mark.parametrize("knob", ["gradient_slots", "gradient_staging"])
 @settings(max_examples=40)
 @given(data=st.data())
-def test_without_contention_deeper_buffers_are_no_slower(make_plan: MakePlan, knob: str, data: st.DataObject) -> None:
-    """Of buffers that every layer goes through; more weight slots also change what is loaded at all."""
+def test_without_contention_deeper_buffers_are_no_slower(
+    make_plan: MakePlan, knob: str, data: st.DataObject
+) -> None:
+    """Of buffers that every layer goes through; more weight slots also change what is loaded at
+    all.
+    """
     plan, _ = drawn(make_plan, "k_buffer", data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
     depth = getattr(plan.knobs, knob)
-    deeper = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, **{knob: depth + 1}))
-    assert makespan_ns(policies.lower(deeper), costs) <= makespan_ns(policies.lower(plan), costs)
+    deeper = msgspec.structs.replace(
+        plan, knobs=msgspec.structs.replace(plan.knobs, **{knob: depth + 1})
+    )
+    assert uncontended_makespan_ns(policies.lower(deeper), costs) <= uncontended_makespan_ns(
+        policies.lower(plan), costs
+    )

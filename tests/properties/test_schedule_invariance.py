@@ -1,7 +1,9 @@
-"""Schedule invariance: whatever plan executes a workload, its losses, norms, weights and moments are the reference's, bit for bit.
+"""Schedule invariance: whatever plan executes a workload, its losses, norms, weights and moments
+are the reference's, bit for bit.
 
-This is the runtime's main test: a race, a slot reused too early, a chunk left out or a gradient summed in another order is a changed bit.
-Every plan goes the way of a user's: with its digest, under limits that leave its pools not a byte, or a few, to spare.
+This is the runtime's main test: a race, a slot reused too early, a chunk left out or a gradient
+summed in another order is a changed bit. Every plan goes the way of a user's: with its digest,
+under limits that leave its pools not a byte, or a few, to spare.
 """
 
 from __future__ import annotations
@@ -18,22 +20,27 @@ from hypothesis import strategies as st
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.hyperparameters import AdamW, Group
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.reference import Reference
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator import policies
-from megatrain.simulator.memory import account
-from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.specs import DTYPE_BYTES, LayerSpec, ModelSpec
-from megatrain.simulator.workload import Clipping, Workload
+from megatrain.simulator.memory.account import account
+from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.model.workload import Clipping, Workload
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 STEPS = 5
 RATE = 1e-2
-GROUPS = (Group(match="*self_attn.o_proj*", weight_decay=0.3), Group(match="*up_proj*", rate_factor=0.5), Group(match="*norm*", weight_decay=0.05))
+GROUPS = (
+    GroupSettings(match="*self_attn.o_proj*", weight_decay=0.3),
+    GroupSettings(match="*up_proj*", rate_factor=0.5),
+    GroupSettings(match="*norm*", weight_decay=0.05),
+)
 SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
-"""neighbouring tensors decay differently, and copies end inside tensors: a chunk has several stretches"""
+"""neighbouring tensors decay differently, and copies end inside tensors: a chunk has several
+stretches"""
 CPU = torch.device("cpu")
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 CLIPPING = get_args(Clipping)
@@ -61,11 +68,24 @@ class Trained(NamedTuple):
 
 
 SIMPLE = ("llama", "qwen2", "qwen3", "mistral")
-OTHERS = ("gemma2", "gemma3_text", "granite", "phi", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
-"""with layers of several kinds, scaled embeddings, capped logits, biases in the head, experts, buffers of a layer's own, linear attention"""
+OTHERS = (
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "phi",
+    "gpt_neox",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+)
+"""with layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
+buffers of a layer's own, linear attention"""
 
 
-def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: bool = False) -> ModelSpec:
+def model_of(
+    *, family: str = "llama", layers: int = 4, hidden: int = 64, tied: bool = False
+) -> ModelSpec:
     if family in OTHERS:
         sizes: dict[str, Any] = {
             "num_hidden_layers": layers,
@@ -76,7 +96,10 @@ def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: 
             "vocab_size": 301,
         }
         if family in ("gemma2", "gemma3_text", "gpt_oss"):
-            sizes |= {"layer_types": (["sliding_attention", "full_attention"] * 3)[:layers], "sliding_window": 8}
+            sizes |= {
+                "layer_types": (["sliding_attention", "full_attention"] * 3)[:layers],
+                "sliding_window": 8,
+            }
         if family != "deepseek_v3":
             sizes |= {"head_dim": 16}
         config = tiny_config(family, **sizes, tie_word_embeddings=tied)
@@ -84,20 +107,32 @@ def model_of(*, family: str = "llama", layers: int = 4, hidden: int = 64, tied: 
     return ModelSpec(
         name="tiny",
         config={
-            "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 96, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 301, "tie_word_embeddings": tied, "sliding_window": 0,
+            "model_type": family,
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 301,
+            "tie_word_embeddings": tied,
+            "sliding_window": 0,
         },
-    )  # fmt: skip
+    )
 
 
 def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
-    """The batches of every step. From the second on a third of the labels is ignored, in the third a whole sequence, and of several micro-batches one."""
+    """The batches of every step. From the second on a third of the labels is ignored, in the third
+    a whole sequence, and of several micro-batches one.
+    """
     generator = torch.Generator().manual_seed(7)
     steps = []
     for number in range(1, STEPS + 1):
         micro_batches = []
         for micro in range(work.accumulation):
-            ids, labels = torch.randint(model.vocabulary, (2, work.batch, work.sequence), generator=generator)
+            ids, labels = torch.randint(
+                model.vocabulary, (2, work.batch, work.sequence), generator=generator
+            )
             if number > 1:
                 labels[torch.rand(labels.shape, generator=generator) < 1 / 3] = IGNORED
             if number == 3:
@@ -111,17 +146,37 @@ def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
 def reference(model: ModelSpec, work: Workload) -> Trained:
     """The yardstick's answer; once a workload."""
     weights = random_weights(0)
-    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in model.stack.values()}
+    masters = {
+        layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
+        for layer in model.stack.values()
+    }
     yardstick = Reference(model, work, config_of(model), SETTINGS, masters, CPU)
-    results = [yardstick.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(model, work), 1)]
+    results = [
+        yardstick.step(batches, rate=RATE, number=number)
+        for number, batches in enumerate(drawn_steps(model, work), 1)
+    ]
     if work.clipping in ("global", "layer"):
-        assert all(norm is not None and norm > 2 * SETTINGS.max_norm for _, norm in results), "clipping is to be active in every step"
+        assert all(norm is not None and norm > 2 * SETTINGS.max_norm for _, norm in results), (
+            "clipping is to be active in every step"
+        )
     if work.clipping == "update":
         assert min(yardstick.scales) < 0.9, "updates are to be clipped"
-    tensors = {f"{layer} {name}": tensor for layer, named in yardstick.masters.items() for name, tensor in named.items()}
+    tensors = {
+        f"{layer} {name}": tensor
+        for layer, named in yardstick.masters.items()
+        for name, tensor in named.items()
+    }
     for layer, named in yardstick.moments.items():
-        tensors |= {f"{layer} {name} moment {order}": moment for name, pair in named.items() for order, moment in enumerate(pair, 1)}
-    moved = [name for name, tensor in tensors.items() if name.endswith("moment 2") and not tensor.count_nonzero()]
+        tensors |= {
+            f"{layer} {name} moment {order}": moment
+            for name, pair in named.items()
+            for order, moment in enumerate(pair, 1)
+        }
+    moved = [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith("moment 2") and not tensor.count_nonzero()
+    ]
     assert not moved, f"no gradient ever reached {moved}"
     return Trained([loss for loss, _ in results], [norm for _, norm in results], as_bits(tensors))
 
@@ -135,16 +190,30 @@ def execute(plan: Plan) -> Trained:
     with Executor(plan, config_of(plan.model), SETTINGS, CPU, threads=ONE_THREAD) as executor:
         state = executor.state
         state.load(random_weights(0))
-        results = [executor.step(batches, rate=RATE, number=number) for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)]
+        results = [
+            executor.step(batches, rate=RATE, number=number)
+            for number, batches in enumerate(drawn_steps(plan.model, plan.workload), 1)
+        ]
         executor.flush_update()
         tensors: dict[str, torch.Tensor] = {}
         for layer in plan.model.stack.values():
-            tensors |= {f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()}
+            tensors |= {
+                f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()
+            }
             home = state.home("moments", layer.name)
             assert home is not None
-            for order, moments in enumerate(executor.memory().tensor(home, torch.float32, (2, layer.elements)), 1):
-                tensors |= {f"{layer.name} {name} moment {order}": moment for name, moment in by_tensor(layer, moments).items()}
-        return Trained([result.loss for result in results], [result.gradient_norm for result in results], as_bits(tensors))
+            for order, moments in enumerate(
+                executor.memory().tensor(home, torch.float32, (2, layer.elements)), 1
+            ):
+                tensors |= {
+                    f"{layer.name} {name} moment {order}": moment
+                    for name, moment in by_tensor(layer, moments).items()
+                }
+        return Trained(
+            [result.loss for result in results],
+            [result.gradient_norm for result in results],
+            as_bits(tensors),
+        )
 
 
 def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -152,17 +221,33 @@ def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     made, offset = {}, 0
     for tensor in layer.tensors:
         made[tensor.name] = flat[offset : offset + tensor.elements].clone().view(tensor.shape)
-        assert not flat[offset + tensor.elements : offset + tensor.padded].count_nonzero(), f"{layer.name} {tensor.name}: padding has changed"
+        assert not flat[offset + tensor.elements : offset + tensor.padded].count_nonzero(), (
+            f"{layer.name} {tensor.name}: padding has changed"
+        )
         offset += tensor.padded
     return made
 
 
-def planned(policy: str, model: ModelSpec, work: Workload, knobs: Knobs, spare_bytes: int = 0) -> Plan:
+def planned(
+    policy: str, model: ModelSpec, work: Workload, knobs: Knobs, spare_bytes: int = 0
+) -> Plan:
     """With its digest, and limits `spare_bytes` above what its pools need."""
-    plan = Plan(policy=policy, hardware="", source="", device_limit_bytes=1, host_limit_bytes=1, model=model, workload=work, knobs=knobs)
+    plan = Plan(
+        policy=policy,
+        hardware="",
+        source="",
+        device_limit_bytes=1,
+        host_limit_bytes=1,
+        model=model,
+        workload=work,
+        knobs=knobs,
+    )
     schedule = policies.lower(plan)
     need = account(schedule, 1, 1, 0, 0)
-    limits = {"device_limit_bytes": need.device_peak_bytes + spare_bytes, "host_limit_bytes": max(need.host_peak_bytes, 1) + spare_bytes}
+    limits = {
+        "device_limit_bytes": need.device_peak_bytes + spare_bytes,
+        "host_limit_bytes": max(need.host_peak_bytes, 1) + spare_bytes,
+    }
     return msgspec.structs.replace(plan, digest=schedule.digest, **limits)
 
 
@@ -170,44 +255,72 @@ def assert_invariant(plan: Plan) -> None:
     want, got = reference(plan.model, plan.workload), execute(plan)
     assert (got.losses, got.norms) == (want.losses, want.norms)
     assert got.tensors.keys() == want.tensors.keys()
-    changed = [name for name, bits in want.tensors.items() if not torch.equal(bits, got.tensors[name])]
+    changed = [
+        name for name, bits in want.tensors.items() if not torch.equal(bits, got.tensors[name])
+    ]
     assert not changed
 
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or parked, any attention kept that can be."""
+    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or
+    parked, any attention kept that can be.
+    """
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
     able = all(map(model.keeps_attention, decoders))
     some = {
-        name: st.lists(st.sampled_from(decoders if name in ("stored", "parked", "attention") else list(model.stack)), unique=True)
+        name: st.lists(
+            st.sampled_from(
+                decoders
+                if name in ("saved_activations", "offloaded_inputs", "saved_attention")
+                else list(model.stack)
+            ),
+            unique=True,
+        )
         for name in Placement.__struct_fields__
-        if name != "attention" or able
+        if name != "saved_attention" or able
     }
-    return Placement(**{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()})
+    return Placement(
+        **{name: draw(st.just("all") | layers.map(",".join)) for name, layers in some.items()}
+    )
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     model = model_of(
         family=draw(st.sampled_from([*SIMPLE, *OTHERS])),
-        layers=draw(st.integers(3, 5)), hidden=draw(st.sampled_from([64, 48])), tied=draw(st.booleans()),
-    )  # fmt: skip
+        layers=draw(st.integers(3, 5)),
+        hidden=draw(st.sampled_from([64, 48])),
+        tied=draw(st.booleans()),
+    )
     sequence = draw(st.sampled_from([16, 32]))
     work = Workload(
-        batch=2, sequence=sequence, accumulation=draw(st.sampled_from([1, 4])), dtype=draw(st.sampled_from(["bf16", "fp32"])),
-        clipping=draw(st.sampled_from(CLIPPING)), loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
-    )  # fmt: skip
+        batch=2,
+        sequence=sequence,
+        accumulation=draw(st.sampled_from([1, 4])),
+        dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        clipping=draw(st.sampled_from(CLIPPING)),
+        loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
+    )
     policy = draw(st.sampled_from(policies.names()))
     layer_bytes = DTYPE_BYTES[work.dtype] * model.stack["0"].elements
     summed = work.accumulation > 1 or model.tied
     knobs = Knobs(
-        weight_slots=draw(st.integers(1, model.layers + 1)) if policy == "k_buffer" else SLOTS.get(policy, 2),
-        gradient_slots=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1 if summed and policy not in ("resident", "overlapped") else 0, 3)),
-        chunk_bytes=draw(st.sampled_from([4096, layer_bytes, 2**30]) | st.integers(4096, layer_bytes + 4096)),
-        checkpoint_interval=draw(st.integers(1, model.layers + 1)), state_slots=draw(st.sampled_from([1, 2, 3, 40])), placement=draw(placements(model)),
+        weight_slots=(
+            draw(st.integers(1, model.layers + 1)) if policy == "k_buffer" else SLOTS.get(policy, 2)
+        ),
+        gradient_slots=draw(st.integers(1, 3)),
+        gradient_staging=draw(
+            st.integers(1 if summed and policy not in ("resident", "overlapped") else 0, 3)
+        ),
+        chunk_bytes=draw(
+            st.sampled_from([4096, layer_bytes, 2**30]) | st.integers(4096, layer_bytes + 4096)
+        ),
+        checkpoint_interval=draw(st.integers(1, model.layers + 1)),
+        state_slots=draw(st.sampled_from([1, 2, 3, 40])),
+        placement=draw(placements(model)),
         weights_ahead=draw(st.integers(0, 1)),
-    )  # fmt: skip
+    )
     event(f"{policy}, {work.dtype}, accumulation {work.accumulation}, clipping {work.clipping}")
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
 
@@ -227,15 +340,36 @@ def test_a_thousand_plans_give_the_reference_s_bits(plan: Plan) -> None:
 
 
 CASES = [("global", dtype, accumulation) for dtype in ("fp32", "bf16") for accumulation in (1, 4)]
-CASES += [(clipping, dtype, accumulation) for clipping in ("layer", "update") for dtype, accumulation in (("bf16", 1), ("fp32", 4))]
+CASES += [
+    (clipping, dtype, accumulation)
+    for clipping in ("layer", "update")
+    for dtype, accumulation in (("bf16", 1), ("fp32", 4))
+]
 
 
 @pytest.mark.parametrize(("clipping", "dtype", "accumulation"), CASES)
 @pytest.mark.parametrize("policy", policies.names())
-def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, clipping: Any, dtype: Any, accumulation: int) -> None:
-    """The same workload for all of them, with each clipping: the cases that must never be left to chance."""
-    work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, clipping=clipping, loss_chunk=13)
-    knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3)
+def test_every_policy_in_both_dtypes_with_and_without_accumulation(
+    policy: str, clipping: Any, dtype: Any, accumulation: int
+) -> None:
+    """The same workload for all of them, with each clipping: the cases that must never be left to
+    chance.
+    """
+    work = Workload(
+        batch=2,
+        sequence=16,
+        accumulation=accumulation,
+        dtype=dtype,
+        clipping=clipping,
+        loss_chunk=13,
+    )
+    knobs = Knobs(
+        weight_slots=SLOTS.get(policy, 2),
+        gradient_slots=1,
+        gradient_staging=1,
+        chunk_bytes=20_000,
+        checkpoint_interval=3,
+    )
     assert_invariant(planned(policy, model_of(family="qwen2"), work, knobs))
 
 
@@ -245,34 +379,70 @@ def test_every_policy_in_both_dtypes_with_and_without_accumulation(policy: str, 
 def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: int) -> None:
     """Of some layers, one of them stored and one parked, in blocks of two."""
     work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
-    placement = Placement(attention="0-1,3-4", stored="3", parked="0")
-    knobs = Knobs(weight_slots=SLOTS.get(policy, 2), gradient_slots=1, chunk_bytes=20_000, checkpoint_interval=2, placement=placement)
+    placement = Placement(saved_attention="0-1,3-4", saved_activations="3", offloaded_inputs="0")
+    knobs = Knobs(
+        weight_slots=SLOTS.get(policy, 2),
+        gradient_slots=1,
+        chunk_bytes=20_000,
+        checkpoint_interval=2,
+        placement=placement,
+    )
     assert_invariant(planned(policy, model_of(family="qwen2", layers=5), work, knobs))
 
 
 @pytest.mark.parametrize("host_updated", ["", "all", "e,1-2"])
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> None:
-    """Beside layers that the device updates, of which one streams whole, one in part and one not at all; the next weights always ahead."""
-    work = Workload(batch=2, sequence=16, accumulation=4 if host_updated == "e,1-2" else 1, clipping=clipping)
-    placement = Placement(host_updated=host_updated, weights="2-3", low="3", moments="0,3")
-    knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=1, weights_ahead=1, placement=placement)
+    """Beside layers that the device updates, of which one streams whole, one in part and one not at
+    all; the next weights always ahead.
+    """
+    work = Workload(
+        batch=2, sequence=16, accumulation=4 if host_updated == "e,1-2" else 1, clipping=clipping
+    )
+    placement = Placement(host_updated=host_updated, weights="2-3", master_low="3", moments="0,3")
+    knobs = Knobs(
+        gradient_slots=2, chunk_bytes=20_000, state_slots=1, weights_ahead=1, placement=placement
+    )
     assert_invariant(planned("overlapped", model_of(tied=clipping == "update"), work, knobs))
 
 
-@pytest.mark.parametrize(("state_slots", "loads"), [(1, {"load_state", "load_second"}), (40, {"load_state"})])
-def test_clipping_by_update_loads_second_moments_once_where_slots_hold_a_layer(state_slots: int, loads: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("state_slots", "loads"), [(1, {"load_state", "load_second_moment"}), (40, {"load_state"})]
+)
+def test_clipping_by_update_loads_second_moments_once_where_slots_hold_a_layer(
+    state_slots: int, loads: set[str]
+) -> None:
     work = Workload(batch=2, sequence=16, clipping="update")
-    knobs = Knobs(gradient_slots=2, chunk_bytes=20_000, state_slots=state_slots, weights_ahead=1, placement=Placement(low="1", moments="2"))
+    knobs = Knobs(
+        gradient_slots=2,
+        chunk_bytes=20_000,
+        state_slots=state_slots,
+        weights_ahead=1,
+        placement=Placement(master_low="1", moments="2"),
+    )
     plan = planned("overlapped", model_of(tied=True), work, knobs)
-    assert {op.kind for op in policies.lower(plan).ops} & {"load_state", "load_second"} == loads
+    assert {op.kind for op in policies.lower(plan).ops} & {
+        "load_state",
+        "load_second_moment",
+    } == loads
     assert_invariant(plan)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_other_family(family: str, dtype: Any) -> None:
-    """Streamed through two slots that layers of all kinds share, one layer stored, the others recomputed."""
-    work = Workload(batch=2, sequence=16, accumulation=2 if dtype == "fp32" else 1, dtype=dtype, loss_chunk=13)
-    knobs = Knobs(weight_slots=2, gradient_slots=1, gradient_slabs=1, chunk_bytes=20_000, checkpoint_interval=3, placement=Placement(stored="1"))
+    """Streamed through two slots that layers of all kinds share, one layer stored, the others
+    recomputed.
+    """
+    work = Workload(
+        batch=2, sequence=16, accumulation=2 if dtype == "fp32" else 1, dtype=dtype, loss_chunk=13
+    )
+    knobs = Knobs(
+        weight_slots=2,
+        gradient_slots=1,
+        gradient_staging=1,
+        chunk_bytes=20_000,
+        checkpoint_interval=3,
+        placement=Placement(saved_activations="1"),
+    )
     assert_invariant(planned("overlapped", model_of(family=family), work, knobs))

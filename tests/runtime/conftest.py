@@ -1,4 +1,6 @@
-"""A plan that the runtime can execute, and a session that executes it on the CPU, each lane on one thread."""
+"""A plan that the runtime can execute, and a session that executes it on the CPU, each lane on one
+thread.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ from whole_models import SEQUENCE, weights
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.folder import Checkpoints
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.lanes import Task
 from megatrain.runtime.files.model_files import Weights, random_weights
-from megatrain.runtime.lanes import Task
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.optimizer import AdamW
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import AdamW
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 
@@ -49,9 +51,15 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB in memory, really full where a file fills it: a checkpoint of the small model takes 0.8."""
+    """A file system of 4 MiB in memory, really full where a file fills it: a checkpoint of the
+    small model takes 0.8.
+    """
     (tmp_path / "disk").mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path / "disk")], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path / "disk")],
+        capture_output=True,
+        check=False,
+    )
     if made.returncode:
         pytest.skip("a tmpfs needs root")
     yield tmp_path / "disk"
@@ -61,9 +69,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 class Session:
     """An executor with weights in it; steps on random tokens."""
 
-    def __init__(self, plan: Plan, schedule: Schedule | None, weights: Weights, threads: dict[str, int], settings: AdamW) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule | None,
+        weights: Weights,
+        threads: dict[str, int],
+        settings: AdamW,
+    ) -> None:
         self.plan = plan
-        self.executor = Executor(plan, config_of(plan.model, plan.workload), settings, torch.device("cpu"), schedule=schedule, threads=threads)
+        self.executor = Executor(
+            plan,
+            config_of(plan.model),
+            settings,
+            torch.device("cpu"),
+            schedule=schedule,
+            threads=threads,
+        )
         self.state = self.executor.state
         try:
             self.state.load(weights)
@@ -80,11 +102,16 @@ class Session:
     @property
     def tasks(self) -> dict[str, Task]:
         """By op: the seam through which tests delay or break an op."""
-        return {task.op: task for lane in self.executor._crew._lanes for task in lane.tasks}
+        return {task.op: task for lane in self.executor._lanes._lanes for task in lane.tasks}
 
     def batches(self, number: int) -> list[Batch]:
         work, generator = self.plan.workload, torch.Generator().manual_seed(number)
-        pairs = [torch.randint(self.plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
+        pairs = [
+            torch.randint(
+                self.plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
+            )
+            for _ in range(work.accumulation)
+        ]
         return [Batch(ids, labels) for ids, labels in pairs]
 
     def step(self, number: int = 1) -> Any:
@@ -98,7 +125,11 @@ class Session:
 
     def masters(self) -> bytes:
         """All master weights."""
-        tensors = [tensor for layer in self.plan.model.stack.values() for tensor in self.state.masters(layer).values()]
+        tensors = [
+            tensor
+            for layer in self.plan.model.stack.values()
+            for tensor in self.state.masters(layer).values()
+        ]
         return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
 
 
@@ -121,9 +152,13 @@ def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
 @pytest.fixture(scope="session")
 def session() -> Callable[..., Session]:
     def make(
-        plan: Plan, *, schedule: Schedule | None = None, weights: Weights | None = None, threads: dict[str, int] = ONE_THREAD,
+        plan: Plan,
+        *,
+        schedule: Schedule | None = None,
+        weights: Weights | None = None,
+        threads: dict[str, int] = ONE_THREAD,
         settings: AdamW = AdamW(max_norm=0.05, weight_decay=0.1),  # noqa: B008 - frozen
-    ) -> Session:  # fmt: skip
+    ) -> Session:
         return Session(plan, schedule, weights or random_weights(0), threads, settings)
 
     return make
@@ -135,7 +170,15 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
 
     def make(model: ModelSpec, **changes: Any) -> Any:
         plan = make_plan(
-            changes.pop("policy", "resident"), **{"model": model, "sequence": SEQUENCE, "dtype": "fp32", "loss_chunk": 13, "checkpoint_interval": 3, **changes}
+            changes.pop("policy", "resident"),
+            **{
+                "model": model,
+                "sequence": SEQUENCE,
+                "dtype": "fp32",
+                "loss_chunk": 13,
+                "checkpoint_interval": 3,
+                **changes,
+            },
         )
         return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
 
@@ -143,7 +186,9 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
 
 
 @pytest.fixture
-def saved(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> tuple[Plan, Path]:
+def saved(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
+) -> tuple[Plan, Path]:
     """A plan, and the folder of its checkpoints of steps 1 and 2."""
     plan = executable("overlapped")
     with session(plan) as running:

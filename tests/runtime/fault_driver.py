@@ -1,7 +1,9 @@
-"""A process that imports torch once, and forks a training run for every JSON line that it reads: its tests kill runs by the dozen.
+"""A process that imports torch once, and forks a training run for every JSON line that it reads:
+its tests kill runs by the dozen.
 
-Each line is the options of `train`; the answer is the run's process id. An empty line waits for that run; the answer is its status, as
-`subprocess` gives it. A run appends to its log what it does, so that a test sees where it was when it died.
+Each line is the options of `train`; the answer is the run's process id. An empty line waits for
+that run; the answer is its status, as `subprocess` gives it. A run appends to its log what it does,
+so that a test sees where it was when it died.
 """
 
 from __future__ import annotations
@@ -24,21 +26,25 @@ from conftest import small_plan  # noqa: E402
 from megatrain.runtime.batch import Batch  # noqa: E402
 from megatrain.runtime.checkpoint import checkpoint  # noqa: E402
 from megatrain.runtime.checkpoint.folder import Checkpoints  # noqa: E402
-from megatrain.runtime.checkpoint.manifest import Run  # noqa: E402
-from megatrain.runtime.executor import Executor  # noqa: E402
+from megatrain.runtime.checkpoint.manifest import RunState  # noqa: E402
+from megatrain.runtime.execution.executor import Executor  # noqa: E402
 from megatrain.runtime.files.model_files import random_weights  # noqa: E402
-from megatrain.runtime.layers.templates import config_of  # noqa: E402
-from megatrain.runtime.optimizer import AdamW  # noqa: E402
+from megatrain.runtime.layers.functional_layers import config_of  # noqa: E402
+from megatrain.runtime.optimizer.adamw import AdamW  # noqa: E402
 from megatrain.runtime.training.interruption import Interruption  # noqa: E402
-from megatrain.simulator.errors import Interrupted  # noqa: E402
-from megatrain.simulator.plan import Plan  # noqa: E402
+from megatrain.simulator.base.errors import Interrupted  # noqa: E402
 from megatrain.simulator.policies import lower  # noqa: E402
+from megatrain.simulator.schedule.plan import Plan  # noqa: E402
 
 LANES = ("compute", "update", "h2d", "d2h", "cpu")
 
 
-def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_s: float = 0.0) -> None:
-    """Resumes from `folder`, trains up to `steps` and saves every `every`. On a signal it saves and raises Interrupted."""
+def train(
+    folder: str, log: str, steps: int, every: int, policy: str, slow_save_s: float = 0.0
+) -> None:
+    """Resumes from `folder`, trains up to `steps` and saves every `every`. On a signal it saves and
+    raises Interrupted.
+    """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(*words: object) -> None:
@@ -66,7 +72,7 @@ def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_
             say("step", number, result.loss.hex(), float(result.gradient_norm or 0).hex())
             if number % every == 0 or interruption or number == steps:
                 say("saving", number)
-                checkpoints.save(executor, Run(step=number, loss=result.loss))
+                checkpoints.save(executor, RunState(step=number, loss=result.loss))
                 say("saved", number)
             if interruption:
                 raise interruption.error()
@@ -79,13 +85,26 @@ def train(folder: str, log: str, steps: int, every: int, policy: str, slow_save_
 def _executor(policy: str) -> Executor:
     plan: Plan = small_plan(policy)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
-    return Executor(plan, config_of(plan.model), AdamW(max_norm=0.05), torch.device("cpu"), threads=dict.fromkeys(LANES, 1))
+    return Executor(
+        plan,
+        config_of(plan.model),
+        AdamW(max_norm=0.05),
+        torch.device("cpu"),
+        threads=dict.fromkeys(LANES, 1),
+    )
 
 
 def batches(plan: Plan, number: int) -> list[Batch]:
     """A function of the step alone, as a corpus is."""
     work, generator = plan.workload, torch.Generator().manual_seed(number)
-    return [Batch(*torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)) for _ in range(work.accumulation)]
+    return [
+        Batch(
+            *torch.randint(
+                plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
+            )
+        )
+        for _ in range(work.accumulation)
+    ]
 
 
 def _child(options: dict[str, Any]) -> int:

@@ -1,4 +1,6 @@
-"""Attention: keeping a layer's changes no bit and saves its kernel; it can be traced; what a machine cannot do is refused by name."""
+"""Attention: keeping a layer's changes no bit and saves its kernel; it can be traced; what a
+machine cannot do is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from tiny_families import config_of as tiny_config
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers import attention
 from megatrain.runtime.layers.attention import kernel_of, refuse_attention
-from megatrain.runtime.layers.templates import Saved, Templates, config_of, layer_tensors
+from megatrain.runtime.layers.functional_layers import (
+    FunctionalLayers,
+    SavedForBackward,
+    config_of,
+    layer_tensors,
+)
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 CPU = torch.device("cpu")
 SLOT = "device.weights:0"
@@ -32,7 +39,11 @@ SLOT = "device.weights:0"
 def slot() -> Iterator[Arenas]:
     """One slot of 1 MiB."""
     arenas = Arenas(
-        Schedule(policy="test", buffers=(Buffer(id=SLOT, bytes=2**20, data="attention", dtype="mixed"),), ops=()),
+        Schedule(
+            policy="test",
+            buffers=(Buffer(id=SLOT, bytes=2**20, data="attention", dtype="mixed"),),
+            ops=(),
+        ),
         CPU,
         device_limit_bytes=2**22,
         host_limit_bytes=1,
@@ -41,13 +52,18 @@ def slot() -> Iterator[Arenas]:
     arenas.close()
 
 
-def made(plan: Plan) -> Templates:
-    return Templates(plan.model, plan.workload, config_of(plan.model), CPU, keeps=True)
+def made(plan: Plan) -> FunctionalLayers:
+    return FunctionalLayers(plan.model, plan.workload, config_of(plan.model), CPU, keeps=True)
 
 
-def drawn(plan: Plan, arenas: Arenas, templates: Templates) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+def drawn(
+    plan: Plan, arenas: Arenas, templates: FunctionalLayers
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """A layer's weights in the slot, its input, and a gradient of its output."""
-    tensors, weights = layer_tensors(arenas, plan.model.stack["0"], SLOT, templates.dtype), random_weights(1)
+    tensors, weights = (
+        layer_tensors(arenas, plan.model.stack["0"], SLOT, templates.dtype),
+        random_weights(1),
+    )
     for name, tensor in tensors.items():
         tensor.copy_(weights("0", name, tuple(tensor.shape)) + 0.01)
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +72,9 @@ def drawn(plan: Plan, arenas: Arenas, templates: Templates) -> tuple[dict[str, t
     return tensors, x, gradient
 
 
-def both_ways(templates: Templates, saved: Saved, gradient: torch.Tensor) -> list[torch.Tensor]:
+def both_ways(
+    templates: FunctionalLayers, saved: SavedForBackward, gradient: torch.Tensor
+) -> list[torch.Tensor]:
     """The layer's output and every gradient."""
     return [saved.output.detach(), *templates.backward(saved, SLOT, gradient)]
 
@@ -64,81 +82,130 @@ def both_ways(templates: Templates, saved: Saved, gradient: torch.Tensor) -> lis
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_kept_attention_gives_the_bits_of_one_computed_again(make_plan: Callable[..., Plan], slot: Arenas, family: str, dtype: str, kv_heads: int) -> None:
+def test_a_kept_attention_gives_the_bits_of_one_computed_again(
+    make_plan: Callable[..., Plan], slot: Arenas, family: str, dtype: str, kv_heads: int
+) -> None:
     plan = make_plan(family=family, dtype=dtype, kv_heads=kv_heads, sequence=33)
     templates = made(plan)
     weights, x, gradient = drawn(plan, slot, templates)
     layer = plan.model.stack["0"]
     plain = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone()), gradient)
-    output, kept = templates.forward_and_attention("0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone())
+    output, kept = templates.forward_and_attention(
+        "0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()
+    )
     assert torch.equal(output, plain[0])
-    assert torch.equal(output, templates.forward("0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()))
-    again = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone(), kept=kept), gradient)
+    assert torch.equal(
+        output,
+        templates.forward(
+            "0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()
+        ),
+    )
+    again = both_ways(
+        templates, templates.recompute(slot, layer, SLOT, x.clone(), kept=kept), gradient
+    )
     assert all(map(torch.equal, again, plain))
-    assert [tuple(tensor.shape) for tensor in kept] == [(2, 33, 4, plan.model.hidden // 4), (2, 4, 33)]
+    assert [tuple(tensor.shape) for tensor in kept] == [
+        (2, 33, 4, plan.model.hidden // 4),
+        (2, 4, 33),
+    ]
     bytes_kept = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype)
     assert (bytes_kept.output, bytes_kept.log_sum_exp) == tuple(tensor.nbytes for tensor in kept)
 
 
-def test_a_kept_attention_is_taken_and_not_computed(make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_attention_is_taken_and_not_computed(
+    make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another output in its place comes through; the kernel's forward is never called."""
     plan = make_plan(dtype="fp32")
     templates = made(plan)
     weights, x, gradient = drawn(plan, slot, templates)
-    _, kept = templates.forward_and_attention("0", {name: tensor.detach() for name, tensor in weights.items()}, x)
+    _, kept = templates.forward_and_attention(
+        "0", {name: tensor.detach() for name, tensor in weights.items()}, x
+    )
     monkeypatch.setattr(attention, "_forward", None)
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     right, wrong = (
-        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept._replace(output=output)), gradient)
+        both_ways(
+            templates,
+            templates.recompute(
+                slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept._replace(output=output)
+            ),
+            gradient,
+        )
         for output in (kept.output, kept.output + 1)
     )
     assert not torch.equal(right[0], wrong[0])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(make_plan: Callable[..., Plan], slot: Arenas, dtype: str) -> None:
+def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(
+    make_plan: Callable[..., Plan], slot: Arenas, dtype: str
+) -> None:
     results = []
     for chosen in (None, "flash"):
         plan = make_plan(family="qwen2", dtype=dtype, attention=chosen)
-        templates = Templates(plan.model, plan.workload, config_of(plan.model), CPU)
+        templates = FunctionalLayers(plan.model, plan.workload, config_of(plan.model), CPU)
         _, x, gradient = drawn(plan, slot, templates)
-        results.append(both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x), gradient))
+        results.append(
+            both_ways(
+                templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x), gradient
+            )
+        )
     assert all(map(torch.equal, *results))
 
 
 def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: Arenas) -> None:
-    """A layer whose attention was kept is one graph, that is not made again for another layer's tensors."""
+    """A layer whose attention was kept is one graph, that is not made again for another layer's
+    tensors.
+    """
     plan = make_plan(family="qwen2", dtype="bf16")
     templates = made(plan)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    templates._kinds[0].run = torch.compile(templates._kinds[0].eager, fullgraph=True, dynamic=False, backend="eager")
+    templates._kinds[0].run = torch.compile(
+        templates._kinds[0].eager, fullgraph=True, dynamic=False, backend="eager"
+    )
     graphs = []
     for _ in range(2):
         weights, x, gradient = drawn(plan, slot, templates)
         detached = {name: tensor.detach() for name, tensor in weights.items()}
         _, kept = templates.forward_and_attention("0", detached, x.clone())
-        both_ways(templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept), gradient)
+        both_ways(
+            templates,
+            templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept),
+            gradient,
+        )
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [1, 1]
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_kernel_that_the_machine_has_not_is_refused_before_anything_is_loaded(executable: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_kernel_that_the_machine_has_not_is_refused_before_anything_is_loaded(
+    executable: Callable[..., Plan], tmp_path: Path
+) -> None:
     plan = executable(attention="cudnn")
     with pytest.raises(UserError, match=r"workload: attention: found cudnn on cpu"):
         refuse_attention(plan, CPU)
     plan.save(tmp_path / "plan.toml")
     with pytest.raises(UserError, match="cudnn on cpu"):
-        Trainer(tmp_path / "plan.toml", None, tmp_path / "nothing.txt", Config(training=Training(steps=1)), out=tmp_path / "out", device=CPU)
+        Trainer(
+            tmp_path / "plan.toml",
+            None,
+            tmp_path / "nothing.txt",
+            Config(training=TrainingSettings(steps=1)),
+            out=tmp_path / "out",
+            device=CPU,
+        )
     assert not (tmp_path / "out").exists()
 
 
-def test_what_pytorch_would_take_on_this_machine(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pytorch_would_take_on_this_machine(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan()
     assert kernel_of(plan.model, plan.workload, CPU) == "cpu"
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 0)
-    with pytest.raises(UserError, match="PyTorch takes math for bf16 heads of 8 on cpu"):
+    with pytest.raises(UserError, match="PyTorch chooses math for bf16 heads of 8 on cpu"):
         kernel_of(plan.model, plan.workload, CPU)
 
 
@@ -146,18 +213,39 @@ def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]
     plan = make_plan(family="gemma2", attention="flash", head_dim=8)
     with pytest.raises(UserError, match="flash for a gemma2 model"):
         refuse_attention(plan, CPU)
-    kept = msgspec.structs.replace(plan.knobs, placement=Placement(attention="1"))
-    with pytest.raises(UserError, match=r"knobs.placement: attention: found layer 1 of a gemma2 model"):
-        refuse_attention(msgspec.structs.replace(plan, knobs=kept, workload=msgspec.structs.replace(plan.workload, attention=None)), CPU)
+    kept = msgspec.structs.replace(plan.knobs, placement=Placement(saved_attention="1"))
+    with pytest.raises(
+        UserError, match=r"knobs.placement: saved_attention: found layer 1 of a gemma2 model"
+    ):
+        refuse_attention(
+            msgspec.structs.replace(
+                plan, knobs=kept, workload=msgspec.structs.replace(plan.workload, attention=None)
+            ),
+            CPU,
+        )
 
 
-@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}], ids=["full", "sliding above"])
-def test_layers_beside_a_kept_one_are_masked_as_ever(executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "window",
+    [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}],
+    ids=["full", "sliding above"],
+)
+def test_layers_beside_a_kept_one_are_masked_as_ever(
+    executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]
+) -> None:
     """Layers 1 and up slide: their masks are PyTorch's own whether or not layer 0 is kept."""
     bits = []
     for kept in ("", "0"):
-        model = ModelSpec.from_config(tiny_config("qwen2", num_hidden_layers=3, **window).to_dict(), "qwen2", "qwen2")
-        plan = executable("overlapped", model=model, placement=Placement(attention=kept), device_limit_bytes=2**30, host_limit_bytes=2**30)
+        model = ModelSpec.from_config(
+            tiny_config("qwen2", num_hidden_layers=3, **window).to_dict(), "qwen2", "qwen2"
+        )
+        plan = executable(
+            "overlapped",
+            model=model,
+            placement=Placement(saved_attention=kept),
+            device_limit_bytes=2**30,
+            host_limit_bytes=2**30,
+        )
         with session(plan) as running:
             arguments = running.executor.templates._causal
             bits.append(running.bits())
@@ -165,12 +253,21 @@ def test_layers_beside_a_kept_one_are_masked_as_ever(executable: Callable[..., P
     assert bits[0] == bits[1]
 
 
-def test_each_way_of_calling_is_one_graph_a_kind(make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled: with the attention taken, with the kept one, and without either; none broken, none made again for another layer."""
+def test_each_way_of_calling_is_one_graph_a_kind(
+    make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled: with the attention taken, with the kept one, and without either; none broken, none
+    made again for another layer.
+    """
     compiled, graphs = torch.compile, list[object]()
 
     def counted(function: Any, **options: Any) -> Any:
-        return compiled(function, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+        return compiled(
+            function,
+            fullgraph=True,
+            backend=lambda graph, _: graphs.append(graph) or graph.forward,
+            **options,
+        )
 
     monkeypatch.setattr(torch, "compile", counted)
     torch._dynamo.reset()
@@ -180,27 +277,48 @@ def test_each_way_of_calling_is_one_graph_a_kind(make_plan: Callable[..., Plan],
         weights, x, gradient = drawn(plan, slot, templates)
         detached = {name: tensor.detach() for name, tensor in weights.items()}
         _, kept = templates.forward_and_attention(layer, detached, x.clone())
-        both_ways(templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone(), kept=kept), gradient)
-        both_ways(templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone()), gradient)
+        both_ways(
+            templates,
+            templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone(), kept=kept),
+            gradient,
+        )
+        both_ways(
+            templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone()), gradient
+        )
         counts.append(len(graphs))
     assert counts == [3, 3]
 
 
-KEPT: dict[str, Any] = {"placement": Placement(attention="1")}
+KEPT: dict[str, Any] = {"placement": Placement(saved_attention="1")}
 
 
-@pytest.mark.parametrize(("changes", "lengths", "found"), [
-    ({"attention": "flash"}, True, ""), (KEPT, True, ""), ({"attention": "cudnn"}, True, "attention = 'cudnn'"),
-    ({"attention": "flash"}, False, "attention = 'flash'"), (KEPT, False, "knobs.placement.attention = '1'"), ({}, False, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "lengths", "found"),
+    [
+        ({"attention": "flash"}, True, ""),
+        (KEPT, True, ""),
+        ({"attention": "cudnn"}, True, "attention = 'cudnn'"),
+        ({"attention": "flash"}, False, "attention = 'flash'"),
+        (KEPT, False, "knobs.placement.saved_attention = '1'"),
+        ({}, False, ""),
+    ],
+)
 def test_beside_documents_there_are_kernels_that_take_lengths(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], lengths: bool, found: str
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    lengths: bool,
+    found: str,
 ) -> None:
     """On a GPU. The CPU's kernel takes a mask."""
     monkeypatch.setattr(attention, "takes_lengths", lambda *_: lengths)
     monkeypatch.setattr(attention, "kernel_of", lambda *_: None)
     plan = make_plan(documents=True, **changes)
-    with pytest.raises(UserError, match=f"workload: documents: found true, beside {found}") if found else contextlib.nullcontext():
+    with (
+        pytest.raises(UserError, match=f"workload: documents: found true, together with {found}")
+        if found
+        else contextlib.nullcontext()
+    ):
         refuse_attention(plan, torch.device("cuda"))
     if changes.get("attention") != "cudnn":
         refuse_attention(plan, CPU)
@@ -209,7 +327,9 @@ def test_beside_documents_there_are_kernels_that_take_lengths(
 def test_cudnn_is_refused_in_deterministic_mode(make_plan: Callable[..., Plan]) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(UserError, match="workload: attention: found cudnn in deterministic mode"):
+        with pytest.raises(
+            UserError, match="workload: attention: found cudnn in deterministic mode"
+        ):
             refuse_attention(make_plan(attention="cudnn"), CPU)
     finally:
         torch.use_deterministic_algorithms(False)

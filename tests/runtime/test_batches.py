@@ -1,4 +1,6 @@
-"""A batch that is not [batch, sequence] int64 with ids of the model's vocabulary is refused in one line, before anything runs."""
+"""A batch that is not [batch, sequence] int64 with ids of the model's vocabulary is refused in one
+line, before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import pytest
 import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 GOOD = torch.arange(32).view(2, 16)
 BAD: list[tuple[str, Any, str]] = [
@@ -43,10 +45,16 @@ def running(executable: Callable[..., Plan], session: Callable[..., Any]) -> Any
 
 @pytest.mark.parametrize(("field", "value", "message"), BAD)
 @pytest.mark.parametrize("verb", ["step", "evaluate"])
-def test_a_batch_of_another_shape_type_or_vocabulary_is_refused(running: Any, field: str, value: Any, message: str, verb: str) -> None:
+def test_a_batch_of_another_shape_type_or_vocabulary_is_refused(
+    running: Any, field: str, value: Any, message: str, verb: str
+) -> None:
     good = Batch(GOOD, GOOD, torch.zeros_like(GOOD))
     bad = good._replace(**{field: value})
-    play = running.executor.evaluate if verb == "evaluate" else lambda batches: running.executor.step(batches, rate=1e-3, number=1)
+    play = (
+        running.executor.evaluate
+        if verb == "evaluate"
+        else lambda batches: running.executor.step(batches, rate=1e-3, number=1)
+    )
     before = running.executor.checksum()
     with pytest.raises(UserError, match=rf"^data: micro-batch 2: {message}.*; fix: [^\n]*$"):
         play([good, bad])
@@ -55,7 +63,9 @@ def test_a_batch_of_another_shape_type_or_vocabulary_is_refused(running: Any, fi
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_as_many_micro_batches_as_the_plan_has(running: Any, count: int) -> None:
-    with pytest.raises(UserError, match=rf"^data: found {count} micro-batches; allowed: 2, as planned"):
+    with pytest.raises(
+        UserError, match=rf"^data: found {count} micro-batches; allowed: 2, as planned"
+    ):
         running.executor.step([Batch(GOOD, GOOD)] * count, rate=1e-3, number=1)
 
 

@@ -1,4 +1,6 @@
-"""Calibrate: what it measures of a tiny model on the CPU is enough to simulate every policy, and survives its file."""
+"""Calibrate: what it measures of a tiny model on the CPU is enough to simulate every policy, and
+survives its file.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain.runtime import calibrate as module
-from megatrain.runtime import chunk_updates, contention, rates
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.trial import Trial
-from megatrain.simulator.agreement import agreement
+from megatrain.runtime.calibration import calibrate as module
+from megatrain.runtime.calibration import contention
+from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
+from megatrain.runtime.calibration import microbenchmarks as rates
+from megatrain.runtime.calibration.profile_steps import StepProfile
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.costs import Calibrated, cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import write_toml
-from megatrain.simulator.hardware import COMPUTE_KINDS, CURVE_KINDS, UNMEASURED_KINDS, HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.agreement import agreement
+from megatrain.simulator.hardware.machine import (
+    COMPUTE_KINDS,
+    CURVE_KINDS,
+    UNMEASURED_KINDS,
+    HardwareSpec,
+)
 from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import KEPT, LANES, Schedule
-from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 
 
 @pytest.mark.timeout(120)
-def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibrated_machine_can_simulate_every_policy(
+    executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One test for everything that needs a calibration, since one takes seconds."""
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(module, "_HOST_SECONDS", 0.2)
@@ -40,10 +51,20 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     plan = executable(vocabulary=300)
     heard: list[str] = []
     hardware = module.calibrate(
-        "here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32, progress=heard.append
+        "here",
+        plan.model,
+        plan.workload,
+        config_of(plan.model),
+        torch.device("cpu"),
+        host_bytes=2**33,
+        device_bytes=2**32,
+        progress=heard.append,
     )
     assert len(heard) == len(set(heard)) >= 3
-    assert [line for line in heard if "turn" in line] == [f"optimizer on the host, whole layers, chunks, accumulating, turn {turn}" for turn in (1, 2)]
+    assert [line for line in heard if "turn" in line] == [
+        f"optimizer on the CPU: layers, chunks and gradient accumulation, turn {turn}"
+        for turn in (1, 2)
+    ]
     assert {64, 512} <= {size for size, _ in hardware.costs.curves["cpu_update"]}, "parts of layers"
     assert (hardware.host_bytes, hardware.device_bytes, hardware.name) == (2**33, 2**32, "here")
     table = hardware.costs
@@ -56,14 +77,19 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     assert table.compute.keys() == {*COMPUTE_KINDS, *UNMEASURED_KINDS}
     kept = shape.replace("/", f"{KEPT}/")
-    assert all(durations.keys() - {kept} == {shape} and min(durations[shape]) > 0 for durations in table.compute.values())
+    assert all(
+        durations.keys() - {kept} == {shape} and min(durations[shape]) > 0
+        for durations in table.compute.values()
+    )
     assert {kind for kind, durations in table.compute.items() if kept in durations} == {"recompute"}
     assert 0 < table.compute["recompute"][kept][0] < table.compute["recompute"][shape][0]
     amounts = {op.kind: op.amount for op in (*lower(plan).ops, *evaluation(plan).ops) if op.shape}
     assert {kind: durations[shape][0] for kind, durations in table.compute.items()} == amounts
     assert "accumulate_gradients:add" in table.curves
-    assert {"norm@compute", "norm@update", "ratios", "ratios@update"} <= set(table.curves)
-    assert len(table.curves["ratios@update"]) >= 2, "a layer, and chunks of it"
+    assert {"norm@compute", "norm@update", "update_ratios", "update_ratios@update"} <= set(
+        table.curves
+    )
+    assert len(table.curves["update_ratios@update"]) >= 2, "a layer, and chunks of it"
     assert len(table.curves["update"]) >= 2, "a layer, and chunks of it"
 
     # plausible figures
@@ -71,14 +97,20 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     for kind in ("load_weights", "save_gradients"):
         sizes = [size for size, _ in table.curves[kind]]
         assert (sizes[0], sizes[-1]) == (2**16, 2**26)
-        assert table.curves[kind][-1][1] > 20 * table.curves[kind][0][1], "64 MiB takes a multiple of 64 KiB"
+        assert table.curves[kind][-1][1] > 20 * table.curves[kind][0][1], (
+            "64 MiB takes a multiple of 64 KiB"
+        )
     assert all(0 < share <= 1 for others in table.contention.values() for share in others.values())
-    assert {lane: set(others) for lane, others in table.contention.items()} == {lane: set(LANES) - {lane} for lane in LANES}
+    assert {lane: set(others) for lane, others in table.contention.items()} == {
+        lane: set(LANES) - {lane} for lane in LANES
+    }
     assert hardware.h2d_gb_per_s > 0.1
     assert 0.1 < hardware.thread_gb_per_s < 1000
     assert 1e7 < hardware.cpu_adam_per_s < 1e12
     assert hardware.peak_tflops["bf16"] > 0
-    assert [size for size, _ in hardware.h2d_curve] == [size for size, _ in table.curves["load_weights"]]
+    assert [size for size, _ in hardware.h2d_curve] == [
+        size for size, _ in table.curves["load_weights"]
+    ]
     assert hardware.h2d_curve[-1][1] == pytest.approx(hardware.h2d_gb_per_s)
     assert hardware.uncertainty == 0.10
     assert table.fixed is not None
@@ -89,10 +121,22 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     # every measured number has its spread, and a second calibration can be compared with it
     numbers = {f"{kind} {size}" for kind, points in table.curves.items() for size, _ in points}
     numbers |= {f"{kind} {shape}" for kind, shapes in table.compute.items() for shape in shapes}
-    numbers |= {f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other} | {f"dispatch_ns.{lane}" for lane in table.dispatch_ns}
-    numbers |= {"peak_tflops.bf16", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s", "cpu_adam_per_s"}
+    numbers |= {
+        f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other
+    } | {f"dispatch_ns.{lane}" for lane in table.dispatch_ns}
+    numbers |= {
+        "peak_tflops.bf16",
+        "device_gb_per_s",
+        "host_gb_per_s",
+        "thread_gb_per_s",
+        "cpu_adam_per_s",
+    }
     numbers |= {"step_overhead_ns", "fixed.launch_ns", "fixed.first_touch_gb_per_s"}
-    single = {f"{kind} {points[1][0]}" for kind, points in table.curves.items() if len(points) == 2 and points[1][1] == 2 * points[0][1]}
+    single = {
+        f"{kind} {points[1][0]}"
+        for kind, points in table.curves.items()
+        if len(points) == 2 and points[1][1] == 2 * points[0][1]
+    }
     assert table.spread.keys() == numbers - single, "but the second point of a rate"
     assert all(share >= 0 for share in table.spread.values())
     assert {"h2d", "d2h", "compute", "cpu"} <= table.dispatch_ns.keys()
@@ -108,11 +152,19 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
     costs = cost_model(hardware, plan.model, plan.workload)
     assert isinstance(costs, Calibrated)
     for policy in POLICIES:
-        for changes in ({}, {"accumulation": 3}, {"clipping": "none", "checkpoint_interval": 2}, {"clipping": "layer"}, {"clipping": "update"}):
+        for changes in (
+            {},
+            {"accumulation": 3},
+            {"clipping": "none", "checkpoint_interval": 2},
+            {"clipping": "layer"},
+            {"clipping": "update"},
+        ):
             schedule = lower(executable(policy, vocabulary=300, chunk_bytes=2**16, **changes))
             predicted = simulate(schedule, costs)
             assert {span.op for span in predicted.spans} == {op.id for op in schedule.ops}
-            assert predicted.makespan_ns > sum(span.duration_ns for span in predicted.spans if span.kind == "backward")
+            assert predicted.makespan_ns > sum(
+                span.duration_ns for span in predicted.spans if span.kind == "backward"
+            )
             assert not [op.id for op in schedule.ops if op.shape and costs.extrapolated(op)]
     for policy in peers():
         assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
@@ -120,33 +172,80 @@ def test_a_calibrated_machine_can_simulate_every_policy(executable: Callable[...
 
 def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
     plan = executable()
-    with pytest.raises(UserError, match=r"^host memory: found pools of "):  # before a page of it is touched
-        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**12, device_bytes=2**33)
+    with pytest.raises(
+        UserError, match=r"^host memory: found pools of "
+    ):  # before a page of it is touched
+        module.calibrate(
+            "here",
+            plan.model,
+            plan.workload,
+            config_of(plan.model),
+            torch.device("cpu"),
+            host_bytes=2**12,
+            device_bytes=2**33,
+        )
     with pytest.raises(UserError, match=r"^device memory: found pools of "):
-        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**12)
+        module.calibrate(
+            "here",
+            plan.model,
+            plan.workload,
+            config_of(plan.model),
+            torch.device("cpu"),
+            host_bytes=2**33,
+            device_bytes=2**12,
+        )
 
 
-def test_a_calibration_that_fails_leaves_nothing_behind(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_that_fails_leaves_nothing_behind(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, closed = executable(), list[str]()
     monkeypatch.setattr(module, "_measure_optimizer", lambda *_: 1 / 0)
-    for name, kind, method in (("slabs", module.KeptMemory, "free"), ("parts", module.ChunkUpdates, "close")):
+    for name, kind, method in (
+        ("slabs", module.ReusablePinnedPool, "free"),
+        ("parts", module.ChunkUpdates, "close"),
+    ):
         usual = getattr(kind, method)
-        monkeypatch.setattr(kind, method, lambda self, name=name, usual=usual: (closed.append(name), usual(self)))
+        monkeypatch.setattr(
+            kind, method, lambda self, name=name, usual=usual: (closed.append(name), usual(self))
+        )
     with pytest.raises(ZeroDivisionError):
-        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**33)
+        module.calibrate(
+            "here",
+            plan.model,
+            plan.workload,
+            config_of(plan.model),
+            torch.device("cpu"),
+            host_bytes=2**33,
+            device_bytes=2**33,
+        )
     assert sorted(closed) == ["parts", "slabs"]
 
 
-def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the host's limit: beside updates of a few parameters a copy waits for Python's lock."""
+def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the host's limit: beside updates of a few parameters a copy waits for Python's
+    lock.
+    """
     plan, made = executable(), list[int]()
     monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        module.calibrate("here", plan.model, plan.workload, config_of(plan.model), torch.device("cpu"), host_bytes=2**12, device_bytes=2**33)
+        module.calibrate(
+            "here",
+            plan.model,
+            plan.workload,
+            config_of(plan.model),
+            torch.device("cpu"),
+            host_bytes=2**12,
+            device_bytes=2**33,
+        )
     assert made == [sum(layer.elements for layer in plan.model.shortest(module._LAYERS).decoders)]
 
 
-def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, cuda = executable(), torch.device("cuda")
     bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
     grown = iter([4, 6])
@@ -155,41 +254,89 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
     def growth() -> Iterator[list[int]]:
         yield [next(grown)]
 
-    monkeypatch.setattr(module, "run_trial", lambda plan, *_, **__: Trial(lower(plan), [], [], None, {}, 0, 0, 1))
+    monkeypatch.setattr(
+        module,
+        "profile_steps",
+        lambda plan, *_, **__: StepProfile(lower(plan), [], [], None, {}, 0, 0, 1),
+    )
     monkeypatch.setattr(module, "growth", growth)
     monkeypatch.setattr(bench, "_collect", lambda *_: None)
     subject = module.Subject(plan.model, config_of(plan.model))
     bench.run(subject, bench.plan("resident", plan.model, plan.workload), ())
     for turn in (1, 2):
-        module._measure_host_optimizer(bench, SimpleNamespace(measure=lambda _: {}), subject, plan.workload, turn)
-    assert bench.beside == [4, 6]
-    assert module._process_bytes(bench.beside, cuda) == 5
-    assert module._process_bytes(bench.beside, torch.device("cpu")) == 0, "the pools that stand for a device's are the process' too"
+        module._measure_host_optimizer(
+            bench, SimpleNamespace(measure=lambda _: {}), subject, plan.workload, turn
+        )
+    assert bench.process_growth == [4, 6]
+    assert module._process_bytes(bench.process_growth, cuda) == 5
+    assert module._process_bytes(bench.process_growth, torch.device("cpu")) == 0, (
+        "the pools that stand for a device's are the process' too"
+    )
     assert module._process_bytes([], cuda) == 0
 
 
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
-    """F0 ends at 10; F1 starts at 13, 3 after; F2 waits for W0, which ended at 40, and starts at 45."""
+    """F0 ends at 10; F1 starts at 13, 3 after; F2 waits for W0, which ended at 40, and starts at
+    45.
+    """
     text = "schedule test\nF0 compute\nW0 h2d\nF1 compute\nF2 compute after=W0\n"
-    times: dict[str, tuple[int, int]] = {"F0": (1, 10), "W0": (7, 40), "F1": (13, 20), "F2": (45, 50)}
+    times: dict[str, tuple[int, int]] = {
+        "F0": (1, 10),
+        "W0": (7, 40),
+        "F1": (13, 20),
+        "F2": (45, 50),
+    }
     schedule = Schedule.from_text(text)
-    spans = tuple(Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1]) for op in schedule.ops)
-    trial = Trial(schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], None, {}, 0, 0, 0)
+    spans = tuple(
+        Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1])
+        for op in schedule.ops
+    )
+    trial = StepProfile(
+        schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], None, {}, 0, 0, 0
+    )
     assert module._waits(trial) == {"compute": [[1, 3, 5]], "h2d": [[7]]}
     assert module._dispatch(module._waits(trial)) == {"compute": 3, "h2d": 7}
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
-    assert module._curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == ((100, 2.0), (200, 4.0), (400, 5.0), (800, 10.0))
+    assert module._curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == (
+        (100, 2.0),
+        (200, 4.0),
+        (400, 5.0),
+        (800, 10.0),
+    )
 
 
 def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
-    h2d, d2h = module._curve([(100, 10), (200, 9), (400, 30)]), module._curve([(100, 11), (200, 12), (400, 33)])
+    h2d, d2h = (
+        module._curve([(100, 10), (200, 9), (400, 30)]),
+        module._curve([(100, 11), (200, 12), (400, 33)]),
+    )
     curve = module._duplex([(100, 5), (200, 15), (400, 14)], h2d, d2h)
-    assert curve == ((100, 10.0), (200, pytest.approx(200 / 15, rel=1e-4)), (400, pytest.approx(400 / 30, rel=1e-4)))
-    spec = {"name": "x", "source": "", "device_bytes": 2**30, "host_bytes": 2**30, "cores": 1, "peak_tflops": {"bf16": 1.0}, "linear_efficiency": 1.0}
-    rates_ = dict.fromkeys(("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s"), 1.0)
-    others = {"duplex_fraction": 1.0, "cpu_update_per_s": 1e9, "cpu_adam_per_s": 1e9, "h2d_curve": h2d, "d2h_curve": d2h}
+    assert curve == (
+        (100, 10.0),
+        (200, pytest.approx(200 / 15, rel=1e-4)),
+        (400, pytest.approx(400 / 30, rel=1e-4)),
+    )
+    spec = {
+        "name": "x",
+        "source": "",
+        "device_bytes": 2**30,
+        "host_bytes": 2**30,
+        "cores": 1,
+        "peak_tflops": {"bf16": 1.0},
+        "linear_efficiency": 1.0,
+    }
+    rates_ = dict.fromkeys(
+        ("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "thread_gb_per_s"), 1.0
+    )
+    others = {
+        "duplex_fraction": 1.0,
+        "cpu_update_per_s": 1e9,
+        "cpu_adam_per_s": 1e9,
+        "h2d_curve": h2d,
+        "d2h_curve": d2h,
+    }
     assert HardwareSpec(**spec, **rates_, **others, duplex_curve=curve).duplex_curve == curve
 
 

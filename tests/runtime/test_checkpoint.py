@@ -1,4 +1,6 @@
-"""Checkpoints: resume is bit-identical to never having stopped, under any plan of the workload; and which checkpoints are kept."""
+"""Checkpoints: resume is bit-identical to never having stopped, under any plan of the workload; and
+which checkpoints are kept.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from small_runs import SETTINGS, everything, run_of
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import restore, save, verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 # ---- resume ----
 
@@ -34,18 +36,29 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
             "weight_slots": 3,
             "chunk_bytes": 16384,
             "device_limit_bytes": 2**25,
-            "placement": Placement(weights="0,h", low="1-2", moments="e,3", gradients="0-1"),
+            "placement": Placement(weights="0,h", master_low="1-2", moments="e,3", gradients="0-1"),
         },
     ),
 }
 
 
-@pytest.mark.parametrize("workload", [{}, {"clipping": "none"}, {"dtype": "fp32", "accumulation": 2}], ids=["bf16", "unclipped", "fp32"])
+@pytest.mark.parametrize(
+    "workload",
+    [{}, {"clipping": "none"}, {"dtype": "fp32", "accumulation": 2}],
+    ids=["bf16", "unclipped", "fp32"],
+)
 def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, workload: dict[str, Any]
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    workload: dict[str, Any],
 ) -> None:
-    """Losses, norms, weights and moments of every later step, from each plan to the next; saving in between changes nothing either."""
-    plans = {name: executable(policy, **workload, **knobs) for name, (policy, knobs) in PLANS.items()}
+    """Losses, norms, weights and moments of every later step, from each plan to the next; saving in
+    between changes nothing either.
+    """
+    plans = {
+        name: executable(policy, **workload, **knobs) for name, (policy, knobs) in PLANS.items()
+    }
     expected: dict[str, Any] = {}
     for name, plan in plans.items():
         with session(plan) as running:
@@ -65,7 +78,9 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
             assert everything(running) == expected[new][1], f"{old} -> {new}"
 
 
-def test_a_running_executor_goes_back(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_a_running_executor_goes_back(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     """An update that it owes at that moment is not applied to what was restored."""
     plan, folder = saved
     with session(plan) as running:
@@ -77,7 +92,9 @@ def test_a_running_executor_goes_back(saved: tuple[Plan, Path], session: Callabl
         assert everything(running) == before
 
 
-def test_the_random_generators_go_on_where_they_were(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_random_generators_go_on_where_they_were(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     plan, _ = saved
 
     def draw() -> tuple[float, float, float]:
@@ -92,7 +109,10 @@ def test_the_random_generators_go_on_where_they_were(saved: tuple[Plan, Path], s
 
 
 def test_the_files_are_safetensors_of_bounded_size(
-    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Plan, Path],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan, folder = saved
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
@@ -115,7 +135,9 @@ def test_the_files_are_safetensors_of_bounded_size(
 # ---- what is kept ----
 
 
-def test_the_last_and_the_best_are_kept(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_last_and_the_best_are_kept(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     plan, _ = saved
     with session(plan) as running:
         checkpoints = Checkpoints(tmp_path / "kept", keep_last=2, keep_best=2)
@@ -126,7 +148,9 @@ def test_the_last_and_the_best_are_kept(saved: tuple[Plan, Path], session: Calla
     assert len(list((tmp_path / "kept").iterdir())) == 4
 
 
-def test_of_equally_good_ones_the_newer_is_kept(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_of_equally_good_ones_the_newer_is_kept(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     with session(saved[0]) as running:
         checkpoints = Checkpoints(tmp_path / "kept", keep_last=1, keep_best=1)
         for step, loss in enumerate([2.0, 1.0, 1.0, 3.0, 1.5], 1):
@@ -134,7 +158,9 @@ def test_of_equally_good_ones_the_newer_is_kept(saved: tuple[Plan, Path], sessio
     assert checkpoints.steps() == [3, 5]
 
 
-def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     """Otherwise the next resume would take the newest, which is not this run's."""
     plan, folder = saved
     with session(plan) as running:
@@ -156,7 +182,9 @@ def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(saved: tuple
 
 
 @pytest.mark.parametrize("left", [".saving-step-00000003-x", ".removing-step-00000001"])
-def test_half_a_checkpoint_is_never_picked_up(saved: tuple[Plan, Path], session: Callable[..., Any], left: str) -> None:
+def test_half_a_checkpoint_is_never_picked_up(
+    saved: tuple[Plan, Path], session: Callable[..., Any], left: str
+) -> None:
     plan, folder = saved
     shutil.copytree(folder / "step-00000002", folder / left)
     assert Checkpoints(folder).steps() == [1, 2]
@@ -165,7 +193,9 @@ def test_half_a_checkpoint_is_never_picked_up(saved: tuple[Plan, Path], session:
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
-def test_one_that_was_being_replaced_is_moved_back(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_one_that_was_being_replaced_is_moved_back(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     plan, folder = saved
     (folder / "step-00000002").rename(folder / ".replaced-step-00000002")
     with session(plan) as running:
@@ -173,10 +203,17 @@ def test_one_that_was_being_replaced_is_moved_back(saved: tuple[Plan, Path], ses
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
-def test_no_checkpoint_yet(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_no_checkpoint_yet(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     with session(saved[0]) as running:
         assert Checkpoints(tmp_path / "nowhere").restore(running.executor, SETTINGS) is None
-        with pytest.raises(UserError, match="nowhere: found no checkpoint of step 7; allowed: none yet; fix: name one of these"):
+        with pytest.raises(
+            UserError,
+            match=(
+                "nowhere: found no checkpoint of step 7; allowed: none yet; fix: name one of these"
+            ),
+        ):
             Checkpoints(tmp_path / "nowhere").restore(running.executor, SETTINGS, step=7)
 
 

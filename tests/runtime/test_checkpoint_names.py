@@ -1,4 +1,6 @@
-"""What a checkpoint has in parts is put together once, when its first part is written; everything else streams from where it lies."""
+"""What a checkpoint has in parts is put together once, when its first part is written; everything
+else streams from where it lies.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +11,74 @@ import torch
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
-from megatrain.runtime.files.tensor_stream import Source
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import ModelSpec
+from megatrain.runtime.files.tensor_stream import TensorSource
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import ModelSpec
 
-IN_PARTS = {"deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"} | {
-    "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "glm4_moe_lite", "mellum", "minimax_m2", "qwen3_5_moe_text", "solar_open", "axk1", "cohere2_moe", "hy_v3", "minimax", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "mimo_v2_flash",
-}  # fmt: skip
+IN_PARTS = {
+    "deepseek_v3",
+    "glm4_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+} | {
+    "deepseek_v2",
+    "dots1",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe_lite",
+    "mellum",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+    "solar_open",
+    "axk1",
+    "cohere2_moe",
+    "hy_v3",
+    "minimax",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "laguna",
+    "mimo_v2_flash",
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(family: str) -> None:
     config = tiny_config(family, num_hidden_layers=2)
-    names, layer = CheckpointNames(config), ModelSpec.from_config(config.to_dict(), family, family).stack["1"]
+    names, layer = (
+        CheckpointNames(config),
+        ModelSpec.from_config(config.to_dict(), family, family).stack["1"],
+    )
     log: list[tuple[str, str]] = []
 
-    def source(name: str, shape: tuple[int, ...]) -> Source:
+    def source(name: str, shape: tuple[int, ...]) -> TensorSource:
         def pieces() -> Iterator[torch.Tensor]:
             log.append(("read", name))
             yield from torch.arange(torch.Size(shape).numel(), dtype=torch.float32).split(1000)
 
-        return Source(torch.float32, shape, pieces)
+        return TensorSource(torch.float32, shape, pieces)
 
-    sources = {hub_name("1", tensor.name, names.stack): source(tensor.name, tensor.shape) for tensor in layer.tensors}
+    sources = {
+        hub_name("1", tensor.name, names.stack): source(tensor.name, tensor.shape)
+        for tensor in layer.tensors
+    }
     saved = names.saved(sources)
     assert not log, "nothing is read before it is written"
-    streamed = [key for key, found in saved.items() if any(found is source for source in sources.values())]
+    streamed = [
+        key for key, found in saved.items() if any(found is source for source in sources.values())
+    ]
     for key, found in saved.items():
         assert sum(piece.numel() for piece in found.pieces()) == torch.Size(found.shape).numel()
         log.append(("written", key))
     reads = [name for what, name in log if what == "read"]
-    assert sorted(reads) == sorted(tensor.name for tensor in layer.tensors), "each tensor is read once"
-    assert sum(found.bytes for found in saved.values()) == sum(found.bytes for found in sources.values())
+    assert sorted(reads) == sorted(tensor.name for tensor in layer.tensors), (
+        "each tensor is read once"
+    )
+    assert sum(found.bytes for found in saved.values()) == sum(
+        found.bytes for found in sources.values()
+    )
     parts = [key for key in saved if key not in streamed]
     assert bool(parts) == (family in IN_PARTS)
     assert all("experts" in key for key in parts)

@@ -17,9 +17,9 @@ from small_runs import SETTINGS, everything, run_of
 from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
-from megatrain.runtime.files.tensor_stream import Source, write_tensors
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 
 def flip(file: Path, at: int) -> None:
@@ -33,7 +33,9 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads((folder / "manifest.json").read_text())["content"]
     change(content)
     text = json.dumps(content, separators=(",", ":"))
-    (folder / "manifest.json").write_text(f'{{"checksum":"{xxhash.xxh3_128_hexdigest(text.encode())}","content":{text}}}')
+    (folder / "manifest.json").write_text(
+        f'{{"checksum":"{xxhash.xxh3_128_hexdigest(text.encode())}","content":{text}}}'
+    )
 
 
 def state_file(folder: Path) -> Path:
@@ -47,39 +49,93 @@ def elsewhere(folder: Path) -> None:
 
 
 def other_tensors(folder: Path) -> None:
-    size, checksum = write_tensors(folder / "new", {"0.weights": Source.of(torch.zeros(3))})
+    size, checksum = write_tensors(folder / "new", {"0.weights": TensorSource.of(torch.zeros(3))})
     (folder / "new").rename(state_file(folder))
     reseal(folder, lambda content: content["shards"][0].update(bytes=size, checksum=checksum))
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut off": (lambda folder: os.truncate(state_file(folder), 1000), r"state-00001\.safetensors: found 1000 bytes; allowed: a file of \d+ bytes"),
-    "missing": (lambda folder: state_file(folder).unlink(), r"state-00001\.safetensors: found no such file"),
+    "cut off": (
+        lambda folder: os.truncate(state_file(folder), 1000),
+        r"state-00001\.safetensors: found 1000 bytes; allowed: a file of \d+ bytes",
+    ),
+    "missing": (
+        lambda folder: state_file(folder).unlink(),
+        r"state-00001\.safetensors: found no such file",
+    ),
     "a bit of a tensor": (
         lambda folder: flip(state_file(folder), 50_000),
         r"state-00001\.safetensors: found checksum [0-9a-f]+; allowed: [0-9a-f]+, as it was",
     ),
-    "a bit of the last tensor": (lambda folder: flip(state_file(folder), -1), r"state-00001\.safetensors: found checksum"),
-    "a bit of the header's length": (lambda folder: flip(state_file(folder), 6), r"state-00001\.safetensors: found a file that cannot be read"),
-    "a bit of the header": (lambda folder: flip(state_file(folder), 60), r"state-00001\.safetensors"),
-    "a bit of the manifest": (lambda folder: flip(folder / "manifest.json", 60), r"manifest\.json: found another checksum"),
-    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 500), r"manifest\.json: found no manifest"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json: found no such file"),
-    "a link": (elsewhere, r"state-00001\.safetensors: found a link, which may leave the checkpoint's folder"),
-    "a path that leaves the folder": (
-        lambda folder: reseal(folder, lambda content: content["shards"][0].update(file="../step-00000001/state-00001.safetensors")),
-        r"manifest\.json: file: found '\.\./step-00000001/state-00001\.safetensors'; allowed: state-00001\.safetensors and so on, beside",
+    "a bit of the last tensor": (
+        lambda folder: flip(state_file(folder), -1),
+        r"state-00001\.safetensors: found checksum",
     ),
-    "a tensor twice": (lambda folder: reseal(folder, lambda content: content["shards"].append(content["shards"][0])), r"tensors: found 0\.low, 0\.moments"),
-    "a tensor less": (lambda folder: reseal(folder, lambda content: content["shards"][0]["tensors"].pop()), r"tensors: found h\.moments; allowed: each"),
-    "another tensor": (other_tensors, r"state-00001\.safetensors: e\.weights: found no such tensor; allowed: \(torch\.bfloat16"),
-    "another step": (lambda folder: reseal(folder, lambda content: content["run"].update(step=9)), r"step-00000002: found a checkpoint of step 9"),
-    "a later format": (lambda folder: reseal(folder, lambda content: content.update(format=2)), r"format: found 2; allowed: 1"),
+    "a bit of the header's length": (
+        lambda folder: flip(state_file(folder), 6),
+        r"state-00001\.safetensors: found a file that cannot be read",
+    ),
+    "a bit of the header": (
+        lambda folder: flip(state_file(folder), 60),
+        r"state-00001\.safetensors",
+    ),
+    "a bit of the manifest": (
+        lambda folder: flip(folder / "manifest.json", 60),
+        r"manifest\.json: found a checksum that differs from",
+    ),
+    "half a manifest": (
+        lambda folder: os.truncate(folder / "manifest.json", 500),
+        r"manifest\.json: found not a manifest",
+    ),
+    "no manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        r"manifest\.json: found no such file",
+    ),
+    "a link": (
+        elsewhere,
+        r"state-00001\.safetensors: found a link, which may point outside the checkpoint's folder",
+    ),
+    "a path that leaves the folder": (
+        lambda folder: reseal(
+            folder,
+            lambda content: content["shards"][0].update(
+                file="../step-00000001/state-00001.safetensors"
+            ),
+        ),
+        (
+            r"manifest\.json: file: found '\.\./step-00000001/state-00001\.safetensors'; allowed:"
+            r" state-00001\.safetensors and so on, next to"
+        ),
+    ),
+    "a tensor twice": (
+        lambda folder: reseal(
+            folder, lambda content: content["shards"].append(content["shards"][0])
+        ),
+        r"tensors: found 0\.master_low, 0\.moments",
+    ),
+    "a tensor less": (
+        lambda folder: reseal(folder, lambda content: content["shards"][0]["tensors"].pop()),
+        r"tensors: found h\.moments; allowed: each",
+    ),
+    "another tensor": (
+        other_tensors,
+        r"state-00001\.safetensors: e\.weights: found no such tensor; allowed: \(torch\.bfloat16",
+    ),
+    "another step": (
+        lambda folder: reseal(folder, lambda content: content["run"].update(step=9)),
+        r"step-00000002: found a checkpoint of step 9",
+    ),
+    "a later format": (
+        lambda folder: reseal(folder, lambda content: content.update(format=2)),
+        r"format: found 2; allowed: 1",
+    ),
 }
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_a_spoiled_checkpoint_is_refused_by_name_and_the_one_before_it_offered(saved: tuple[Plan, Path], session: Callable[..., Any], spoiled: str) -> None:
+def test_a_spoiled_checkpoint_is_refused_by_name_and_the_one_before_it_offered(
+    saved: tuple[Plan, Path], session: Callable[..., Any], spoiled: str
+) -> None:
     plan, folder = saved
     spoil, message = SPOILED[spoiled]
     spoil(folder / "step-00000002")
@@ -87,63 +143,111 @@ def test_a_spoiled_checkpoint_is_refused_by_name_and_the_one_before_it_offered(s
         with pytest.raises(UserError, match=message) as error:
             Checkpoints(folder).restore(running.executor, SETTINGS)
         assert "step-00000002" in str(error.value)
-        assert error.value.fix == "resume from step 1, the newest sound one before it"
+        assert error.value.fix == "resume from step 1, the newest undamaged checkpoint before it"
         assert "\n" not in str(error.value)
         assert Checkpoints(folder).restore(running.executor, SETTINGS, step=1) == run_of(1)
 
 
-def test_of_two_spoiled_checkpoints_none_is_offered(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_of_two_spoiled_checkpoints_none_is_offered(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     plan, folder = saved
     for step in (1, 2):
         flip(state_file(folder / f"step-0000000{step}"), -1)
-    with session(plan) as running, pytest.raises(UserError, match="fix: there is no sound one before it: start anew"):
+    with (
+        session(plan) as running,
+        pytest.raises(UserError, match="fix: start a new run, since there is no undamaged"),
+    ):
         Checkpoints(folder).restore(running.executor, SETTINGS)
 
 
-def test_an_earlier_checkpoint_that_resuming_would_refuse_is_not_offered(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_an_earlier_checkpoint_that_resuming_would_refuse_is_not_offered(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     """A link leads to the right bytes, but a file outside the folder is never read."""
     plan, folder = saved
     flip(state_file(folder / "step-00000002"), -1)
     elsewhere(folder / "step-00000001")
     with session(plan) as running:
-        with pytest.raises(UserError, match="fix: there is no sound one before it: start anew"):
+        with pytest.raises(UserError, match="fix: start a new run, since there is no undamaged"):
             Checkpoints(folder).restore(running.executor, SETTINGS)
-        with pytest.raises(UserError, match=r"step-00000001/state-00001\.safetensors: found a link"):
+        with pytest.raises(
+            UserError, match=r"step-00000001/state-00001\.safetensors: found a link"
+        ):
             verify(folder / "step-00000001")
 
 
-def test_another_state_of_the_generators_is_refused(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_another_state_of_the_generators_is_refused(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     plan, folder = saved
     reseal(folder / "step-00000002", lambda content: content["random"]["numpy"].__setitem__(2, -5))
-    with session(plan) as running, pytest.raises(UserError, match="random state: found no state of numpy's generator"):
+    with (
+        session(plan) as running,
+        pytest.raises(UserError, match="random state: found not a state of numpy's generator"),
+    ):
         Checkpoints(folder).restore(running.executor, SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("changes", "settings", "message"),
     [
-        ({"layers": 5}, SETTINGS, r"found model\.num_hidden_layers 4, model \[.*; allowed: model\.num_hidden_layers 5, model .*as in this run"),
-        ({"sequence": 8}, SETTINGS, r"step-00000002: found workload\.sequence 16; allowed: workload\.sequence 8, as in this run; fix: resume with what"),
-        ({"clipping": "none"}, SETTINGS, r"found workload\.clipping global; allowed: workload\.clipping none"),
-        ({}, {"rate": 2e-2, "seed": 0}, r"found settings\.rate 0\.01; allowed: settings\.rate 0\.02"),
+        (
+            {"layers": 5},
+            SETTINGS,
+            (
+                r"found model\.num_hidden_layers 4, model \[.*; allowed: model\.num_hidden_layers"
+                r" 5, model .*as in this run"
+            ),
+        ),
+        (
+            {"sequence": 8},
+            SETTINGS,
+            (
+                r"step-00000002: found workload\.sequence 16; allowed: workload\.sequence 8, as in"
+                r" this run; fix: resume with what"
+            ),
+        ),
+        (
+            {"clipping": "none"},
+            SETTINGS,
+            r"found workload\.clipping global; allowed: workload\.clipping none",
+        ),
+        (
+            {},
+            {"rate": 2e-2, "seed": 0},
+            r"found settings\.rate 0\.01; allowed: settings\.rate 0\.02",
+        ),
         ({}, {"rate": 1e-2}, r"found settings\.seed 0; allowed: settings\.seed None"),
     ],
 )
 def test_another_run_is_refused_before_anything_is_changed(
-    saved: tuple[Plan, Path], executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any], settings: dict[str, Any], message: str
+    saved: tuple[Plan, Path],
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    message: str,
 ) -> None:
     _, folder = saved
     with session(executable("double_buffer", **changes)) as running:
         before = everything(running)
         with pytest.raises(UserError, match=message) as error:
             Checkpoints(folder).restore(running.executor, settings)
-        assert "sound one before" not in str(error.value)
+        assert "undamaged checkpoint before" not in str(error.value)
         assert everything(running) == before
 
 
 def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
     manifest = Manifest.load(saved[1] / "step-00000002")
     assert manifest.run == run_of(2)
-    assert manifest.optimizer == {"name": "AdamW", "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "max_norm": 0.05, "groups": []}
+    assert manifest.optimizer == {
+        "name": "AdamW",
+        "betas": [0.9, 0.95],
+        "epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "max_norm": 0.05,
+        "groups": [],
+    }
     with pytest.raises(UserError, match="checkpoint: step: found -1"):
         msgspec.structs.replace(manifest.run, step=-1)

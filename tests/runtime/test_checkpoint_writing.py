@@ -1,4 +1,6 @@
-"""Writing a checkpoint: what is on the disk when, and what a crash, a full disk or an interruption leaves behind."""
+"""Writing a checkpoint: what is on the disk when, and what a crash, a full disk or an interruption
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ from small_runs import SETTINGS, everything, run_of
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, save
 from megatrain.runtime.checkpoint.folder import Checkpoints
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule.plan import Plan
 
 
 def test_all_of_it_is_on_the_disk_before_it_has_its_name(
-    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Plan, Path],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each file, then the folder's list of names, then the rename, then the list of names that the rename has changed."""
+    """Each file, then the folder's list of names, then the rename, then the list of names that the
+    rename has changed.
+    """
     events: list[tuple[str, str]] = []
     sync, rename = os.fsync, Path.rename
 
@@ -41,7 +48,10 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     before, after = events[:place], events[place + 1 :]
     assert before.index(("sync", str(tmp_path))) == 0, "the folder was made"
     assert before[-1] == ("sync", aside)
-    assert {Path(path).name.partition(".json")[0].lstrip(".") for event, path in before[1:-1]} == {"state-00001.safetensors", "manifest"}
+    assert {Path(path).name.partition(".json")[0].lstrip(".") for event, path in before[1:-1]} == {
+        "state-00001.safetensors",
+        "manifest",
+    }
     assert all(path.startswith(f"{aside}/") for _, path in before[1:-1])
     assert after == [("sync", str(tmp_path / "new"))]
 
@@ -59,7 +69,13 @@ def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with session(plan) as running, pytest.raises(CheckpointError, match="was not saved: input/output error; the ones before it are as they were"):
+    with (
+        session(plan) as running,
+        pytest.raises(
+            CheckpointError,
+            match="was not saved: input/output error; earlier checkpoints are unchanged",
+        ),
+    ):
         save(running.executor, run_of(2, 9.0), folder / "step-00000002")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
@@ -70,9 +86,15 @@ def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
 
 @pytest.mark.parametrize("foreseen", [True, False])
 def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
-    saved: tuple[Plan, Path], session: Callable[..., Any], small_disk: Path, monkeypatch: pytest.MonkeyPatch, foreseen: bool
+    saved: tuple[Plan, Path],
+    session: Callable[..., Any],
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    foreseen: bool,
 ) -> None:
-    """Refused before a byte is written where the disk says how much is free; where it lies, at the byte that does not fit. Training may go on."""
+    """Refused before a byte is written where the disk says how much is free; where it lies, at the
+    byte that does not fit. Training may go on.
+    """
     plan, _ = saved
     checkpoints = Checkpoints(small_disk / "checkpoints", keep_last=9)
     with session(plan) as running:
@@ -81,12 +103,22 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
         before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
         (small_disk / "other").write_bytes(bytes(3_000_000))
         if not foreseen:
-            monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
+            monkeypatch.setattr(
+                checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)
+            )
         running.step(2)
-        with pytest.raises(CheckpointError, match=r"^checkpoint .*step-00000002 was not saved: no space left on device.*; the ones before it are as they were"):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                r"^checkpoint .*step-00000002 was not saved: no space left on device.*; earlier"
+                r" checkpoints are unchanged"
+            ),
+        ):
             checkpoints.save(running.executor, run_of(2))
         (small_disk / "other").unlink()
-        assert {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()} == before
+        assert {
+            path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()
+        } == before
         assert checkpoints.steps() == [1]
         running.step(3)
         checkpoints.save(running.executor, run_of(3))
@@ -96,13 +128,20 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
         assert everything(running) == expected
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_line(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    with session(saved[0]) as running, pytest.raises(CheckpointError, match=r"was not saved: (not a directory|file exists)"):
+    with (
+        session(saved[0]) as running,
+        pytest.raises(CheckpointError, match=r"was not saved: (not a directory|file exists)"),
+    ):
         Checkpoints(tmp_path / "file" / "checkpoints").save(running.executor, run_of(1))
 
 
-def test_an_interrupted_save_leaves_nothing(saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_nothing(
+    saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, folder = saved
 
     def interrupt(path: Path, _: Any) -> None:

@@ -1,4 +1,6 @@
-"""The checksum: one number for one set of weights, wherever they lie; another one when a bit has changed."""
+"""The checksum: one number for one set of weights, wherever they lie; another one when a bit has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime import checksum as checksums
+from megatrain.runtime.execution import checksum as checksums
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 SLOTS = {"sequential": 1}
 PLANS: list[tuple[str, dict[str, Any]]] = [
     *((policy, {}) for policy in policies.names()),
-    ("overlapped", {"placement": Placement(weights="all", low="all", moments="all", gradients="all")}),
-    ("overlapped", {"placement": Placement(weights="1-2,e", low="0", stored="0"), "state_slots": 2}),
+    (
+        "overlapped",
+        {"placement": Placement(weights="all", master_low="all", moments="all", gradients="all")},
+    ),
+    (
+        "overlapped",
+        {
+            "placement": Placement(weights="1-2,e", master_low="0", saved_activations="0"),
+            "state_slots": 2,
+        },
+    ),
 ]
 
 
@@ -28,9 +39,15 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("changes", [{}, {"clipping": "none"}, {"dtype": "fp32"}, {"tied": True, "gradient_slabs": 1}])
-def test_every_plan_tells_the_same_numbers_step_by_step(executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]) -> None:
-    """Plans that update at once and plans that leave it to the next step; after draining too, in the middle and at the end."""
+@pytest.mark.parametrize(
+    "changes", [{}, {"clipping": "none"}, {"dtype": "fp32"}, {"tied": True, "gradient_staging": 1}]
+)
+def test_every_plan_tells_the_same_numbers_step_by_step(
+    executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    """Plans that update at once and plans that leave it to the next step; after draining too, in
+    the middle and at the end.
+    """
     told = []
     for policy, knobs in PLANS:
         with session(executable(policy, layers=3, **{**changes, **knobs})) as running:
@@ -47,17 +64,28 @@ def test_every_plan_tells_the_same_numbers_step_by_step(executable: Callable[...
     assert told == [told[0]] * len(PLANS)
 
 
-def test_it_costs_nothing_where_bits_are_not_promised(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_it_costs_nothing_where_bits_are_not_promised(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     with session(executable()) as running:
         assert running.step().checksum is None
 
 
-@pytest.mark.parametrize(("policy", "dtype"), [("k_buffer", "bf16"), ("resident", "bf16"), ("overlapped", "fp32")])
-def test_one_changed_bit_or_two_exchanged_values_change_it(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("k_buffer", "bf16"), ("resident", "bf16"), ("overlapped", "fp32")]
+)
+def test_one_changed_bit_or_two_exchanged_values_change_it(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, dtype: str
+) -> None:
     with session(executable(policy, dtype=dtype)) as running:
         executor, state = running.executor, running.state
         whole, seen = executor.checksum(), set()
-        homes = [state.home(name, layer) for layer in ("e", "0", "3") for name in ("weights", "low") if dtype == "bf16" or name == "weights"]
+        homes = [
+            state.home(name, layer)
+            for layer in ("e", "0", "3")
+            for name in ("weights", "master_low")
+            if dtype == "bf16" or name == "weights"
+        ]
         for buffer in homes:
             bits = executor.memory().flat(buffer, torch.int16, 512)
             for place in (0, 5, 511):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain.runtime import chunk_updates
-from megatrain.runtime.chunk_updates import ChunkUpdates
+from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
+from megatrain.runtime.calibration.cpu_adam_bench import ChunkUpdates
 
 KINDS = ("cpu_update", "cpu_update:wide")
 
@@ -21,14 +21,21 @@ def chunks() -> Iterator[ChunkUpdates]:
     made.close()
 
 
-def test_sizes_that_go_into_the_state_twice_are_timed_with_both_gradients(chunks: ChunkUpdates) -> None:
+def test_sizes_that_go_into_the_state_twice_are_timed_with_both_gradients(
+    chunks: ChunkUpdates,
+) -> None:
     found = chunks.measure(0.0)
     assert found.keys() == {(kind, size) for kind in KINDS for size in (2**14, 2**22)}
-    assert all(len(durations) == chunk_updates._LEAST and min(durations) > 0 for durations in found.values())
+    assert all(
+        len(durations) == chunk_updates._LEAST and min(durations) > 0
+        for durations in found.values()
+    )
     assert min(found["cpu_update", 2**22]) > min(found["cpu_update", 2**14])
 
 
-def test_every_part_is_updated_in_turn(chunks: ChunkUpdates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_updated_in_turn(
+    chunks: ChunkUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunk_updates, "_LEAST", 2)
     monkeypatch.setattr(chunk_updates, "_SIZES", (2**22,))
     chunks.measure(0.0)
@@ -36,8 +43,13 @@ def test_every_part_is_updated_in_turn(chunks: ChunkUpdates, monkeypatch: pytest
     assert chunks._weights.isfinite().all()
 
 
-@pytest.mark.parametrize(("count", "halves"), [(2**12, [(0, 2047), (2048, 4095)]), (3001, [(0, 1499), (1501, 3000)]), (1, [(0, 0)])])
-def test_beside_other_lanes_the_halves_are_updated_in_turn(count: int, halves: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("count", "halves"),
+    [(2**12, [(0, 2047), (2048, 4095)]), (3001, [(0, 1499), (1501, 3000)]), (1, [(0, 0)])],
+)
+def test_beside_other_lanes_the_halves_are_updated_in_turn(
+    count: int, halves: list[tuple[int, int]]
+) -> None:
     made = ChunkUpdates(count, torch.bfloat16, 1)
     made._gradients["cpu_update"].fill_(0.5)
     update = made.in_turn()
@@ -73,7 +85,11 @@ def test_what_fails_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_fails_late_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
-    monkeypatch.setattr(chunk_updates.optimizer, "workers", lambda _: SimpleNamespace(close=lambda: closed.append("threads")))
+    monkeypatch.setattr(
+        chunk_updates.optimizer,
+        "workers",
+        lambda _: SimpleNamespace(close=lambda: closed.append("threads")),
+    )
     monkeypatch.setattr(chunk_updates.Arenas, "close", lambda _: closed.append("memory"))
     monkeypatch.setattr(chunk_updates, "AdamW", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,6 @@
-"""Config: one struct documents and checks every field, whatever it comes from; a mistake is one line."""
+"""Config: one struct documents and checks every field, whatever it comes from; a mistake is one
+line.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.runtime.hyperparameters import AdamW, Group
-from megatrain.runtime.training.config import Config, Training, checked, fields, full_name, parse_value
-from megatrain.runtime.training.data_options import DataOptions
+from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
+from megatrain.runtime.training.config import (
+    Config,
+    TrainingSettings,
+    checked,
+    fields,
+    full_name,
+    parse_value,
+)
 from megatrain.runtime.training.learning_rate import LearningRate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import write_toml
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_toml
 
 FULL = """
 [training]
@@ -44,9 +53,15 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(FULL)
     config = Config.load(tmp_path / "train.toml", {"schedule.rate": 1e-5, "training.seed": 4})
     assert config == Config(
-        training=Training(steps=100, seed=4), optimizer=AdamW(weight_decay=0.1, betas=(0.9, 0.99), groups=(Group(match="*norm*", rate_factor=0.5),)),
-        schedule=LearningRate(kind="cosine", rate=1e-5), data=DataOptions(data="corpus"),
-    )  # fmt: skip
+        training=TrainingSettings(steps=100, seed=4),
+        optimizer=AdamW(
+            weight_decay=0.1,
+            betas=(0.9, 0.99),
+            groups=(GroupSettings(match="*norm*", rate_factor=0.5),),
+        ),
+        schedule=LearningRate(kind="cosine", rate=1e-5),
+        data=DataOptions(data="corpus"),
+    )
     write_toml(tmp_path / "again.toml", config)
     assert Config.load(tmp_path / "again.toml") == config
 
@@ -54,27 +69,69 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("training.steps", 0, "training.steps: found 0; allowed: `int` >= 1; fix: correct this value"),
+        (
+            "training.steps",
+            0,
+            "training.steps: found 0; allowed: `int` >= 1; fix: correct this value",
+        ),
         ("training.steps", 1.5, "training.steps: found `float`; allowed: `int`"),
         ("training.seed", -1, "training.seed"),
         ("schedule.rate", float("nan"), "schedule.rate: found nan; allowed: `float` >= 0.0"),
         ("schedule.rate", float("inf"), "schedule.rate"),
         ("schedule.rate", -1.0, "schedule.rate"),
         ("schedule.rate", "fast", "schedule.rate: found `str`; allowed: `float`"),
-        ("schedule.kind", "cosin", "schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'"),
+        (
+            "schedule.kind",
+            "cosin",
+            "schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'",
+        ),
         ("schedule.floor", 1.5, "schedule.floor"),
         ("optimizer.betas", [0.9, 1.0], r"optimizer.betas"),
         ("optimizer.betas", [0.9], r"optimizer.betas"),
         ("optimizer.epsilon", 0.0, "optimizer.epsilon"),
-        ("optimizer.groups", [{"match": "*", "decay": 1}], r"optimizer.groups\[0\]: found unknown key `decay`; allowed: match, rate_factor, weight_decay"),
-        ("optimizer.groups", [{"match": "*", "weight_decay": -1.0}], r"optimizer.groups\[0\].weight_decay: found -1.0; allowed: `float` >= 0.0"),
+        (
+            "optimizer.groups",
+            [{"match": "*", "decay": 1}],
+            (
+                r"optimizer.groups\[0\]: found unknown key `decay`; allowed: match, rate_factor,"
+                r" weight_decay"
+            ),
+        ),
+        (
+            "optimizer.groups",
+            [{"match": "*", "weight_decay": -1.0}],
+            r"optimizer.groups\[0\].weight_decay: found -1.0; allowed: `float` >= 0.0",
+        ),
         ("evaluation.over_steps", -1, "evaluation.over_steps"),
         ("saving.keep_last", 0, "saving.keep_last: found 0; allowed: `int` >= 1"),
-        ("saving.on_failure", "ignore", "saving.on_failure: found 'ignore'; allowed: 'stop', 'go on'"),
-        ("data.packing", "tight", "data.packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
-        ("logging.tracker", "mlflow", "logging.tracker: found 'mlflow'; allowed: '', 'wandb', 'trackio'"),
-        ("trainig.steps", 1, "found unknown key `trainig`; allowed: data, evaluation, logging, optimizer, saving, schedule, training"),
-        ("training.stepz", 1, "training: found unknown key `stepz`; allowed: deterministic, init, seed, steps"),
+        (
+            "saving.on_failure",
+            "ignore",
+            "saving.on_failure: found 'ignore'; allowed: 'stop', 'go on'",
+        ),
+        (
+            "data.packing",
+            "tight",
+            "data.packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'",
+        ),
+        (
+            "logging.tracker",
+            "mlflow",
+            "logging.tracker: found 'mlflow'; allowed: '', 'wandb', 'trackio'",
+        ),
+        (
+            "trainig.steps",
+            1,
+            (
+                "found unknown key `trainig`; allowed: data, evaluation, logging, optimizer,"
+                " saving, schedule, training"
+            ),
+        ),
+        (
+            "training.stepz",
+            1,
+            "training: found unknown key `stepz`; allowed: deterministic, init, seed, steps",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(key: str, value: Any, message: str) -> None:
@@ -88,7 +145,10 @@ def test_steps_must_be_said() -> None:
         Config.load(None)
 
 
-@pytest.mark.parametrize(("text", "message"), [("steps = ", "not TOML"), ("training = 3\n", "training: found 3; allowed: a section")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("steps = ", "not TOML"), ("training = 3\n", "training: found 3; allowed: a section")],
+)
 def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "train.toml").write_text(text)
     with pytest.raises(UserError, match=f"train.toml.*{message}"):
@@ -97,34 +157,83 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str, message: str
 
 def test_what_python_builds_is_checked_too() -> None:
     with pytest.raises(UserError, match=r"config: schedule.rate"):
-        checked(Config(training=Training(steps=100), schedule=LearningRate(rate=-1.0)))
+        checked(Config(training=TrainingSettings(steps=100), schedule=LearningRate(rate=-1.0)))
     with pytest.raises(UserError, match="schedule: warm_up_steps: found 10"):
-        Config(training=Training(steps=5), schedule=LearningRate(kind="linear"))
+        Config(training=TrainingSettings(steps=5), schedule=LearningRate(kind="linear"))
 
 
 def test_every_field_says_what_it_means() -> None:
     assert all(field.meaning for field in fields().values())
-    assert {name.partition(".")[0] for name in fields()} == {"training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"}
+    assert {name.partition(".")[0] for name in fields()} == {
+        "training",
+        "optimizer",
+        "schedule",
+        "data",
+        "evaluation",
+        "saving",
+        "logging",
+    }
 
 
 DEFAULTS: dict[str, Any] = {
-    "training.steps": msgspec.NODEFAULT, "training.seed": 0, "training.init": "model", "training.deterministic": False,
-    "optimizer.weight_decay": 0.0, "optimizer.max_norm": 1.0, "optimizer.betas": (0.9, 0.95), "optimizer.epsilon": 1e-8, "optimizer.groups": (),
-    "schedule.kind": "constant", "schedule.rate": 1e-3, "schedule.warm_up_steps": 10, "schedule.decay_steps": 0, "schedule.floor": 0.0,
-    "data.data": "", "data.split": "train", "data.columns": "auto", "data.loss": "assistant", "data.chat_template": "", "data.packing": "",
-    "data.strict": False, "data.evaluation_fraction": 0.0, "data.evaluation_documents": 0, "data.evaluation_data": "", "data.evaluation_split": "",
-    "data.trust_remote_code": False, "data.cache": "",
-    "evaluation.every_steps": 0, "evaluation.over_steps": 0,
-    "saving.every_steps": 0, "saving.keep_last": 2, "saving.keep_best": 0, "saving.on_failure": "stop", "saving.export": True, "saving.export_dtype": "",
-    "logging.tensorboard": False, "logging.tracker": "", "logging.project": "megatrain", "logging.name": "",
-}  # fmt: skip
-"""what a run does that says nothing: no code of others is run, and the model is written at the end"""
+    "training.steps": msgspec.NODEFAULT,
+    "training.seed": 0,
+    "training.init": "model",
+    "training.deterministic": False,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.max_norm": 1.0,
+    "optimizer.betas": (0.9, 0.95),
+    "optimizer.epsilon": 1e-8,
+    "optimizer.groups": (),
+    "schedule.kind": "constant",
+    "schedule.rate": 1e-3,
+    "schedule.warm_up_steps": 10,
+    "schedule.decay_steps": 0,
+    "schedule.floor": 0.0,
+    "data.data": "",
+    "data.split": "train",
+    "data.columns": "auto",
+    "data.loss": "assistant",
+    "data.chat_template": "",
+    "data.packing": "",
+    "data.strict": False,
+    "data.evaluation_fraction": 0.0,
+    "data.evaluation_documents": 0,
+    "data.evaluation_data": "",
+    "data.evaluation_split": "",
+    "data.trust_remote_code": False,
+    "data.cache": "",
+    "evaluation.every_steps": 0,
+    "evaluation.over_steps": 0,
+    "saving.every_steps": 0,
+    "saving.keep_last": 2,
+    "saving.keep_best": 0,
+    "saving.on_failure": "stop",
+    "saving.export": True,
+    "saving.export_dtype": "",
+    "logging.tensorboard": False,
+    "logging.tracker": "",
+    "logging.project": "megatrain",
+    "logging.name": "",
+}
+"""what a run does that says nothing: no code of others is run, and the model is written at the
+end"""
 BOUNDS: dict[str, tuple[float, float]] = {
-    "training.steps": (1, 2**40), "training.seed": (0, 2**32 - 1), "optimizer.weight_decay": (0, 1e38), "optimizer.epsilon": (5e-324, 1),
-    "schedule.rate": (0, 1e38), "schedule.warm_up_steps": (0, 2**40), "schedule.decay_steps": (0, 2**40), "schedule.floor": (0, 1),
-    "data.evaluation_documents": (0, 2**40), "evaluation.every_steps": (0, 2**40), "evaluation.over_steps": (0, 2**40),
-    "saving.every_steps": (0, 2**40), "saving.keep_last": (1, 2**40), "saving.keep_best": (0, 2**40),
-}  # fmt: skip
+    "training.steps": (1, 2**40),
+    "training.seed": (0, 2**32 - 1),
+    "optimizer.weight_decay": (0, 1e38),
+    "optimizer.epsilon": (5e-324, 1),
+    "schedule.rate": (0, 1e38),
+    "schedule.warm_up_steps": (0, 2**40),
+    "schedule.decay_steps": (0, 2**40),
+    "schedule.floor": (0, 1),
+    "data.evaluation_documents": (0, 2**40),
+    "evaluation.every_steps": (0, 2**40),
+    "evaluation.over_steps": (0, 2**40),
+    "saving.every_steps": (0, 2**40),
+    "saving.keep_last": (1, 2**40),
+    "saving.keep_best": (0, 2**40),
+}
 """the least and the most that a number may be"""
 
 
@@ -145,31 +254,63 @@ def test_a_number_may_be_what_its_bounds_say_and_no_more(key: str) -> None:
             load(over)
 
 
-@pytest.mark.parametrize("section", ["training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"])
+@pytest.mark.parametrize(
+    "section", ["training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"]
+)
 def test_a_key_that_no_section_has_is_refused_with_those_that_it_has(section: str) -> None:
-    known = ", ".join(sorted(name.partition(".")[2] for name in fields() if name.startswith(f"{section}.")))
-    with pytest.raises(UserError, match=f"config: {section}: found unknown key `unknown`; allowed: {known}; fix: "):
+    known = ", ".join(
+        sorted(name.partition(".")[2] for name in fields() if name.startswith(f"{section}."))
+    )
+    with pytest.raises(
+        UserError, match=f"config: {section}: found unknown key `unknown`; allowed: {known}; fix: "
+    ):
         Config.load(None, {"training.steps": 10, f"{section}.unknown": 1})
 
 
 def test_the_words_of_a_field_are_those_to_choose_from() -> None:
     words = {name: field.words for name, field in fields().items() if field.words}
     assert words == {
-        "training.init": ("model", "random"), "schedule.kind": ("constant", "linear", "cosine", "wsd"),
-        "data.columns": ("auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"), "data.loss": ("assistant", "last", "all"),
-        "data.packing": ("documents", "plain", "none"), "saving.on_failure": ("stop", "go on"), "saving.export_dtype": ("bf16", "fp32"),
+        "training.init": ("model", "random"),
+        "schedule.kind": ("constant", "linear", "cosine", "wsd"),
+        "data.columns": ("auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"),
+        "data.loss": ("assistant", "last", "all"),
+        "data.packing": ("documents", "plain", "none"),
+        "saving.on_failure": ("stop", "go on"),
+        "saving.export_dtype": ("bf16", "fp32"),
         "logging.tracker": ("wandb", "trackio"),
-    }  # fmt: skip
+    }
 
 
-@pytest.mark.parametrize("ways", [{"evaluation_fraction": 0.1}, {"evaluation_documents": 1}, {"evaluation_data": "a"}, {"evaluation_split": "test"}])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"evaluation_fraction": 0.1},
+        {"evaluation_documents": 1},
+        {"evaluation_data": "a"},
+        {"evaluation_split": "test"},
+    ],
+)
 def test_evaluation_data_is_named_in_one_way(ways: dict[str, Any]) -> None:
     DataOptions(data="a", **ways)
-    for other in ({"evaluation_fraction": 0.2}, {"evaluation_documents": 2}, {"evaluation_data": "b"}, {"evaluation_split": "dev"}):
-        if (ways.keys() | other.keys()) <= {"evaluation_data", "evaluation_split"} or ways.keys() == other.keys():
+    for other in (
+        {"evaluation_fraction": 0.2},
+        {"evaluation_documents": 2},
+        {"evaluation_data": "b"},
+        {"evaluation_split": "dev"},
+    ):
+        if (ways.keys() | other.keys()) <= {
+            "evaluation_data",
+            "evaluation_split",
+        } or ways.keys() == other.keys():
             DataOptions(data="a", **{**other, **ways})  # a split of other data
         else:
-            with pytest.raises(UserError, match="data: evaluation: found more than one of a fraction, documents and a file or split"):
+            with pytest.raises(
+                UserError,
+                match=(
+                    "data: evaluation: found more than one of a fraction, a number of documents,"
+                    " and a file or split"
+                ),
+            ):
                 DataOptions(data="a", **ways, **other)
 
 
@@ -183,7 +324,13 @@ def test_the_cache_lies_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_field_s_own_name_is_enough_where_it_is_the_only_one() -> None:
     assert full_name("rate") == full_name("schedule.rate") == "schedule.rate"
-    with pytest.raises(UserError, match=r"--set every_steps: found a field of several sections; allowed: evaluation.every_steps, saving.every_steps"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"--set every_steps: found a field of several sections; allowed:"
+            r" evaluation.every_steps, saving.every_steps"
+        ),
+    ):
         full_name("every_steps")
     with pytest.raises(UserError, match=r"--set learning_rate: found no field of this name"):
         full_name("learning_rate")
@@ -191,7 +338,16 @@ def test_a_field_s_own_name_is_enough_where_it_is_the_only_one() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3e-4", 3e-4), ("10", 10), ("true", True), ("cosine", "cosine"), ('"10"', "10"), ("[0.9, 0.99]", [0.9, 0.99]), ("a b", "a b"), ("", "")],
+    [
+        ("3e-4", 3e-4),
+        ("10", 10),
+        ("true", True),
+        ("cosine", "cosine"),
+        ('"10"', "10"),
+        ("[0.9, 0.99]", [0.9, 0.99]),
+        ("a b", "a b"),
+        ("", ""),
+    ],
 )
 def test_values_are_toml_and_words_need_no_quotes(text: str, value: Any) -> None:
     assert parse_value(text) == value
@@ -199,5 +355,8 @@ def test_values_are_toml_and_words_need_no_quotes(text: str, value: Any) -> None
 
 
 def test_reading_a_config_loads_no_torch() -> None:
-    program = "import sys, megatrain.runtime.training.config, megatrain.runtime.training.callback; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, megatrain.runtime.training.config, megatrain.runtime.training.callback;"
+        " sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

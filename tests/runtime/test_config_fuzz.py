@@ -1,4 +1,5 @@
-"""Every key of every family's config changed, one at a time: a tiny model trains as transformers' does, or is refused before anything is allocated.
+"""Every key of every family's config changed, one at a time: a tiny model trains as transformers'
+does, or is refused before anything is allocated.
 
 Never another number, another exception than UserError, or a failure in the first step.
 """
@@ -14,13 +15,21 @@ import pytest
 import torch
 from config_changes import Change, changes_of
 from transformers import AutoConfig
-from whole_models import difference, drawn, gradients_of, scale_of, their_gradients, token_losses, whole_model
+from whole_models import (
+    difference,
+    drawn,
+    gradients_of,
+    scale_of,
+    their_gradients,
+    token_losses,
+    whole_model,
+)
 
-from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.training.opening import exported_config
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import ModelSpec
 
 BOUND = 1e-5
 SAMPLE = 16
@@ -50,16 +59,32 @@ def outcome(change: Change, folder: Path, run: Callable[..., Any]) -> str:
             config._attn_implementation = config_of(model)._attn_implementation
             whole = whole_model(running.plan, config)
             outputs = [whole(batch.ids, use_cache=False) for batch in batches]
-            loss = sum(token_losses(output.logits, batch.labels) for output, batch in zip(outputs, batches, strict=True)) * scale_of(batches)
-            if (routed := [output.aux_loss for output in outputs if getattr(output, "aux_loss", None) is not None]) and config.output_router_logits:
+            loss = sum(
+                token_losses(output.logits, batch.labels)
+                for output, batch in zip(outputs, batches, strict=True)
+            ) * scale_of(batches)
+            if (
+                routed := [
+                    output.aux_loss
+                    for output in outputs
+                    if getattr(output, "aux_loss", None) is not None
+                ]
+            ) and config.output_router_logits:
                 loss = loss + config.router_aux_loss_coef * sum(routed) / len(routed)
             loss.backward()
         except Exception as error:
-            return f"{change}: trained, where transformers has {type(error).__name__}: {str(error)[:200]}"
+            return (
+                f"{change}: trained, where transformers has {type(error).__name__}:"
+                f" {str(error)[:200]}"
+            )
         theirs = their_gradients(running.plan, whole)
     expected = float(loss.detach())
     if not torch.isfinite(loss):
-        return "equal" if found != found or found == expected else f"{change}: loss {found}, transformers' {expected}"
+        return (
+            "equal"
+            if found != found or found == expected
+            else f"{change}: loss {found}, transformers' {expected}"
+        )
     if abs(found - expected) > BOUND * abs(expected):
         return f"{change}: loss {found}, transformers' {expected}"
     off = difference(ours, theirs)
@@ -70,15 +95,23 @@ ALL = [change for family in FAMILIES for change in changes_of(family)]
 
 
 @pytest.mark.parametrize("change", sorted(ALL, key=lambda change: change.number)[:SAMPLE], ids=str)
-def test_a_changed_key_trains_like_transformers_or_is_refused(change: Change, run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_changed_key_trains_like_transformers_or_is_refused(
+    change: Change, run: Callable[..., Any], tmp_path: Path
+) -> None:
     found = outcome(change, tmp_path, run)
     assert found == "equal" or found.startswith("refused"), found
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_changed_key_trains_like_transformers_or_is_refused(family: str, run: Callable[..., Any], tmp_path: Path) -> None:
-    found = {str(change): outcome(change, tmp_path, run) for change in ALL if change.family == family}
+def test_every_changed_key_trains_like_transformers_or_is_refused(
+    family: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    found = {
+        str(change): outcome(change, tmp_path, run) for change in ALL if change.family == family
+    }
     wrong = [text for text in found.values() if text != "equal" and not text.startswith("refused")]
     assert not wrong, "\n".join(wrong)
-    assert sum(text == "equal" for text in found.values()) > len(found) // 3, "most of what is changed still trains"
+    assert sum(text == "equal" for text in found.values()) > len(found) // 3, (
+        "most of what is changed still trains"
+    )

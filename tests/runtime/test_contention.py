@@ -1,4 +1,6 @@
-"""Contention: rates of a window and of its parts, what is derived from them, and that every number comes with its spread."""
+"""Contention: rates of a window and of its parts, what is derived from them, and that every number
+comes with its spread.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime import contention
-from megatrain.runtime.chunk_updates import ChunkUpdates
-from megatrain.runtime.layers.templates import Templates, config_of
+from megatrain.runtime.calibration import contention
+from megatrain.runtime.calibration.cpu_adam_bench import ChunkUpdates
+from megatrain.runtime.calibration.timing import spread
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.runtime.repeats import spread
-from megatrain.simulator.hardware import Turns
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware.machine import KernelInterleaving
 from megatrain.simulator.schedule import LANES, Buffer, Schedule
+from megatrain.simulator.schedule.plan import Plan
 
 
 def test_spread_is_the_interquartile_range_over_the_median() -> None:
@@ -40,26 +42,47 @@ def test_a_unit_longer_than_the_common_window_is_timed_from_its_second_on() -> N
 
 
 def test_shares_come_from_units_of_work_a_second() -> None:
-    """Machine B of h200.md: beside both directions of the link the cores keep 0.64, where the pairs' product would leave 0.58."""
+    """Machine B of h200.md: beside both directions of the link the cores keep 0.64, where the
+    pairs' product would leave 0.58.
+    """
     speeds = {
-        ("h2d",): {"h2d": 55.4}, ("d2h",): {"d2h": 55.3}, ("cpu",): {"cpu": 100.0}, ("h2d", "d2h"): {"h2d": 50.3, "d2h": 50.3},
-        ("h2d", "cpu"): {"h2d": 25.0, "cpu": 77.0}, ("d2h", "cpu"): {"d2h": 23.0, "cpu": 75.0}, ("h2d", "d2h", "cpu"): {"h2d": 20.0, "d2h": 20.0, "cpu": 64.0},
-    }  # fmt: skip
+        ("h2d",): {"h2d": 55.4},
+        ("d2h",): {"d2h": 55.3},
+        ("cpu",): {"cpu": 100.0},
+        ("h2d", "d2h"): {"h2d": 50.3, "d2h": 50.3},
+        ("h2d", "cpu"): {"h2d": 25.0, "cpu": 77.0},
+        ("d2h", "cpu"): {"d2h": 23.0, "cpu": 75.0},
+        ("h2d", "d2h", "cpu"): {"h2d": 20.0, "d2h": 20.0, "cpu": 64.0},
+    }
     assert contention.kept(speeds, {}) == {
-        "h2d": {"d2h": 0.908, "cpu": 0.451, "d2h+cpu": 0.361}, "d2h": {"h2d": 0.91, "cpu": 0.416, "h2d+cpu": 0.362},
+        "h2d": {"d2h": 0.908, "cpu": 0.451, "d2h+cpu": 0.361},
+        "d2h": {"h2d": 0.91, "cpu": 0.416, "h2d+cpu": 0.362},
         "cpu": {"h2d": 0.77, "d2h": 0.75, "h2d+d2h": 0.64},
-    }  # fmt: skip
+    }
 
 
 def test_what_its_spread_hides_is_no_contention() -> None:
-    """An update beside loads of 0.80, its parts 52 % apart, is hidden; the cores beside the link of 0.804, 22 % apart, are not (H200 machines)."""
-    speeds = {("h2d",): {"h2d": 50.0}, ("cpu",): {"cpu": 100.0}, ("h2d", "cpu"): {"h2d": 39.9, "cpu": 80.4}}
-    assert contention.kept(speeds, {"contention.h2d.cpu": 0.517, "contention.cpu.h2d": 0.216}) == {"h2d": {"cpu": 1.0}, "cpu": {"h2d": 0.804}}
+    """An update beside loads of 0.80, its parts 52 % apart, is hidden; the cores beside the link of
+    0.804, 22 % apart, are not (H200 machines).
+    """
+    speeds = {
+        ("h2d",): {"h2d": 50.0},
+        ("cpu",): {"cpu": 100.0},
+        ("h2d", "cpu"): {"h2d": 39.9, "cpu": 80.4},
+    }
+    assert contention.kept(speeds, {"contention.h2d.cpu": 0.517, "contention.cpu.h2d": 0.216}) == {
+        "h2d": {"cpu": 1.0},
+        "cpu": {"h2d": 0.804},
+    }
 
 
-def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ran: dict[tuple[str, ...], int] = {}
-    monkeypatch.setattr(contention, "run_together", lambda work, _, __, windows: ran.update({tuple(work): windows}))
+    monkeypatch.setattr(
+        contention, "run_together", lambda work, _, __, windows: ran.update({tuple(work): windows})
+    )
     work = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), lambda: None)
     contention._measure_together(work, {}, torch.device("cpu"))
     assert len(ran) == 5 + 10
@@ -71,10 +94,20 @@ def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(monkeypatch: p
 
 
 def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
-    """Forwards of 10 ms, both ways 30; updates of 1 and 4 ms that each wait 1 ms: half and a fifth of their speed. A forward loses all that the update gets."""
-    layer = contention._UpdateBeside(alone=250, update=200, compute=100 * (1 - 0.8))
-    both_ways = contention._UpdateBeside(alone=250, update=200, compute=1 / 0.030 * (1 - 0.8 * 0.6))
-    wait, loss, backward_loss = contention._turns(100, 1 / 0.030, contention._UpdateBeside(alone=1000, update=500, compute=0), layer, both_ways)
+    """Forwards of 10 ms, both ways 30; updates of 1 and 4 ms that each wait 1 ms: half and a fifth
+    of their speed. A forward loses all that the update gets.
+    """
+    layer = contention._ConcurrentUpdate(alone=250, update=200, compute=100 * (1 - 0.8))
+    both_ways = contention._ConcurrentUpdate(
+        alone=250, update=200, compute=1 / 0.030 * (1 - 0.8 * 0.6)
+    )
+    wait, loss, backward_loss = contention._interleaving(
+        100,
+        1 / 0.030,
+        contention._ConcurrentUpdate(alone=1000, update=500, compute=0),
+        layer,
+        both_ways,
+    )
     assert (wait, loss) == pytest.approx((1e6, 1.0))
     assert backward_loss == pytest.approx((0.6 - 1 / 3) / (2 / 3))
 
@@ -85,13 +118,31 @@ def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> An
     monkeypatch.setattr(contention, "_UPDATED", 2**10)
     plan, device = executable(), torch.device("cpu")
     layer, largest = plan.model.stack["0"], 2**16
-    sizes = {f"{place}.{what}:0": largest for place in ("host", "device") for what in ("weights", "gradients")}
+    sizes = {
+        f"{place}.{what}:0": largest
+        for place in ("host", "device")
+        for what in ("weights", "gradients")
+    }
     sizes["device.layer:0"] = 4 * layer.elements
     schedule = Schedule(
-        policy="rates", buffers=tuple(Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True) for name, size in sizes.items()), ops=()
+        policy="rates",
+        buffers=tuple(
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True)
+            for name, size in sizes.items()
+        ),
+        ops=(),
     )
-    arenas, chunks = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62), ChunkUpdates(2**11, torch.float32, 1)
-    yield Templates(plan.model, plan.workload, config_of(plan.model), device), arenas, layer, largest, chunks.in_turn()
+    arenas, chunks = (
+        Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62),
+        ChunkUpdates(2**11, torch.float32, 1),
+    )
+    yield (
+        FunctionalLayers(plan.model, plan.workload, config_of(plan.model), device),
+        arenas,
+        layer,
+        largest,
+        chunks.in_turn(),
+    )
     chunks.close()
     arenas.close()
 
@@ -104,9 +155,13 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
         host_update()
         updates.append(1)
 
-    found = contention.measure_contention(templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted)
+    found = contention.measure_contention(
+        templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted
+    )
     assert len(updates) >= 5 * len(LANES), "alone, and beside each other lane"
-    assert found.spread.keys() == {f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other}
+    assert found.spread.keys() == {
+        f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other
+    }
     assert max(found.spread.values()) > 0
     assert found.turns is None, "what only a GPU has"
 
@@ -116,8 +171,10 @@ def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
     templates, arenas, layer, largest, _ = tiny
     threads = dict.fromkeys(LANES, 1)
     work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"))
-    turns, spreads = contention._measure_turns(templates, arenas, layer, work["compute"], threads, torch.device("cpu"))
-    assert isinstance(turns, Turns)
+    turns, spreads = contention._measure_interleaving(
+        templates, arenas, layer, work["compute"], threads, torch.device("cpu")
+    )
+    assert isinstance(turns, KernelInterleaving)
     assert spreads.keys() == {"turns.wait_ns", "turns.forward_loss", "turns.backward_loss"}
 
 
@@ -128,4 +185,6 @@ def test_a_lane_that_fails_ends_the_others() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        contention.run_together({"compute": fail, "cpu": lambda: None}, {"compute": 1, "cpu": 1}, torch.device("cpu"))
+        contention.run_together(
+            {"compute": fail, "cpu": lambda: None}, {"compute": 1, "cpu": 1}, torch.device("cpu")
+        )

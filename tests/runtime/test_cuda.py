@@ -1,4 +1,6 @@
-"""On a GPU: the same bits whatever the schedule and on whichever side the optimizer runs, and memory that was foretold. Skipped where there is none."""
+"""On a GPU: the same bits whatever the schedule and on whichever side the optimizer runs, and
+memory that was foretold. Skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,54 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime import calibrate, contention, optimizer
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.calibration import calibrate, contention
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.kernels.choice import Kernels, kernels
-from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import forget_device_memory
-from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.reference import Reference
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.adamw import AdamW
+from megatrain.runtime.optimizer.kernels.choice import Kernels, kernels
 from megatrain.runtime.training.run_folder import measured_memory
 from megatrain.simulator import policies
-from megatrain.simulator.agreement import agreement
 from megatrain.simulator.costs import Calibrated, cost_model
-from megatrain.simulator.hardware import FixedCosts, HardwareSpec, Turns
-from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.planner import assess
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.agreement import agreement
+from megatrain.simulator.hardware.machine import FixedCosts, HardwareSpec, KernelInterleaving
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import assess
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
 SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
 PLACEMENTS = [
-    Placement(), Placement(weights="all", low="all", moments="all", gradients="all"), Placement(weights="all", low="all", moments="e,0-1", gradients="all", stored="2-3"),
-    Placement(stored="all"), Placement(weights="1-2,e", gradients="0", parked="all"), Placement(low="e", moments="e,3", stored="0", parked="1-2"),
+    Placement(),
+    Placement(weights="all", master_low="all", moments="all", gradients="all"),
+    Placement(
+        weights="all", master_low="all", moments="e,0-1", gradients="all", saved_activations="2-3"
+    ),
+    Placement(saved_activations="all"),
+    Placement(weights="1-2,e", gradients="0", offloaded_inputs="all"),
+    Placement(master_low="e", moments="e,3", saved_activations="0", offloaded_inputs="1-2"),
     Placement(weights="0", host_updated="1,3"),
-]  # fmt: skip
+]
 EVERY = [
-    *((policy, {"weight_slots": slots, "checkpoint_interval": interval}) for policy, slots in SLOTS.items() for interval in (1, 3)),
     *(
-        ("overlapped", {"placement": placement, "state_slots": 1 + index % 3, "chunk_bytes": 2 ** (16 + index % 4)})
+        (policy, {"weight_slots": slots, "checkpoint_interval": interval})
+        for policy, slots in SLOTS.items()
+        for interval in (1, 3)
+    ),
+    *(
+        (
+            "overlapped",
+            {
+                "placement": placement,
+                "state_slots": 1 + index % 3,
+                "chunk_bytes": 2 ** (16 + index % 4),
+            },
+        )
         for index, placement in enumerate(PLACEMENTS)
     ),
 ]
@@ -50,50 +70,132 @@ Master = tuple[str, str, torch.Tensor]
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "tied", "clipping"),
-    [("bf16", 1, False, "global"), ("bf16", 4, True, "global"), ("fp32", 4, False, "layer"), ("bf16", 1, True, "update")],
+    [
+        ("bf16", 1, False, "global"),
+        ("bf16", 4, True, "global"),
+        ("fp32", 4, False, "layer"),
+        ("bf16", 1, True, "update"),
+    ],
 )
-def test_every_schedule_gives_the_reference_s_bits(make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str) -> None:
+def test_every_schedule_gives_the_reference_s_bits(
+    make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str
+) -> None:
     device, settings = torch.device("cuda", 0), AdamW(max_norm=0.5, weight_decay=0.1)
-    sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "loss_chunk": 100}
-    common = {**sizes, "dtype": dtype, "accumulation": accumulation, "tied": tied, "clipping": clipping, "device_limit_bytes": 2**32, "host_limit_bytes": 2**32}
+    sizes = {
+        "hidden": 256,
+        "intermediate": 512,
+        "head_dim": 64,
+        "vocabulary": 1000,
+        "batch": 4,
+        "sequence": 128,
+        "loss_chunk": 100,
+    }
+    common = {
+        **sizes,
+        "dtype": dtype,
+        "accumulation": accumulation,
+        "tied": tied,
+        "clipping": clipping,
+        "device_limit_bytes": 2**32,
+        "host_limit_bytes": 2**32,
+    }
     plan = make_plan("resident", **common)
     model, work, weights = plan.model, plan.workload, random_weights(0)
     generator = torch.Generator().manual_seed(1)
-    steps = [[Batch(*torch.randint(model.vocabulary, (2, work.batch, work.sequence), generator=generator)) for _ in range(accumulation)] for _ in range(STEPS)]
-    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in model.stack.values()}
+    steps = [
+        [
+            Batch(
+                *torch.randint(
+                    model.vocabulary, (2, work.batch, work.sequence), generator=generator
+                )
+            )
+            for _ in range(accumulation)
+        ]
+        for _ in range(STEPS)
+    ]
+    masters = {
+        layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
+        for layer in model.stack.values()
+    }
     reference = Reference(model, work, config_of(model), settings, masters, device)
     wanted = [
-        reference.step([Batch(ids.to(device), labels.to(device)) for ids, labels, _ in step], rate=1e-2, number=number) for number, step in enumerate(steps, 1)
+        reference.step(
+            [Batch(ids.to(device), labels.to(device)) for ids, labels, _ in step],
+            rate=1e-2,
+            number=number,
+        )
+        for number, step in enumerate(steps, 1)
     ]
-    assert clipping != "global" or all(norm is not None and norm > settings.max_norm for _, norm in wanted), "clipping is active"
+    assert clipping != "global" or all(
+        norm is not None and norm > settings.max_norm for _, norm in wanted
+    ), "clipping is active"
     for policy, knobs in EVERY:
-        results, trained = execute(make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}), settings, steps)
+        results, trained = execute(
+            make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}), settings, steps
+        )
         assert results == wanted, (policy, knobs)
         for layer, name, master in trained:
-            assert torch.equal(master, reference.masters[layer][name].cpu()), (policy, knobs, layer, name)
+            assert torch.equal(master, reference.masters[layer][name].cpu()), (
+                policy,
+                knobs,
+                layer,
+                name,
+            )
 
 
-def execute(plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> tuple[list[tuple[float, float | None]], list[Master]]:
+def execute(
+    plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]
+) -> tuple[list[tuple[float, float | None]], list[Master]]:
     """Losses and norms, and the masters that the steps leave."""
-    with Executor(plan, config_of(plan.model), settings, torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+    with Executor(
+        plan,
+        config_of(plan.model),
+        settings,
+        torch.device("cuda", 0),
+        schedule=policies.lower(plan),
+    ) as executor:
         state = executor.state
         state.load(random_weights(0))
-        results = [executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)]
+        results = [
+            executor.step(step, rate=1e-2, number=number) for number, step in enumerate(steps, 1)
+        ]
         executor.flush_update()
-        masters = [(layer.name, name, master.cpu()) for layer in plan.model.stack.values() for name, master in state.masters(layer).items()]
+        masters = [
+            (layer.name, name, master.cpu())
+            for layer in plan.model.stack.values()
+            for name, master in state.masters(layer).items()
+        ]
     return [(result.loss, result.gradient_norm) for result in results], masters
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_compiled_layers_give_one_set_of_bits_whatever_the_schedule(make_plan: Callable[..., Plan]) -> None:
-    sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "loss_chunk": 128}
-    common = {**sizes, "family": "qwen2", "compiled": True, "device_limit_bytes": 2**32, "host_limit_bytes": 2**32}
+def test_compiled_layers_give_one_set_of_bits_whatever_the_schedule(
+    make_plan: Callable[..., Plan],
+) -> None:
+    sizes = {
+        "hidden": 256,
+        "intermediate": 512,
+        "head_dim": 64,
+        "vocabulary": 1000,
+        "batch": 4,
+        "sequence": 128,
+        "loss_chunk": 128,
+    }
+    common = {
+        **sizes,
+        "family": "qwen2",
+        "compiled": True,
+        "device_limit_bytes": 2**32,
+        "host_limit_bytes": 2**32,
+    }
     generator = torch.Generator().manual_seed(1)
     steps = [[Batch(*torch.randint(1000, (2, 4, 128), generator=generator))] for _ in range(STEPS)]
     settings = AdamW(max_norm=0.5, weight_decay=0.1)
     first = None
     for policy, knobs in EVERY:
-        results, masters = execute(make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}), settings, steps)
+        results, masters = execute(
+            make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}), settings, steps
+        )
         first = first or (results, masters)
         assert results == first[0], (policy, knobs)
         for (layer, name, ours), (_, _, theirs) in zip(masters, first[1], strict=True):
@@ -104,38 +206,78 @@ def test_compiled_layers_give_one_set_of_bits_whatever_the_schedule(make_plan: C
 def test_the_optimizer_gives_the_same_bits_on_both_sides_of_the_link(planes: bool) -> None:
     torch.manual_seed(0)
     count = 1_000_003
-    master, gradient, moments = torch.randn(count), torch.randn(count), torch.stack([torch.randn(count) * 0.01, torch.rand(count) * 1e-3])
+    master, gradient, moments = (
+        torch.randn(count),
+        torch.randn(count),
+        torch.stack([torch.randn(count) * 0.01, torch.rand(count) * 1e-3]),
+    )
     results = []
     for device in ("cpu", "cuda"):
         weights, low = master.to(device, copy=True), None
         if planes:
-            high, low = (torch.empty(count, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.int16))
+            high, low = (
+                torch.empty(count, dtype=dtype, device=device)
+                for dtype in (torch.bfloat16, torch.int16)
+            )
             optimizer.split(weights, high, low)
             weights = high
         kept, clip = moments.to(device, copy=True), torch.tensor(0.37, device=device)
-        optimizer.update(weights, low, kept, gradient.to(device), settings=AdamW(weight_decay=0.1), rate=1e-2, number=3, clip=clip)
+        optimizer.update(
+            weights,
+            low,
+            kept,
+            gradient.to(device),
+            settings=AdamW(weight_decay=0.1),
+            rate=1e-2,
+            number=3,
+            clip=clip,
+        )
         updated = weights if low is None else optimizer.join(weights, low)
-        results.append([updated.cpu(), kept.cpu(), optimizer.sum_of_squares(gradient.to(device)).cpu()])
+        results.append(
+            [updated.cpu(), kept.cpu(), optimizer.sum_of_squares(gradient.to(device)).cpu()]
+        )
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert torch.equal(on_cpu, on_gpu)
 
 
-SPECIAL = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x3F80_8000, 0xBF80_8000, 0x7F7F_7FFF, 0x7F80_0000, 0xFF80_0000,
-           0x7FC0_0000, 0xFFC1_2345]  # fmt: skip
-"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities, NaNs"""
+SPECIAL = [
+    0x0000_0000,
+    0x8000_0000,
+    0x0000_0001,
+    0x8000_0001,
+    0x007F_FFFF,
+    0x0080_0000,
+    0x3F80_8000,
+    0xBF80_8000,
+    0x7F7F_7FFF,
+    0x7F80_0000,
+    0xFF80_0000,
+    0x7FC0_0000,
+    0xFFC1_2345,
+]
+"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities,
+NaNs"""
 
 
 def any_floats(count: int) -> torch.Tensor:
-    """fp32 [n] on the GPU: an eighth special values, a half every bit pattern, the rest what training sees."""
+    """fp32 [n] on the GPU: an eighth special values, a half every bit pattern, the rest what
+    training sees.
+    """
     kind, bits = torch.rand(count), torch.randint(0, 2**32, (count,))
-    bits = torch.where(kind < 0.125, torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (count,))], bits)
+    bits = torch.where(
+        kind < 0.125, torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (count,))], bits
+    )
     wild = (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
-    return torch.where(kind < 0.625, wild, torch.randn(count) * 10.0 ** torch.randint(-6, 2, (count,)).float()).cuda()
+    return torch.where(
+        kind < 0.625, wild, torch.randn(count) * 10.0 ** torch.randint(-6, 2, (count,)).float()
+    ).cuda()
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """With all NaNs alike."""
-    return torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.view(torch.int32)[~ours.isnan()], theirs.view(torch.int32)[~theirs.isnan()])
+    return torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
+        ours.view(torch.int32)[~ours.isnan()], theirs.view(torch.int32)[~theirs.isnan()]
+    )
 
 
 @pytest.fixture
@@ -148,7 +290,12 @@ def triton_kernels() -> Kernels:
 @pytest.mark.parametrize("planes", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_fused_update_gives_pytorch_s_bits(
-    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, offset: int, planes: bool, dtype: torch.dtype
+    triton_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    offset: int,
+    planes: bool,
+    dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(count + offset)
     whole, part = count + offset + 5, slice(offset, offset + count)
@@ -160,15 +307,29 @@ def test_the_fused_update_gives_pytorch_s_bits(
             monkeypatch.setattr(optimizer, "kernels", lambda _, chosen=chosen: chosen)
             weights, low, moments = master.clone(), None, torch.stack([first, second])
             if planes:
-                high, low = torch.empty(whole, dtype=torch.bfloat16, device="cuda"), torch.empty(whole, dtype=torch.int16, device="cuda")
+                high, low = (
+                    torch.empty(whole, dtype=torch.bfloat16, device="cuda"),
+                    torch.empty(whole, dtype=torch.int16, device="cuda"),
+                )
                 optimizer.split(weights, high, low)
                 weights = high
             copy = torch.zeros_like(weights)
             optimizer.update(
-                weights[part], None if low is None else low[part], moments[:, part], gradient[part], settings=AdamW(), rate=1e-2, number=3, clip=clip,
-                weight_decay=decay, copy_to=copy[part] if copied else None,
-            )  # fmt: skip
-            assert torch.equal(copy[part].view(torch.uint8), (weights if copied else torch.zeros_like(weights))[part].view(torch.uint8))
+                weights[part],
+                None if low is None else low[part],
+                moments[:, part],
+                gradient[part],
+                settings=AdamW(),
+                rate=1e-2,
+                number=3,
+                clip=clip,
+                weight_decay=decay,
+                copy_to=copy[part] if copied else None,
+            )
+            assert torch.equal(
+                copy[part].view(torch.uint8),
+                (weights if copied else torch.zeros_like(weights))[part].view(torch.uint8),
+            )
             results.append([weights if low is None else optimizer.join(weights, low), moments])
         for ours, theirs in zip(*results, strict=True):
             assert same_bits(ours, theirs)
@@ -176,7 +337,9 @@ def test_the_fused_update_gives_pytorch_s_bits(
 
 @pytest.mark.parametrize("count", [1, 4095, 4096, 1_000_003, 4096 * 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_fused_sum_of_squares_gives_pytorch_s_bits(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype) -> None:
+def test_the_fused_sum_of_squares_gives_pytorch_s_bits(
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
+) -> None:
     """On the GPU and on the CPU; 5,000 rows are folded in more than one piece."""
     torch.manual_seed(count)
     values = any_floats(count)
@@ -192,11 +355,24 @@ def test_the_fused_sum_of_squares_gives_pytorch_s_bits(triton_kernels: Kernels, 
 @pytest.mark.usefixtures("triton_kernels")
 def test_steps_compile_the_fused_update_once() -> None:
     """Neither the step's number nor a layer's length makes another kernel."""
-    from megatrain.runtime.kernels import device
+    from megatrain.runtime.optimizer.kernels import device
 
     def step(count: int, number: int) -> None:
-        weights, moments, gradient = torch.ones(count, device="cuda"), torch.zeros(2, count, device="cuda"), torch.ones(count, device="cuda")
-        optimizer.update(weights, None, moments, gradient, settings=AdamW(), rate=1.0 / number, number=number, clip=None)
+        weights, moments, gradient = (
+            torch.ones(count, device="cuda"),
+            torch.zeros(2, count, device="cuda"),
+            torch.ones(count, device="cuda"),
+        )
+        optimizer.update(
+            weights,
+            None,
+            moments,
+            gradient,
+            settings=AdamW(),
+            rate=1.0 / number,
+            number=number,
+            clip=None,
+        )
 
     def compiled() -> int:
         return len(device._adamw.device_caches[torch.cuda.current_device()][0])
@@ -218,12 +394,24 @@ def machine() -> HardwareSpec:
 
 
 def test_every_number_of_a_gpu_has_its_spread(machine: HardwareSpec) -> None:
-    """What the CPU's calibration has not: turns, both directions of the link at once, events, registration."""
+    """What the CPU's calibration has not: turns, both directions of the link at once, events,
+    registration.
+    """
     table = machine.costs
     assert table is not None
-    names = {f"turns.{field}" for field in Turns.__struct_fields__} | {f"fixed.{field}" for field in FixedCosts.__struct_fields__}
-    names |= {f"duplex_curve {size}" for size, _ in machine.duplex_curve} | {"peak_tflops.bf16", "device_gb_per_s", "step_overhead_ns"}
-    names |= {f"contention.{lane}.{other}" for lane, others in table.contention.items() for other in others}
+    names = {f"turns.{field}" for field in KernelInterleaving.__struct_fields__} | {
+        f"fixed.{field}" for field in FixedCosts.__struct_fields__
+    }
+    names |= {f"duplex_curve {size}" for size, _ in machine.duplex_curve} | {
+        "peak_tflops.bf16",
+        "device_gb_per_s",
+        "step_overhead_ns",
+    }
+    names |= {
+        f"contention.{lane}.{other}"
+        for lane, others in table.contention.items()
+        for other in others
+    }
     assert len(machine.duplex_curve) == 5
     assert names <= table.spread.keys()
     assert all(share >= 0 for share in table.spread.values())
@@ -234,19 +422,39 @@ def test_every_number_of_a_gpu_has_its_spread(machine: HardwareSpec) -> None:
 MODEL = ModelSpec(
     name="m",
     config={
-        "model_type": "qwen2", "num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "model_type": "qwen2",
+        "num_hidden_layers": 8,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
         "vocab_size": 32_000,
     },
-)  # fmt: skip
+)
 WORK = Workload(batch=8, sequence=1024)
 
 
-@pytest.mark.parametrize(("policy", "interval", "accumulation"), [("double_buffer", 1, 1), ("double_buffer", 4, 1), ("k_buffer", 2, 2), ("resident", 3, 2)])
-def test_the_device_s_peak_is_foretold(machine: HardwareSpec, make_plan: Callable[..., Plan], policy: str, interval: int, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "interval", "accumulation"),
+    [("double_buffer", 1, 1), ("double_buffer", 4, 1), ("k_buffer", 2, 2), ("resident", 3, 2)],
+)
+def test_the_device_s_peak_is_foretold(
+    machine: HardwareSpec,
+    make_plan: Callable[..., Plan],
+    policy: str,
+    interval: int,
+    accumulation: int,
+) -> None:
     """Not under-predicted, and within 3 %."""
     device, work = torch.device("cuda", 0), msgspec.structs.replace(WORK, accumulation=accumulation)
     limits = {"device_limit_bytes": machine.device_bytes, "host_limit_bytes": machine.host_bytes}
-    plan = make_plan(policy, weight_slots=SLOTS[policy], checkpoint_interval=interval, chunk_bytes=2**24, **limits)
+    plan = make_plan(
+        policy,
+        weight_slots=SLOTS[policy],
+        checkpoint_interval=interval,
+        chunk_bytes=2**24,
+        **limits,
+    )
     costs = cost_model(machine, MODEL, work)
     assert isinstance(costs, Calibrated)
     plan = assess(msgspec.structs.replace(plan, model=MODEL, workload=work), costs).plan
@@ -255,7 +463,10 @@ def test_the_device_s_peak_is_foretold(machine: HardwareSpec, make_plan: Callabl
     with Executor(plan, config_of(MODEL), AdamW(), device) as executor:
         executor.state.load(random_weights(0))
         for number in range(1, 4):
-            batches = [Batch(*torch.randint(MODEL.vocabulary, (2, work.batch, work.sequence))) for _ in range(accumulation)]
+            batches = [
+                Batch(*torch.randint(MODEL.vocabulary, (2, work.batch, work.sequence)))
+                for _ in range(accumulation)
+            ]
             executor.step(batches, rate=1e-4, number=number)
         peak = int(str(measured_memory(executor, before)["device_peak_bytes"]))
     assert plan.prediction is not None

@@ -1,4 +1,6 @@
-"""On a GPU: each attention kernel computes what `scaled_dot_product_attention` does, and keeping what it leaves changes no bit. Skipped where there is none."""
+"""On a GPU: each attention kernel computes what `scaled_dot_product_attention` does, and keeping
+what it leaves changes no bit. Skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,37 @@ import pytest
 import torch
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.attention import Attention, attend, kernel_of
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
 SIZES = {
-    "family": "qwen2", "hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 2, "sequence": 256, "loss_chunk": 100,
-    "device_limit_bytes": 2**32, "host_limit_bytes": 2**32, "chunk_bytes": 2**18,
-}  # fmt: skip
-PLACEMENTS = [Placement(attention=layers, stored=stored, parked=parked) for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))]
+    "family": "qwen2",
+    "hidden": 256,
+    "intermediate": 512,
+    "head_dim": 64,
+    "vocabulary": 1000,
+    "batch": 2,
+    "sequence": 256,
+    "loss_chunk": 100,
+    "device_limit_bytes": 2**32,
+    "host_limit_bytes": 2**32,
+    "chunk_bytes": 2**18,
+}
+PLACEMENTS = [
+    Placement(saved_attention=layers, saved_activations=stored, offloaded_inputs=parked)
+    for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
+]
 
 
-def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+def both_ways(
+    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor
+) -> list[torch.Tensor]:
     """The output and the inputs' gradients."""
     for tensor in inputs:
         tensor.requires_grad_()
@@ -35,7 +51,9 @@ def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor],
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (28, 4)])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(kernel: Any, heads: int, kv_heads: int) -> None:
+def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
+    kernel: Any, heads: int, kv_heads: int
+) -> None:
     """Grouped heads included. bf16 on both sides; the yardstick is the same in fp32."""
     torch.manual_seed(0)
     shapes = [(2, 512, count, 128) for count in (heads, kv_heads, kv_heads)]
@@ -45,16 +63,24 @@ def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(kernel: Any,
     grouped = heads != kv_heads
 
     def yardstick(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(
+            *tensors, is_causal=True, enable_gqa=grouped
+        ).transpose(1, 2)
 
     left: list[torch.Tensor] = []
     module = torch.nn.Module()
 
     def computed(*tensors: torch.Tensor) -> torch.Tensor:
-        return attend(module, *tensors, None, kernel=kernel, taken=left)[0]
+        return attend(module, *tensors, None, kernel=kernel, results=left)[0]
 
     def taken(*tensors: torch.Tensor) -> torch.Tensor:
-        return attend(module, *tensors, None, kernel=kernel, kept=Attention(*(tensor.detach() for tensor in left)))[0]
+        return attend(
+            module,
+            *tensors,
+            None,
+            kernel=kernel,
+            kept=Attention(*(tensor.detach() for tensor in left)),
+        )[0]
 
     exact = both_ways(yardstick, wide, gradient)
     ours = both_ways(computed, inputs, gradient.bfloat16())
@@ -63,18 +89,38 @@ def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(kernel: Any,
         assert error < 0.01, f"{kernel}, {name}: {error:.4f} of the norm off"
     again = both_ways(taken, inputs, gradient.bfloat16())
     assert torch.equal(ours[0], again[0])
-    for name, computed_now, from_kept in zip(("query", "key", "value"), ours[1:], again[1:], strict=True):
+    for name, computed_now, from_kept in zip(
+        ("query", "key", "value"), ours[1:], again[1:], strict=True
+    ):
         if kernel == "flash" or name != "query":  # cuDNN may sum the query's gradient in any order
-            torch.testing.assert_close(from_kept, computed_now, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                from_kept,
+                computed_now,
+                rtol=1e-2,
+                atol=1e-2,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("chosen", [None, "flash"])
-def test_keeping_it_changes_no_bit(make_plan: Callable[..., Plan], chosen: Any, accumulation: int, compiled: bool) -> None:
+def test_keeping_it_changes_no_bit(
+    make_plan: Callable[..., Plan], chosen: Any, accumulation: int, compiled: bool
+) -> None:
     results = [
-        trained(make_plan("overlapped", attention=chosen, accumulation=accumulation, compiled=compiled, placement=place, **SIZES)) for place in PLACEMENTS
+        trained(
+            make_plan(
+                "overlapped",
+                attention=chosen,
+                accumulation=accumulation,
+                compiled=compiled,
+                placement=place,
+                **SIZES,
+            )
+        )
+        for place in PLACEMENTS
     ]
     for losses, masters in results[1:]:
         assert losses == results[0][0]
@@ -82,9 +128,16 @@ def test_keeping_it_changes_no_bit(make_plan: Callable[..., Plan], chosen: Any, 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_cudnn_trains_a_step_with_and_without_keeping(make_plan: Callable[..., Plan], compiled: bool) -> None:
+def test_cudnn_trains_a_step_with_and_without_keeping(
+    make_plan: Callable[..., Plan], compiled: bool
+) -> None:
     """Its sums may come in any order: close, not equal."""
-    first, *others = (trained(make_plan("overlapped", attention="cudnn", compiled=compiled, placement=place, **SIZES))[0] for place in PLACEMENTS)
+    first, *others = (
+        trained(
+            make_plan("overlapped", attention="cudnn", compiled=compiled, placement=place, **SIZES)
+        )[0]
+        for place in PLACEMENTS
+    )
     for losses in others:
         assert losses == pytest.approx(first, rel=1e-3)
 
@@ -98,12 +151,29 @@ def test_deterministic_mode_takes_flash(make_plan: Callable[..., Plan]) -> None:
 def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of three steps, and the masters that they leave."""
     work, generator = plan.workload, torch.Generator().manual_seed(1)
-    with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+    with Executor(
+        plan,
+        config_of(plan.model),
+        AdamW(max_norm=0.5),
+        torch.device("cuda", 0),
+        schedule=policies.lower(plan),
+    ) as executor:
         state = executor.state
         state.load(random_weights(0))
         losses = []
         for number in range(1, 4):
-            drawn = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
-            losses.append(executor.step([Batch(*pair) for pair in drawn], rate=1e-2, number=number).loss)
+            drawn = [
+                torch.randint(
+                    plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
+                )
+                for _ in range(work.accumulation)
+            ]
+            losses.append(
+                executor.step([Batch(*pair) for pair in drawn], rate=1e-2, number=number).loss
+            )
         executor.flush_update()
-        return losses, [tensor.cpu() for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]
+        return losses, [
+            tensor.cpu()
+            for layer in plan.model.stack.values()
+            for tensor in state.masters(layer).values()
+        ]

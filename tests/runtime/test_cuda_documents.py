@@ -1,4 +1,6 @@
-"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps apart, with nothing to wait for. Else skipped."""
+"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps
+apart, with nothing to wait for. Else skipped.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +13,63 @@ import pytest
 import torch
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.lanes import LaneGroup
 from megatrain.runtime.files.model_files import ModelState, random_weights
-from megatrain.runtime.lanes import Crew
 from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.attention import Attention, attend
 from megatrain.runtime.layers.documents import begins
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
 SIZES = {
-    "family": "qwen2", "hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 2, "sequence": 256, "loss_chunk": 100,
-    "documents": True, "device_limit_bytes": 2**32, "host_limit_bytes": 2**32, "chunk_bytes": 2**18,
-}  # fmt: skip
+    "family": "qwen2",
+    "hidden": 256,
+    "intermediate": 512,
+    "head_dim": 64,
+    "vocabulary": 1000,
+    "batch": 2,
+    "sequence": 256,
+    "loss_chunk": 100,
+    "documents": True,
+    "device_limit_bytes": 2**32,
+    "host_limit_bytes": 2**32,
+    "chunk_bytes": 2**18,
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
-PLACEMENTS = [Placement(attention=layers, stored=stored, parked=parked) for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))]
-CUTS = [[(100, 1, 99, 56), (256,)], [(256,), (256,)], [(17,) * 15 + (1,), (128, 128)], [(3, 200, 53), (1,) * 256]]
+PLACEMENTS = [
+    Placement(saved_attention=layers, saved_activations=stored, offloaded_inputs=parked)
+    for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
+]
+CUTS = [
+    [(100, 1, 99, 56), (256,)],
+    [(256,), (256,)],
+    [(17,) * 15 + (1,), (128, 128)],
+    [(3, 200, 53), (1,) * 256],
+]
 """lengths of the documents of two rows, for one micro-batch after the other"""
 
 
 def documents_of(cuts: list[tuple[int, ...]], device: str = "cpu") -> torch.Tensor:
     """[batch, sequence]; the last of a row that has several is padding."""
-    rows = [torch.cat([torch.full((length,), number) for number, length in enumerate(row)]) for row in cuts]
-    return torch.stack([torch.where(row == row[-1], -1, row) if len(cut) > 2 else row for row, cut in zip(rows, cuts, strict=True)]).to(device)
+    rows = [
+        torch.cat([torch.full((length,), number) for number, length in enumerate(row)])
+        for row in cuts
+    ]
+    return torch.stack(
+        [
+            torch.where(row == row[-1], -1, row) if len(cut) > 2 else row
+            for row, cut in zip(rows, cuts, strict=True)
+        ]
+    ).to(device)
 
 
-def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+def both_ways(
+    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor
+) -> list[torch.Tensor]:
     """The output and the inputs' gradients."""
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     output = function(*inputs)
@@ -49,36 +79,54 @@ def both_ways(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor],
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("window", [0, 50])
-@pytest.mark.parametrize(("heads", "pairs", "size", "depth"), [(4, 4, 64, 64), (28, 4, 128, 128), (8, 2, 20, 20), (4, 4, 192, 128), (8, 1, 256, 256)])
-def test_the_kernel_keeps_documents_apart_as_a_mask_does(heads: int, pairs: int, size: int, depth: int, window: int, compiled: bool) -> None:
-    """Grouped heads, heads that are padded, values narrower than keys, windows, empty documents. The yardstick is a mask, in fp32.
+@pytest.mark.parametrize(
+    ("heads", "pairs", "size", "depth"),
+    [(4, 4, 64, 64), (28, 4, 128, 128), (8, 2, 20, 20), (4, 4, 192, 128), (8, 1, 256, 256)],
+)
+def test_the_kernel_keeps_documents_apart_as_a_mask_does(
+    heads: int, pairs: int, size: int, depth: int, window: int, compiled: bool
+) -> None:
+    """Grouped heads, heads that are padded, values narrower than keys, windows, empty documents.
+    The yardstick is a mask, in fp32.
 
-    From what was kept of a forward the backward has the same bits. One graph takes any number of documents.
+    From what was kept of a forward the backward has the same bits. One graph takes any number of
+    documents.
     """
     torch.manual_seed(0)
-    wide = [torch.randn(2, 256, count, width, device="cuda").transpose(1, 2) for count, width in ((heads, size), (pairs, size), (pairs, depth))]
+    wide = [
+        torch.randn(2, 256, count, width, device="cuda").transpose(1, 2)
+        for count, width in ((heads, size), (pairs, size), (pairs, depth))
+    ]
     inputs = [tensor.bfloat16() for tensor in wide]
     wide = [tensor.float() for tensor in inputs]
     gradient = torch.randn(2, 256, heads, depth, device="cuda").bfloat16()
     module, others = torch.nn.Module(), {"sliding_window": window or None}
 
-    def calculate(query: Any, key: Any, value: Any, bounds: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def calculate(
+        query: Any, key: Any, value: Any, bounds: Any
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         left: list[torch.Tensor] = []
-        return 2 * attend(module, query, key, value, bounds, taken=left, **others)[0], left
+        return 2 * attend(module, query, key, value, bounds, results=left, **others)[0], left
 
     def go_on(query: Any, key: Any, value: Any, bounds: Any, kept: Attention) -> torch.Tensor:
-        # twice: compiled, an output that is an input's own memory would have no gradient; in a layer a product follows
+        # twice: compiled, an output that is an input's own memory would have no gradient; in a
+        # layer a product follows
         return 2 * attend(module, query, key, value, bounds, kept=kept, **others)[0]
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    run, run_kept = (torch.compile(each, fullgraph=True, dynamic=False) if compiled else each for each in (calculate, go_on))
+    run, run_kept = (
+        torch.compile(each, fullgraph=True, dynamic=False) if compiled else each
+        for each in (calculate, go_on)
+    )
     for cuts in CUTS:
         documents = documents_of(cuts, "cuda")
         bounds = lengths.bounds(documents, lengths.room(documents), compiled=compiled)
         index, number = torch.arange(256, device="cuda"), begins(documents).cumsum(1)
         behind = index[:, None] - index
-        seen = (behind >= 0) & (number[:, :, None] == number[:, None, :]) & (behind < (window or 256))
+        seen = (
+            (behind >= 0) & (number[:, :, None] == number[:, None, :]) & (behind < (window or 256))
+        )
         kept: list[torch.Tensor] = []
 
         def yardstick(*tensors: torch.Tensor, mask: torch.Tensor = seen[:, None]) -> torch.Tensor:
@@ -87,16 +135,25 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(heads: int, pairs: int,
             scores = (query @ key.transpose(2, 3) * size**-0.5).masked_fill(~mask, -torch.inf)
             return 2 * (scores.softmax(-1) @ value).transpose(1, 2)
 
-        def computed(*tensors: torch.Tensor, bounds: Any = bounds, into: list[torch.Tensor] = kept) -> torch.Tensor:
+        def computed(
+            *tensors: torch.Tensor, bounds: Any = bounds, into: list[torch.Tensor] = kept
+        ) -> torch.Tensor:
             output, left = run(*tensors, bounds)
             into[:] = [tensor.detach() for tensor in left]
             return output
 
-        def taken(*tensors: torch.Tensor, bounds: Any = bounds, left: list[torch.Tensor] = kept) -> torch.Tensor:
+        def taken(
+            *tensors: torch.Tensor, bounds: Any = bounds, left: list[torch.Tensor] = kept
+        ) -> torch.Tensor:
             return run_kept(*tensors, bounds, Attention(*left))
 
         ours = both_ways(computed, inputs, gradient)
-        for name, right, found in zip(("output", "query", "key", "value"), both_ways(yardstick, wide, gradient.float()), ours, strict=True):
+        for name, right, found in zip(
+            ("output", "query", "key", "value"),
+            both_ways(yardstick, wide, gradient.float()),
+            ours,
+            strict=True,
+        ):
             error = (found.float() - right).norm() / right.norm()
             assert error < 0.01, f"{cuts}, {name}: {error:.4f} of the norm off"
         assert [tuple(tensor.shape) for tensor in kept] == [(2, 256, heads, depth), (2, heads, 256)]
@@ -111,14 +168,26 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(heads: int, pairs: int,
 def drawn(plan: Plan, number: int) -> list[Batch]:
     """Micro-batches of other documents each."""
     work, generator = plan.workload, torch.Generator().manual_seed(number)
-    pairs = [torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator) for _ in range(work.accumulation)]
-    return [Batch(*pair, documents_of(CUTS[(number + micro) % len(CUTS)])) for micro, pair in enumerate(pairs)]
+    pairs = [
+        torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)
+        for _ in range(work.accumulation)
+    ]
+    return [
+        Batch(*pair, documents_of(CUTS[(number + micro) % len(CUTS)]))
+        for micro, pair in enumerate(pairs)
+    ]
 
 
 @contextlib.contextmanager
 def opened(plan: Plan) -> Iterator[tuple[Executor, ModelState]]:
     """With random weights in it."""
-    with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+    with Executor(
+        plan,
+        config_of(plan.model),
+        AdamW(max_norm=0.5),
+        torch.device("cuda", 0),
+        schedule=policies.lower(plan),
+    ) as executor:
         state = executor.state
         state.load(random_weights(0))
         yield executor, state
@@ -127,24 +196,52 @@ def opened(plan: Plan) -> Iterator[tuple[Executor, ModelState]]:
 def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of three steps, and the masters that they leave."""
     with opened(plan) as (executor, state):
-        losses = [executor.step(drawn(plan, number), rate=1e-2, number=number).loss for number in (1, 2, 3)]
+        losses = [
+            executor.step(drawn(plan, number), rate=1e-2, number=number).loss
+            for number in (1, 2, 3)
+        ]
         executor.flush_update()
-        return losses, [tensor.cpu() for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]
+        return losses, [
+            tensor.cpu()
+            for layer in plan.model.stack.values()
+            for tensor in state.masters(layer).values()
+        ]
 
 
 def test_this_machine_takes_lengths(make_plan: Callable[..., Plan]) -> None:
     """Else what follows tries the mask against the mask."""
     plan = make_plan("overlapped", **SIZES)
     assert lengths.takes_lengths(plan.model, plan.workload, torch.device("cuda", 0))
-    assert not lengths.takes_lengths(plan.model, msgspec.structs.replace(plan.workload, dtype="fp32"), torch.device("cuda", 0))
+    assert not lengths.takes_lengths(
+        plan.model, msgspec.structs.replace(plan.workload, dtype="fp32"), torch.device("cuda", 0)
+    )
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_keeping_attention_changes_no_bit(make_plan: Callable[..., Plan], accumulation: int, compiled: bool) -> None:
-    results = [trained(make_plan("overlapped", accumulation=accumulation, compiled=compiled, placement=place, **SIZES)) for place in PLACEMENTS]
-    results.append(trained(make_plan("resident", accumulation=accumulation, compiled=compiled, checkpoint_interval=2, **SIZES)))
+def test_keeping_attention_changes_no_bit(
+    make_plan: Callable[..., Plan], accumulation: int, compiled: bool
+) -> None:
+    results = [
+        trained(
+            make_plan(
+                "overlapped", accumulation=accumulation, compiled=compiled, placement=place, **SIZES
+            )
+        )
+        for place in PLACEMENTS
+    ]
+    results.append(
+        trained(
+            make_plan(
+                "resident",
+                accumulation=accumulation,
+                compiled=compiled,
+                checkpoint_interval=2,
+                **SIZES,
+            )
+        )
+    )
     for losses, masters in results[1:]:
         assert losses == results[0][0]
         assert all(map(torch.equal, masters, results[0][1]))
@@ -154,49 +251,71 @@ def gradients(plan: Plan) -> tuple[float, torch.Tensor]:
     """The loss of a step, and all gradients as one vector."""
     with opened(plan) as (executor, _):
         loss = executor.step(drawn(plan, 0), rate=0.0, number=1).loss
-        flat = [executor._binder._gradient(name, f"device.gradients:{name}") for name in plan.model.stack]
+        flat = [
+            executor._binder._gradient(name, f"device.gradients:{name}")
+            for name in plan.model.stack
+        ]
         return loss, torch.cat([part.float() for part in flat])
 
 
 @pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lengths_are_as_near_to_fp32_as_the_mask_is(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, compiled: bool, changes: dict[str, Any]
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: bool,
+    changes: dict[str, Any],
 ) -> None:
     """Loss and all gradients of a whole model, in bf16, against fp32 with the mask."""
     model = make_plan(**SIZES).model
     model = msgspec.structs.replace(model, config={**model.config, **changes})
-    sizes = {key: value for key, value in SIZES.items() if key not in ("family", "hidden", "intermediate", "head_dim", "vocabulary")}
+    sizes = {
+        key: value
+        for key, value in SIZES.items()
+        if key not in ("family", "hidden", "intermediate", "head_dim", "vocabulary")
+    }
     exact_loss, exact = gradients(make_plan("resident", model=model, dtype="fp32", **sizes))
     plan = make_plan("resident", model=model, compiled=compiled, **sizes)
     loss, ours = gradients(plan)
     monkeypatch.setattr(lengths, "takes_lengths", lambda *_: False)
     masked_loss, masked = gradients(plan)
-    ours_error, masked_error = (float((found - exact).norm() / exact.norm()) for found in (ours, masked))
+    ours_error, masked_error = (
+        float((found - exact).norm() / exact.norm()) for found in (ours, masked)
+    )
     assert not torch.equal(ours, masked), "two kernels"
-    assert ours_error < max(1.5 * masked_error, 0.01), f"gradients {ours_error:.4f} of the norm off, {masked_error:.4f} with a mask"
+    assert ours_error < max(1.5 * masked_error, 0.01), (
+        f"gradients {ours_error:.4f} of the norm off, {masked_error:.4f} with a mask"
+    )
     assert abs(loss - exact_loss) < max(2 * abs(masked_loss - exact_loss), 2e-3 * exact_loss)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS[:2])
 def test_nothing_waits_and_nothing_is_compiled_anew(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, placement: Placement, compiled: bool
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    placement: Placement,
+    compiled: bool,
 ) -> None:
-    """From the third step on, whatever documents come; a step without any has the causal kernel, which is another graph."""
-    play, played = Crew.play, 0
+    """From the third step on, whatever documents come; a step without any has the causal kernel,
+    which is another graph.
+    """
+    play, played = LaneGroup.play, 0
 
-    def strict(crew: Crew, queues: Any) -> None:
+    def strict(crew: LaneGroup, queues: Any) -> None:
         torch.cuda.set_sync_debug_mode("error" if played > 2 else "default")
         try:
             play(crew, queues)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Crew, "play", strict)
+    monkeypatch.setattr(LaneGroup, "play", strict)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plan, graphs = make_plan("overlapped", accumulation=2, compiled=compiled, placement=placement, **SIZES), []
+    plan, graphs = (
+        make_plan("overlapped", accumulation=2, compiled=compiled, placement=placement, **SIZES),
+        [],
+    )
     with opened(plan) as (executor, _):
         for played in range(1, 8):
             executor.step(drawn(plan, played), rate=1e-3, number=played)

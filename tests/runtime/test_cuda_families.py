@@ -11,20 +11,33 @@ import pytest
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from whole_models import SEQUENCE, Tensors, drawn, gradients_of, model_of, scale_of, their_gradients, token_losses, weights, whole_model
+from whole_models import (
+    SEQUENCE,
+    Tensors,
+    drawn,
+    gradients_of,
+    model_of,
+    scale_of,
+    their_gradients,
+    token_losses,
+    weights,
+    whole_model,
+)
 
-from megatrain.runtime.executor import Executor
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.layers.templates import config_of
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.layers.transformers_model import refuse_unlike_transformers
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Plan
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 DESCRIBED = "5.23.0"
-"""the version of transformers that `constraints.txt` pins: others may lay out a family's tensors otherwise, which is refused by name"""
+"""the version of transformers that `constraints.txt` pins: others may lay out a family's tensors
+otherwise, which is refused by name"""
 BATCH = 2
 
 
@@ -32,10 +45,15 @@ def theirs(plan: Plan, model: Any, device: str) -> tuple[float, Tensors]:
     """Loss and gradients of transformers' whole model on `device`, in the model's own dtype."""
     model = model.to(device)
     batches = drawn(plan)
-    loss = sum(token_losses(model(batch.ids.to(device)).logits, batch.labels.to(device)) for batch in batches) * scale_of(batches)
+    loss = sum(
+        token_losses(model(batch.ids.to(device)).logits, batch.labels.to(device))
+        for batch in batches
+    ) * scale_of(batches)
     assert isinstance(loss, torch.Tensor)
     loss.backward()
-    return float(loss.detach()), {name: gradient.cpu() for name, gradient in their_gradients(plan, model).items()}
+    return float(loss.detach()), {
+        name: gradient.cpu() for name, gradient in their_gradients(plan, model).items()
+    }
 
 
 def off(found: Tensors, exact: Tensors) -> float:
@@ -45,14 +63,26 @@ def off(found: Tensors, exact: Tensors) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_is_as_near_to_fp32_as_transformers_is(make_plan: Callable[..., Plan], family: str) -> None:
-    """Routers may choose another expert after another rounding, here and there, so the bounds leave room for one token."""
+def test_bf16_is_as_near_to_fp32_as_transformers_is(
+    make_plan: Callable[..., Plan], family: str
+) -> None:
+    """Routers may choose another expert after another rounding, here and there, so the bounds leave
+    room for one token.
+    """
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
     limits = {"device_limit_bytes": 2**38, "host_limit_bytes": 2**38}
-    sizes = {"sequence": SEQUENCE, "batch": BATCH, "accumulation": 2, "dtype": "bf16", "loss_chunk": 13, "checkpoint_interval": 3}
+    sizes = {
+        "sequence": SEQUENCE,
+        "batch": BATCH,
+        "accumulation": 2,
+        "dtype": "bf16",
+        "loss_chunk": 13,
+        "checkpoint_interval": 3,
+    }
     plan = make_plan("resident", model=model_of(family), **sizes, **limits)
     try:
+        refuse_unlike_transformers(plan.model)
         config = config_of(plan.model)
     except UserError as refused:
         if transformers.__version__ == DESCRIBED:
@@ -61,10 +91,14 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(make_plan: Callable[..., Pla
     rounded = whole_model(plan, config)
     exact_loss, exact = theirs(plan, copy.deepcopy(rounded).float(), "cpu")
     their_loss, their = theirs(plan, rounded, DEVICE)
-    with Executor(plan, config, AdamW(max_norm=0.5), torch.device(DEVICE), schedule=lower(plan)) as executor:
+    with Executor(
+        plan, config, AdamW(max_norm=0.5), torch.device(DEVICE), schedule=lower(plan)
+    ) as executor:
         executor.state.load(weights)
         loss = executor.step(drawn(plan), rate=0.0, number=1).loss
         ours = gradients_of(SimpleNamespace(plan=plan, executor=executor))
     error, their_error = off(ours, exact), off(their, exact)
-    assert error < max(2 * their_error, 0.02), f"gradients {error:.4f} of the norm off, transformers' {their_error:.4f}"
+    assert error < max(2 * their_error, 0.02), (
+        f"gradients {error:.4f} of the norm off, transformers' {their_error:.4f}"
+    )
     assert abs(loss - exact_loss) < max(3 * abs(their_loss - exact_loss), 5e-3 * exact_loss)

@@ -1,4 +1,6 @@
-"""On a GPU: values for the host overtake the copies that are enqueued behind them. Skipped where there is none."""
+"""On a GPU: values for the host overtake the copies that are enqueued behind them. Skipped where
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,29 @@ import pytest
 import torch
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.host_scalars import HostScalarCopy
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.memory.mirror import Mirror
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
-PIECE, PIECES = 2**26, 32  # 2 GiB: 38 ms at 55 GB/s, in pieces of 1.2 ms, one of which may be under way
+PIECE, PIECES = (
+    2**26,
+    32,
+)  # 2 GiB: 38 ms at 55 GB/s, in pieces of 1.2 ms, one of which may be under way
 
 
 def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> None:
     device, other = torch.device("cuda", 0), torch.cuda.Stream()
-    source, landing = torch.ones(PIECE, dtype=torch.uint8, device=device), torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    source, landing = (
+        torch.ones(PIECE, dtype=torch.uint8, device=device),
+        torch.empty(PIECE, dtype=torch.uint8, pin_memory=True),
+    )
     values = torch.zeros(4, device=device)
-    mirror, done = Mirror(values, torch.cuda.Stream()), torch.cuda.Event()
+    mirror, done = HostScalarCopy(values, torch.cuda.Stream()), torch.cuda.Event()
     for number in (1, 2, 3):  # the first time kernels are loaded
         values.add_(1)
         mirror.send()
@@ -42,7 +50,7 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
 def test_what_was_enqueued_before_is_what_lands() -> None:
     """Behind 10**8 cycles, some 50 ms, on the current stream; sending does not wait for them."""
     values = torch.zeros(4, device="cuda")
-    mirror = Mirror(values, torch.cuda.Stream())
+    mirror = HostScalarCopy(values, torch.cuda.Stream())
     values.fill_(0)  # its kernel is loaded
     torch.cuda.synchronize()
     torch.cuda._sleep(10**8)
@@ -54,10 +62,33 @@ def test_what_was_enqueued_before_is_what_lands() -> None:
 
 
 @pytest.mark.parametrize("clipping", ["global", "layer", "none", "update"])
-def test_after_a_step_the_host_has_the_device_s_values(make_plan: Callable[..., Plan], clipping: str) -> None:
-    sizes = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "chunk_bytes": 2**18, "clipping": clipping}
-    plan = make_plan("overlapped", placement=Placement(host_updated="all"), device_limit_bytes=2**32, host_limit_bytes=2**32, **sizes)
-    with Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan)) as executor:
+def test_after_a_step_the_host_has_the_device_s_values(
+    make_plan: Callable[..., Plan], clipping: str
+) -> None:
+    sizes = {
+        "hidden": 256,
+        "intermediate": 512,
+        "head_dim": 64,
+        "vocabulary": 1000,
+        "batch": 4,
+        "sequence": 128,
+        "chunk_bytes": 2**18,
+        "clipping": clipping,
+    }
+    plan = make_plan(
+        "overlapped",
+        placement=Placement(host_updated="all"),
+        device_limit_bytes=2**32,
+        host_limit_bytes=2**32,
+        **sizes,
+    )
+    with Executor(
+        plan,
+        config_of(plan.model),
+        AdamW(max_norm=0.5),
+        torch.device("cuda", 0),
+        schedule=policies.lower(plan),
+    ) as executor:
         executor.state.load(random_weights(0))
         mirrors = executor._binder._mirrors
         assert mirrors

@@ -1,4 +1,6 @@
-"""On a GPU: nothing in a step waits for a value, a steady step allocates nothing, a full device is told, memory comes back, both sides count alike."""
+"""On a GPU: nothing in a step waits for a value, a steady step allocates nothing, a full device is
+told, memory comes back, both sides count alike.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +11,79 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime import checksum as checksums
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution import checksum as checksums
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.lanes import LaneGroup
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.lanes import Crew
-from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import forget_device_memory
+from megatrain.runtime.memory.allocation_guard import _SETTLING_STEPS
 from megatrain.runtime.memory.host_memory import HostMemory
-from megatrain.runtime.memory.steadiness import _SETTLING_STEPS
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
-SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "vocabulary": 1000, "batch": 4, "sequence": 128, "loss_chunk": 100, "chunk_bytes": 2**18}
+SIZES = {
+    "hidden": 256,
+    "intermediate": 512,
+    "head_dim": 64,
+    "vocabulary": 1000,
+    "batch": 4,
+    "sequence": 128,
+    "loss_chunk": 100,
+    "chunk_bytes": 2**18,
+}
 LIMITS = {"device_limit_bytes": 2**38, "host_limit_bytes": 2**38}
 PLANS = [
-    *((policy, {"weight_slots": 1 if policy == "sequential" else 2}) for policy in policies.names()),
-    ("overlapped", {"placement": Placement(moments="0-1", stored="2", parked="0")}), ("overlapped", {"clipping": "none"}), ("k_buffer", {"clipping": "none"}),
-]  # fmt: skip
+    *(
+        (policy, {"weight_slots": 1 if policy == "sequential" else 2})
+        for policy in policies.names()
+    ),
+    (
+        "overlapped",
+        {"placement": Placement(moments="0-1", saved_activations="2", offloaded_inputs="0")},
+    ),
+    ("overlapped", {"clipping": "none"}),
+    ("k_buffer", {"clipping": "none"}),
+]
 
 
 def opened(plan: Plan) -> Executor:
     """With random weights in it."""
-    executor = Executor(plan, config_of(plan.model), AdamW(max_norm=0.5), torch.device("cuda", 0), schedule=policies.lower(plan))
+    executor = Executor(
+        plan,
+        config_of(plan.model),
+        AdamW(max_norm=0.5),
+        torch.device("cuda", 0),
+        schedule=policies.lower(plan),
+    )
     executor.state.load(random_weights(0))
     return executor
 
 
 def batches(plan: Plan, number: int) -> list[Batch]:
     work, generator = plan.workload, torch.Generator().manual_seed(number)
-    return [Batch(*torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)) for _ in range(work.accumulation)]
+    return [
+        Batch(
+            *torch.randint(
+                plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
+            )
+        )
+        for _ in range(work.accumulation)
+    ]
 
 
 @pytest.fixture
 def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """While lanes play, from the third time on: before, kernels are compiled and libraries start."""
-    play, played = Crew.play, dict[int, int]()
+    """While lanes play, from the third time on: before, kernels are compiled and libraries
+    start.
+    """
+    play, played = LaneGroup.play, dict[int, int]()
 
-    def strict(crew: Crew, queues: Any) -> None:
+    def strict(crew: LaneGroup, queues: Any) -> None:
         played[id(crew)] = played.get(id(crew), 0) + 1
         torch.cuda.set_sync_debug_mode("error" if played[id(crew)] > 2 else "default")
         try:
@@ -57,7 +91,7 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Crew, "play", strict)
+    monkeypatch.setattr(LaneGroup, "play", strict)
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -67,14 +101,23 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("policy", "changes"), PLANS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, policy: str, changes: dict[str, object], accumulation: int, kernels: str
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    changes: dict[str, object],
+    accumulation: int,
+    kernels: str,
 ) -> None:
-    """The executor itself raises where a step beyond the second calls cudaMalloc; here for eight steps, one drain among them."""
+    """The executor itself raises where a step beyond the second calls cudaMalloc; here for eight
+    steps, one drain among them.
+    """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
     plan = make_plan(
         policy,
         accumulation=accumulation,
-        **({"gradient_slabs": 2} if policy in ("k_buffer", "double_buffer", "sequential") else {}),
+        **(
+            {"gradient_staging": 2} if policy in ("k_buffer", "double_buffer", "sequential") else {}
+        ),
         **SIZES,
         **LIMITS,
         **changes,
@@ -99,24 +142,35 @@ def test_one_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
 
 
 def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[..., Plan]) -> None:
-    """With either of PyTorch's allocators: plain segments take the memory in one call, expandable ones in several."""
+    """With either of PyTorch's allocators: plain segments take the memory in one call, expandable
+    ones in several.
+    """
     plan = make_plan("overlapped", **SIZES, **LIMITS)
     last = 3 + _SETTLING_STEPS + 1
     with opened(plan) as executor:
         for number in (1, 2, 3):
             executor.step(batches(plan, number), rate=1e-3, number=number)
         works, kept = executor.tasks["F1.m0"].run, []
-        executor.tasks["F1.m0"].run = lambda: (works(), kept.append(torch.empty(2**28, dtype=torch.uint8, device="cuda")))
+        executor.tasks["F1.m0"].run = lambda: (
+            works(),
+            kept.append(torch.empty(2**28, dtype=torch.uint8, device="cuda")),
+        )
         for number in range(4, last):
             executor.step(batches(plan, number), rate=1e-3, number=number)
-        with pytest.raises(AssertionError, match=r"^a steady step allocated: "):
+        with pytest.raises(AssertionError, match=r"^a step after the warm-up allocated memory: "):
             executor.step(batches(plan, last), rate=1e-3, number=last)
 
 
 def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[..., Plan]) -> None:
-    """Pools fit, activations do not: another tensor holds the rest of the device. Afterwards the same process trains."""
+    """Pools fit, activations do not: another tensor holds the rest of the device. Afterwards the
+    same process trains.
+    """
     device = torch.device("cuda", 0)
-    plan = make_plan("overlapped", **{**SIZES, "batch": 64, "sequence": 1024, "loss_chunk": 65536, "vocabulary": 32_000}, **LIMITS)
+    plan = make_plan(
+        "overlapped",
+        **{**SIZES, "batch": 64, "sequence": 1024, "loss_chunk": 65536, "vocabulary": 32_000},
+        **LIMITS,
+    )
     forget_device_memory(device)
     before = torch.cuda.memory_allocated(device)
     executor = opened(plan)
@@ -124,7 +178,13 @@ def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[...
     rest = torch.empty(max(free - 2**28, 0), dtype=torch.uint8, device=device)
     with (
         executor,
-        pytest.raises(UserError, match=r"^device memory, \S+ on lane compute: found no room beside pools of .*out of memory.*; fix: close what else"),
+        pytest.raises(
+            UserError,
+            match=(
+                r"^device memory, \S+ on lane compute: found no memory left besides pools of .*"
+                r"out of memory.*; fix: close other"
+            ),
+        ),
     ):
         executor.step(batches(plan, 1), rate=1e-3, number=1)
     assert executor._arenas.host_memory.registered_bytes == 0
@@ -140,7 +200,10 @@ def test_a_failed_registration_leaves_no_error_behind() -> None:
     memory = HostMemory(registered=True)
     storage = memory.allocate([2**20], lambda _: None)
     pages = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (2**20,))
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="cudaHostRegister failed"):  # in a thread, as `allocate` does
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(RuntimeError, match="cudaHostRegister failed"),
+    ):  # in a thread, as `allocate` does
         pool.submit(memory._prepare, pages).result()
     assert float(torch.ones(3, device="cuda").sum()) == 3
     memory.close()
@@ -148,7 +211,9 @@ def test_a_failed_registration_leaves_no_error_behind() -> None:
 
 
 def test_a_checksum_is_the_same_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = torch.randint(-(2**63), 2**63 - 1, (5_000_001,), generator=torch.Generator().manual_seed(0))
+    words = torch.randint(
+        -(2**63), 2**63 - 1, (5_000_001,), generator=torch.Generator().manual_seed(0)
+    )
     assert torch.equal(checksums._words(words), checksums._words(words.cuda()).cpu())
     monkeypatch.setattr(checksums, "_GPU_WORDS", 1000)
     assert torch.equal(checksums._words(words[:9999]), checksums._words(words[:9999].cuda()).cpu())
@@ -164,7 +229,12 @@ def test_plans_tell_the_same_checksum_step_by_step(make_plan: Callable[..., Plan
         for policy, changes in PLANS[:-2]:
             plan = make_plan(policy, **SIZES, **LIMITS, **changes)
             with opened(plan) as executor:
-                told.append([executor.step(batches(plan, number), rate=1e-3, number=number).checksum for number in range(1, 5)])
+                told.append(
+                    [
+                        executor.step(batches(plan, number), rate=1e-3, number=number).checksum
+                        for number in range(1, 5)
+                    ]
+                )
         assert len(set(told[0])) == 4
         assert told == [told[0]] * len(told)
     finally:

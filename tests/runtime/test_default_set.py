@@ -1,4 +1,6 @@
-"""Default set: which layers are measured where no model is named, that they fit, and that the help says so."""
+"""Default set: which layers are measured where no model is named, that they fit, and that the help
+says so.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,31 @@ from typing import Any
 import pytest
 
 from megatrain.experiments.commands import calibrate as command
-from megatrain.runtime.default_set import CPU, LARGE, LARGE_DEVICE_BYTES, LARGE_HOST_BYTES, SMALL, DefaultSet, default_set, model_of, usual_grid
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.calibration.presets import (
+    CPU,
+    LARGE,
+    LARGE_DEVICE_BYTES,
+    LARGE_HOST_BYTES,
+    SMALL,
+    DefaultSet,
+    default_set,
+    model_of,
+    usual_grid,
+)
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
 
 GIB = 2**30
 
 
 def test_the_set_is_what_fits_the_machine() -> None:
     assert default_set("cuda", 137 * GIB, 128 * GIB) is LARGE
-    assert default_set("cuda", 23 * GIB, 128 * GIB) is default_set("cuda", 137 * GIB, 16 * GIB) is SMALL
+    assert (
+        default_set("cuda", 23 * GIB, 128 * GIB)
+        is default_set("cuda", 137 * GIB, 16 * GIB)
+        is SMALL
+    )
     assert default_set("cpu", 512 * GIB, 512 * GIB) is CPU
 
 
@@ -34,37 +50,72 @@ def test_widths_ascend_and_heads_are_grouped_queries_of_128(chosen: DefaultSet) 
 
 
 @pytest.mark.parametrize(
-    ("chosen", "policy", "device", "host"), [(LARGE, "resident", LARGE_DEVICE_BYTES, LARGE_HOST_BYTES), (SMALL, "double_buffer", 12 * GIB, 16 * GIB)]
+    ("chosen", "policy", "device", "host"),
+    [
+        (LARGE, "resident", LARGE_DEVICE_BYTES, LARGE_HOST_BYTES),
+        (SMALL, "double_buffer", 12 * GIB, 16 * GIB),
+    ],
 )
-def test_what_is_chosen_fits(make_plan: Callable[..., Plan], chosen: DefaultSet, policy: str, device: int, host: int) -> None:
-    """Pools, what a layer saves and some of its temporaries: on the device. The optimizer of the first, with gradients of two micro-batches: on the host."""
+def test_what_is_chosen_fits(
+    make_plan: Callable[..., Plan], chosen: DefaultSet, policy: str, device: int, host: int
+) -> None:
+    """Pools, what a layer saves and some of its temporaries: on the device. The optimizer of the
+    first, with gradients of two micro-batches: on the host.
+    """
     points = [(chosen.batch, chosen.sequence), *chosen.grid]
     for name in chosen.models:
         model = model_of(name).shortest(3)
         for batch, sequence in points:
             plan = make_plan(policy, model=model, batch=batch, sequence=sequence, chunk_bytes=2**27)
             taken = [buffer for buffer in lower(plan).buffers if buffer.place == "device"]
-            beside = model.most_saved_bytes(batch * sequence, sequence, "bf16") + model.transient_bytes(batch * sequence, sequence, "bf16")
-            assert sum(buffer.allocated for buffer in taken) + beside < 0.9 * device, (name, batch, sequence)
-    plan = make_plan("sequential", model=model_of(chosen.models[0]).shortest(3), batch=4, sequence=1024, accumulation=2, chunk_bytes=2**27)
-    assert sum(buffer.allocated for buffer in lower(plan).buffers if buffer.place == "host") < 0.9 * host
+            beside = model.most_saved_bytes(
+                batch * sequence, sequence, "bf16"
+            ) + model.transient_bytes(batch * sequence, sequence, "bf16")
+            assert sum(buffer.allocated for buffer in taken) + beside < 0.9 * device, (
+                name,
+                batch,
+                sequence,
+            )
+    plan = make_plan(
+        "sequential",
+        model=model_of(chosen.models[0]).shortest(3),
+        batch=4,
+        sequence=1024,
+        accumulation=2,
+        chunk_bytes=2**27,
+    )
+    assert (
+        sum(buffer.allocated for buffer in lower(plan).buffers if buffer.place == "host")
+        < 0.9 * host
+    )
 
 
 def test_the_help_names_the_sets() -> None:
     parser = argparse.ArgumentParser(prog="megatrain calibrate")
     command.describe(parser)
     told = " ".join(parser.format_help().split())
-    points = ", ".join(f"{batch}x{sequence}" for batch, sequence in ((LARGE.batch, LARGE.sequence), *LARGE.grid))
+    points = ", ".join(
+        f"{batch}x{sequence}" for batch, sequence in ((LARGE.batch, LARGE.sequence), *LARGE.grid)
+    )
     assert f"{', '.join(LARGE.models)} at {points}" in told
-    assert [4 * part for part in (SMALL.batch, *(batch for batch, _ in SMALL.grid))] == [LARGE.batch, *(batch for batch, _ in LARGE.grid)]
+    assert [4 * part for part in (SMALL.batch, *(batch for batch, _ in SMALL.grid))] == [
+        LARGE.batch,
+        *(batch for batch, _ in LARGE.grid),
+    ]
     assert f"{', '.join(SMALL.models)} at a quarter of these batches" in told
-    widths, points = ", ".join(name.removeprefix("llama-") for name in CPU.models), ", ".join(f"{b}x{s}" for b, s in ((CPU.batch, CPU.sequence), *CPU.grid))
+    widths, points = (
+        ", ".join(name.removeprefix("llama-") for name in CPU.models),
+        ", ".join(f"{b}x{s}" for b, s in ((CPU.batch, CPU.sequence), *CPU.grid)),
+    )
     assert f"Llama layers {widths} wide in {CPU.dtype} at {points}" in told
 
 
 def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:
     def points(**changes: Any) -> list[tuple[int, int]]:
-        return [(point.batch, point.sequence) for point in usual_grid(Workload(**{"batch": 32, "sequence": 1024, **changes}))]
+        return [
+            (point.batch, point.sequence)
+            for point in usual_grid(Workload(**{"batch": 32, "sequence": 1024, **changes}))
+        ]
 
     assert points() == [(4, 1024), (16, 1024), (64, 1024), (64, 512), (16, 2048)]
     assert points(compiled=True) == [(8, 1024), (64, 1024), (16, 2048)]

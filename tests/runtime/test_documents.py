@@ -1,4 +1,6 @@
-"""Documents packed into rows train as they would alone, whatever keeps them apart: lengths told to the kernel, here a stand-in of it, or a mask."""
+"""Documents packed into rows train as they would alone, whatever keeps them apart: lengths told to
+the kernel, here a stand-in of it, or a mask.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,20 @@ from whole_models import (
 )
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import export
-from megatrain.runtime.hyperparameters import AdamW
 from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.documents import masks
-from megatrain.runtime.layers.templates import Templates, config_of
-from megatrain.simulator.families import KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.families import KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 HELPED = ("gpt_oss", "opt", "llama4_text")
-"""families whose models do not show the positions to their masks, or count chunks from a row's start"""
+"""families whose models do not show the positions to their masks, or count chunks from a row's
+start"""
 ROWS = torch.tensor([[0] * 24, [0] * 24])
 ALL_HERE = {"weights": "all", "gradients": "all"}
 
@@ -60,7 +63,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def batches_of(plan: Plan, *packings: torch.Tensor) -> list[Batch]:
-    return [batch._replace(documents=documents) for batch, documents in zip(drawn(plan), packings, strict=True)]
+    return [
+        batch._replace(documents=documents)
+        for batch, documents in zip(drawn(plan), packings, strict=True)
+    ]
 
 
 def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
@@ -94,8 +100,10 @@ def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], fam
 def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family: str) -> None:
     """Layer 0 is recomputed whole, 1 and 2 with their attention kept, 3 is stored."""
     model_spec = model_of(family, sliding_window=0, use_sliding_window=False)
-    placement = Placement(attention="1-2", stored="3", **ALL_HERE)
-    with run(model_spec, documents=True, accumulation=2, policy="overlapped", placement=placement) as running:
+    placement = Placement(saved_attention="1-2", saved_activations="3", **ALL_HERE)
+    with run(
+        model_spec, documents=True, accumulation=2, policy="overlapped", placement=placement
+    ) as running:
         batches = batches_of(running.plan, PACKED, RIGHT)
         model = whole_model(running.plan, config_of(running.plan.model))
         compare(running, batches, loss_of_each_alone(model, batches), model, 1e-5)
@@ -105,8 +113,17 @@ def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family
 def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[..., Plan]) -> None:
     """Calibration builds the layers of a shortened model with the whole model's config."""
     model = model_of("qwen2")
-    plan = make_plan("resident", model=model.shortest(1), sequence=SEQUENCE, documents=True, dtype="fp32", loss_chunk=13)
-    with Executor(plan, config_of(model), AdamW(), torch.device("cpu"), schedule=lower(plan)) as executor:
+    plan = make_plan(
+        "resident",
+        model=model.shortest(1),
+        sequence=SEQUENCE,
+        documents=True,
+        dtype="fp32",
+        loss_chunk=13,
+    )
+    with Executor(
+        plan, config_of(model), AdamW(), torch.device("cpu"), schedule=lower(plan)
+    ) as executor:
         executor.state.load(weights)
         assert plan.model.layers < model.layers
         assert executor.step(batches_of(plan, PACKED), rate=0.0, number=1).loss > 0
@@ -114,45 +131,88 @@ def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[...
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", DOCUMENTED)
-def test_packed_rows_after_saving_and_loading(run: Callable[..., Any], tmp_path: Path, family: str) -> None:
-    """A step on packed rows, saved; what transformers loads of it has the loss and gradients that we have."""
+def test_packed_rows_after_saving_and_loading(
+    run: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    """A step on packed rows, saved; what transformers loads of it has the loss and gradients that
+    we have.
+    """
     with run(model_of(family), documents=True) as running:
         plan, config = running.plan, config_of(running.plan.model)
         batches = [with_documents(plan, PACKED)]
         running.executor.step(batches, rate=1e-4, number=1)
         export(running.state, plan, config, tmp_path / "trained")
-        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
-        compare(running, batches, loss_of_each_alone(reloaded, batches), reloaded, packed_bound(family))
+        reloaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "trained", attn_implementation=config._attn_implementation
+        ).train()
+        compare(
+            running, batches, loss_of_each_alone(reloaded, batches), reloaded, packed_bound(family)
+        )
 
 
 @pytest.mark.parametrize("family", [family for family in DOCUMENTED if family not in LINEAR])
-def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(run: Callable[..., Any], family: str) -> None:
-    """By its position ids: documents alone are other matrix products, which in bf16 round differently. With the mask that theirs has too."""
+def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(
+    run: Callable[..., Any], family: str
+) -> None:
+    """By its position ids: documents alone are other matrix products, which in bf16 round
+    differently. With the mask that theirs has too.
+    """
     with run(model_of(family), dtype="bf16", documents=True) as running:
-        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, PACKED)
-        position_ids = torch.cat([torch.arange(length) for length in (9, 1, 14, 12, 7, 5)]).view(2, SEQUENCE)
-        inputs = {"inputs_embeds": torch.empty(2, SEQUENCE, 1, dtype=torch.bfloat16), "position_ids": position_ids}
+        model, batch = (
+            whole_model(running.plan, config_of(running.plan.model)),
+            with_documents(running.plan, PACKED),
+        )
+        position_ids = torch.cat([torch.arange(length) for length in (9, 1, 14, 12, 7, 5)]).view(
+            2, SEQUENCE
+        )
+        inputs = {
+            "inputs_embeds": torch.empty(2, SEQUENCE, 1, dtype=torch.bfloat16),
+            "position_ids": position_ids,
+        }
         prepared = masks(model.config, **inputs) if family in HELPED else None
         logits = model(batch.ids, position_ids=position_ids, attention_mask=prepared).logits
-        compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, BF16_BOUND)
+        compare(
+            running,
+            [batch],
+            token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]),
+            model,
+            BF16_BOUND,
+        )
 
 
 @pytest.mark.parametrize("family", DOCUMENTED)
 @pytest.mark.parametrize("documents", [LEFT, RIGHT], ids=["left", "right"])
-def test_padding_is_transformers_attention_mask(run: Callable[..., Any], family: str, documents: torch.Tensor) -> None:
+def test_padding_is_transformers_attention_mask(
+    run: Callable[..., Any], family: str, documents: torch.Tensor
+) -> None:
     with run(model_of(family), documents=True) as running:
-        model, batch = whole_model(running.plan, config_of(running.plan.model)), with_documents(running.plan, documents)
+        model, batch = (
+            whole_model(running.plan, config_of(running.plan.model)),
+            with_documents(running.plan, documents),
+        )
         mask = (documents >= 0).long()
-        logits = model(batch.ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-        compare(running, [batch], token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]), model, packed_bound(family))
+        logits = model(
+            batch.ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
+        compare(
+            running,
+            [batch],
+            token_losses(logits, labelled(batch).labels) * scale_of([labelled(batch)]),
+            model,
+            packed_bound(family),
+        )
 
 
 # ---- the same bits under every plan
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_plan_gives_the_same_bits(way: str, executable: Callable[..., Plan], session: Callable[..., Any], dtype: str) -> None:
-    """Layers recomputed, stored, and with their attention kept; slots and policies; micro-batches with documents and without."""
+def test_every_plan_gives_the_same_bits(
+    way: str, executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
+) -> None:
+    """Layers recomputed, stored, and with their attention kept; slots and policies; micro-batches
+    with documents and without.
+    """
     found = []
     changes = {
         "documents": True,
@@ -164,21 +224,39 @@ def test_every_plan_gives_the_same_bits(way: str, executable: Callable[..., Plan
         "host_limit_bytes": 2**30,
     }
     for policy, knobs in (
-        ("resident", {}), ("double_buffer", {}), ("overlapped", {"placement": Placement(attention="0-1", stored="2")}),
-        ("overlapped", {"placement": Placement(attention="all", parked="all")}), ("overlapped", {"checkpoint_interval": 2}),
-    ):  # fmt: skip
+        ("resident", {}),
+        ("double_buffer", {}),
+        ("overlapped", {"placement": Placement(saved_attention="0-1", saved_activations="2")}),
+        ("overlapped", {"placement": Placement(saved_attention="all", offloaded_inputs="all")}),
+        ("overlapped", {"checkpoint_interval": 2}),
+    ):
         with session(executable(policy, **changes, **knobs)) as running:
             packed = [
-                [batch._replace(documents=documents) for batch, documents in zip(running.batches(number), (PACKED, None), strict=True)] for number in (1, 2)
+                [
+                    batch._replace(documents=documents)
+                    for batch, documents in zip(
+                        running.batches(number), (PACKED, None), strict=True
+                    )
+                ]
+                for number in (1, 2)
             ]
-            results = [running.executor.step(batches, rate=1e-2, number=number) for number, batches in enumerate(packed, 1)]
+            results = [
+                running.executor.step(batches, rate=1e-2, number=number)
+                for number, batches in enumerate(packed, 1)
+            ]
             running.executor.flush_update()
-            found.append(([(result.loss, result.gradient_norm) for result in results], running.masters()))
+            found.append(
+                ([(result.loss, result.gradient_norm) for result in results], running.masters())
+            )
     assert all(each == found[0] for each in found[1:]), way
 
 
-def test_rows_of_one_document_have_the_causal_kernel(monkeypatch: pytest.MonkeyPatch, executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
-    """Where the data has no documents: no lengths, no mask, and the bits of a plan without documents."""
+def test_rows_of_one_document_have_the_causal_kernel(
+    monkeypatch: pytest.MonkeyPatch, executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    """Where the data has no documents: no lengths, no mask, and the bits of a plan without
+    documents.
+    """
     called, bits = reference_lengths.install(monkeypatch), []
     for documents in (False, True):
         with session(executable(documents=documents)) as running:
@@ -188,11 +266,18 @@ def test_rows_of_one_document_have_the_causal_kernel(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kept", ["", "all"])
-def test_documents_told_by_lengths_make_no_mask(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+def test_documents_told_by_lengths_make_no_mask(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
     """As many places as documents need, rounded up; windows neither."""
     called = reference_lengths.install(monkeypatch)
     model = model_of("qwen2") if not kept else model_of("qwen2", use_sliding_window=False)
-    with run(model, documents=True, policy="overlapped", placement=Placement(attention=kept, **ALL_HERE)) as running:
+    with run(
+        model,
+        documents=True,
+        policy="overlapped",
+        placement=Placement(saved_attention=kept, **ALL_HERE),
+    ) as running:
         templates = running.executor.templates
         masked = [handed["attention_mask"] for handed in templates._causal]
         assert all(mask is None for mask in masked)
@@ -200,29 +285,43 @@ def test_documents_told_by_lengths_make_no_mask(run: Callable[..., Any], monkeyp
         assert set(called) == {9}, "6 documents of 2 rows: room for 8"
         running.executor.step([with_documents(running.plan, ROWS)], rate=0.0, number=2)
         assert set(called) == {9, 3}
-        assert len(called) == 2 * (4 if kept else 8), "once for a layer whose attention is kept, else twice"
+        assert len(called) == 2 * (4 if kept else 8), (
+            "once for a layer whose attention is kept, else twice"
+        )
 
 
 def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a layer is timed. With windows, whose mask is spared, lengths say so; without, the causal kernel needs none."""
+    """As when a layer is timed. With windows, whose mask is spared, lengths say so; without, the
+    causal kernel needs none.
+    """
     reference_lengths.install(monkeypatch)
     for family, spared in (("qwen2", True), ("llama", False)):
-        model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="fp32", documents=True)
-        templates = Templates(model, work, config_of(model), torch.device("cpu"))
+        model, work = (
+            model_of(family),
+            Workload(batch=2, sequence=SEQUENCE, dtype="fp32", documents=True),
+        )
+        templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
         templates.begin(0)
-        given = templates._handed("3", 0)["attention_mask"]
+        given = templates._layer_arguments("3", 0)["attention_mask"]
         assert given.starts.tolist() == [0, 24, 48] if spared else given is None
 
 
 # ---- lengths
 
 
-@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4), st.data())
-def test_bounds_are_where_documents_begin_and_the_rest_is_empty(rows: list[list[int]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4), st.data()
+)
+def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
     """Numbered from 0 in each row, the last of a row perhaps padding."""
     longest = max(map(sum, rows))
     filled = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
-    numbers = [torch.cat([torch.full((length,), number) for number, length in enumerate(row)]) for row in filled]
+    numbers = [
+        torch.cat([torch.full((length,), number) for number, length in enumerate(row)])
+        for row in filled
+    ]
     if data.draw(st.booleans()):
         numbers = [torch.where(row == row[-1], -1, row) for row in numbers]
     documents, count = torch.stack(numbers), sum(map(len, filled))
@@ -240,41 +339,91 @@ def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in WRITTEN_OUT)
     assert model.documents_by("fp32") == "mask"
-    assert model.documents_by("bf16") == ("mask" if family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths")
+    assert model.documents_by("bf16") == (
+        "mask" if family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths"
+    )
 
 
 @pytest.mark.parametrize("family", DOCUMENTED)
-def test_every_family_is_asked_whether_a_gpu_takes_lengths(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_every_family_is_asked_whether_a_gpu_takes_lengths(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Whatever its config.json calls its heads, and whether it names them at all."""
     asked: list[tuple[int, ...]] = []
     make = torch.empty
-    monkeypatch.setattr(lengths.torch, "empty", lambda *shape, **options: make(*shape, **{**options, "device": "meta"}))
-    monkeypatch.setattr(lengths.sdp, "SDPAParams", lambda query, key, *_: asked.append((query.shape[1], key.shape[1], query.shape[3])))
+    monkeypatch.setattr(
+        lengths.torch,
+        "empty",
+        lambda *shape, **options: make(*shape, **{**options, "device": "meta"}),
+    )
+    monkeypatch.setattr(
+        lengths.sdp,
+        "SDPAParams",
+        lambda query, key, *_: asked.append((query.shape[1], key.shape[1], query.shape[3])),
+    )
     monkeypatch.setattr(lengths.sdp, "can_use_flash_attention", lambda _: True)
-    model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="bf16", documents=True)
-    assert lengths.takes_lengths(model, work, torch.device("cuda")) == (model.documents_by("bf16") == "lengths") == bool(asked)
-    assert all(heads == 4 and heads % pairs == 0 and size in (8, 16, 24) for heads, pairs, size in asked)
+    model, work = (
+        model_of(family),
+        Workload(batch=2, sequence=SEQUENCE, dtype="bf16", documents=True),
+    )
+    assert (
+        lengths.takes_lengths(model, work, torch.device("cuda"))
+        == (model.documents_by("bf16") == "lengths")
+        == bool(asked)
+    )
+    assert all(
+        heads == 4 and heads % pairs == 0 and size in (8, 16, 24) for heads, pairs, size in asked
+    )
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3", "qwen3_5_text", "llama4_text"])
-def test_compiled_there_is_one_graph_for_any_number_of_documents(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """A kind of layer; nothing is compiled anew for another layer, another micro-batch, or more documents."""
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma3_text", "deepseek_v3", "qwen3_5_text", "llama4_text"]
+)
+def test_compiled_there_is_one_graph_for_any_number_of_documents(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A kind of layer; nothing is compiled anew for another layer, another micro-batch, or more
+    documents.
+    """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
 
     def counted(function: Any, **options: Any) -> Any:
-        return compiled(function, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+        return compiled(
+            function,
+            fullgraph=True,
+            backend=lambda graph, _: graphs.append(graph) or graph.forward,
+            **options,
+        )
 
     monkeypatch.setattr(torch, "compile", counted)
     reference_lengths.install(monkeypatch)
     torch._dynamo.reset()
-    model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="fp32", compiled=True, loss_chunk=SEQUENCE, documents=True)
-    templates = Templates(model, work, config_of(model), torch.device("cpu"))
+    model, work = (
+        model_of(family),
+        Workload(
+            batch=2,
+            sequence=SEQUENCE,
+            dtype="fp32",
+            compiled=True,
+            loss_chunk=SEQUENCE,
+            documents=True,
+        ),
+    )
+    templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     x, counts = torch.randn(2, SEQUENCE, model.hidden), []
     for micro, packed in enumerate((PACKED, ROWS, torch.arange(SEQUENCE).expand(2, -1))):
         templates.begin(micro, packed)
         for layer in model.decoders:
-            x = templates.forward(layer.name, {tensor.name: weights(layer.name, tensor.name, tensor.shape) for tensor in layer.tensors}, x, micro)
+            x = templates.forward(
+                layer.name,
+                {
+                    tensor.name: weights(layer.name, tensor.name, tensor.shape)
+                    for tensor in layer.tensors
+                },
+                x,
+                micro,
+            )
         counts.append(len(graphs))
     assert counts == [len(set(templates._kinds))] * 3
 
@@ -282,19 +431,36 @@ def test_compiled_there_is_one_graph_for_any_number_of_documents(monkeypatch: py
 @pytest.mark.parametrize("left", [-1, 127])
 @pytest.mark.parametrize("pairs", [4, 8])
 def test_the_kernel_takes_what_it_is_given(left: int, pairs: int) -> None:
-    """On tensors without memory, forward and backward: the ops are there, and take and leave what is said."""
-    query, key, value = (torch.empty(2048, count, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for count in (8, pairs, pairs))
+    """On tensors without memory, forward and backward: the ops are there, and take and leave what
+    is said.
+    """
+    query, key, value = (
+        torch.empty(2048, count, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for count in (8, pairs, pairs)
+    )
     starts = torch.empty(9, dtype=torch.int32, device="meta")
     output, log_sum_exp = lengths.forward(starts, 1024, left, 0.125, query, key, value)
-    assert (output.shape, output.dtype, log_sum_exp.shape, log_sum_exp.dtype) == (query.shape, torch.bfloat16, (8, 2048), torch.float32)
+    assert (output.shape, output.dtype, log_sum_exp.shape, log_sum_exp.dtype) == (
+        query.shape,
+        torch.bfloat16,
+        (8, 2048),
+        torch.float32,
+    )
     output.sum().backward()
     assert query.grad is not None
-    gradients = lengths.backward(starts, 1024, left, 0.125, output.detach(), query, key, value, output, log_sum_exp)
+    gradients = lengths.backward(
+        starts, 1024, left, 0.125, output.detach(), query, key, value, output, log_sum_exp
+    )
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
 def test_a_plan_s_schedule_differs_by_its_tokens_alone(executable: Callable[..., Plan]) -> None:
     plain, packed = (lower(executable(documents=documents)) for documents in (False, True))
-    sizes = [{buffer.id: buffer.bytes for buffer in schedule.buffers if buffer.pool != "device.tokens"} for schedule in (plain, packed)]
+    sizes = [
+        {buffer.id: buffer.bytes for buffer in schedule.buffers if buffer.pool != "device.tokens"}
+        for schedule in (plain, packed)
+    ]
     assert sizes[0] == sizes[1]
-    assert [msgspec.structs.replace(op, shape=op.shape.removesuffix("-documents")) for op in packed.ops] == list(plain.ops)
+    assert [
+        msgspec.structs.replace(op, shape=op.shape.removesuffix("-documents")) for op in packed.ops
+    ] == list(plain.ops)

@@ -1,4 +1,6 @@
-"""Evaluation: the loss that a step on the same batches would have, bit for bit, whatever the plan; it leaves everything as it was."""
+"""Evaluation: the loss that a step on the same batches would have, bit for bit, whatever the plan;
+it leaves everything as it was.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,32 @@ import torch
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.reference import Reference
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES, FROM_THE_ROW
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import AdamW
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES, FROM_THE_ROW
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies import evaluation, lower, names
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 PLACEMENTS = {"": {}, "all resident": {"weights": "all"}, "some": {"weights": "0,2,h"}}
 
 
 def placed(plan: Plan, placement: dict[str, str]) -> Plan:
-    knobs = msgspec.structs.replace(plan.knobs, placement=msgspec.structs.replace(plan.knobs.placement, **placement))
+    knobs = msgspec.structs.replace(
+        plan.knobs, placement=msgspec.structs.replace(plan.knobs.placement, **placement)
+    )
     plan = msgspec.structs.replace(plan, knobs=knobs)
     return msgspec.structs.replace(plan, digest=lower(plan).digest)
 
 
 @pytest.mark.parametrize("clipping", ["global", "none"])
 @pytest.mark.parametrize("policy", names())
-def test_the_loss_is_the_next_step_s_and_nothing_changes(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
+def test_the_loss_is_the_next_step_s_and_nothing_changes(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
+) -> None:
     plan = executable(policy, accumulation=2, clipping=clipping, tied=policy == "k_buffer")
     with session(plan) as straight:
         wanted = straight.bits(steps=3)
@@ -46,18 +52,23 @@ def test_the_loss_is_the_next_step_s_and_nothing_changes(executable: Callable[..
             result = running.step(number)
             assert found.loss == result.loss
             results.append((result.loss, result.gradient_norm))
-        owed = running.executor._owed is not None
+        deferred = running.executor._deferred is not None
         running.executor.evaluate(running.batches(9))
-        assert running.executor._owed is None, "an evaluation applies what is owed"
+        assert running.executor._deferred is None, "an evaluation applies the deferred update"
         assert results == wanted.results
         assert running.masters() == wanted.masters, "weights went another way"
-        assert owed == (clipping == "global" and policy == "overlapped")
+        assert deferred == (clipping == "global" and policy == "overlapped")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=list(PLACEMENTS))
-def test_streamed_and_resident_weights_give_the_same_bits(executable: Callable[..., Plan], session: Callable[..., Any], placement: dict[str, str]) -> None:
+def test_streamed_and_resident_weights_give_the_same_bits(
+    executable: Callable[..., Plan], session: Callable[..., Any], placement: dict[str, str]
+) -> None:
     losses = []
-    for plan in (executable("resident", accumulation=2), placed(executable("overlapped", accumulation=2), placement)):
+    for plan in (
+        executable("resident", accumulation=2),
+        placed(executable("overlapped", accumulation=2), placement),
+    ):
         with session(plan) as running:
             running.step(1)
             losses.append(running.executor.evaluate(running.batches(5)).loss)
@@ -65,10 +76,20 @@ def test_streamed_and_resident_weights_give_the_same_bits(executable: Callable[.
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_loss_is_the_reference_s(executable: Callable[..., Plan], session: Callable[..., Any], dtype: str) -> None:
-    plan, weights = executable("overlapped", accumulation=2, dtype=dtype, loss_chunk=13), random_weights(0)
-    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in plan.model.stack.values()}
-    reference = Reference(plan.model, plan.workload, config_of(plan.model), AdamW(), masters, torch.device("cpu"))
+def test_the_loss_is_the_reference_s(
+    executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
+) -> None:
+    plan, weights = (
+        executable("overlapped", accumulation=2, dtype=dtype, loss_chunk=13),
+        random_weights(0),
+    )
+    masters = {
+        layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
+        for layer in plan.model.stack.values()
+    }
+    reference = Reference(
+        plan.model, plan.workload, config_of(plan.model), AdamW(), masters, torch.device("cpu")
+    )
     with session(plan) as running:
         batches = running.batches(1)
         batches[0].labels[:, 3:] = IGNORED
@@ -78,7 +99,9 @@ def test_the_loss_is_the_reference_s(executable: Callable[..., Plan], session: C
 
 
 @pytest.mark.parametrize("policy", names())
-def test_it_needs_no_memory_that_the_step_has_not(executable: Callable[..., Plan], session: Callable[..., Any], policy: str) -> None:
+def test_it_needs_no_memory_that_the_step_has_not(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str
+) -> None:
     plan = executable(policy, accumulation=2)
     with session(plan) as running:
         found = running.executor.evaluate(running.batches(1))
@@ -86,41 +109,72 @@ def test_it_needs_no_memory_that_the_step_has_not(executable: Callable[..., Plan
         schedule.check()
         assert all(step.buffer[buffer.id] == buffer for buffer in schedule.buffers)
         assert schedule.lanes.keys() <= step.lanes.keys()
-        assert (found.timeline.digest, [span.op for span in found.timeline.spans]) == (schedule.digest, [op.id for op in schedule.ops])
+        assert (found.timeline.digest, [span.op for span in found.timeline.spans]) == (
+            schedule.digest,
+            [op.id for op in schedule.ops],
+        )
         assert {op.kind for op in schedule.ops} - {"load_weights"} == {"embed", "forward", "loss"}
         assert all(span.duration_ns > 0 for span in found.timeline.spans if span.lane == "compute")
 
 
-def of_family(executable: Callable[..., Plan], family: str, config: dict[str, Any], **changes: Any) -> Plan:
+def of_family(
+    executable: Callable[..., Plan], family: str, config: dict[str, Any], **changes: Any
+) -> Plan:
     limits = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30}
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
-    model = ModelSpec.from_config(tiny_config(family, **{**sizes, **config}).to_dict(), family, family)
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
+    }
+    model = ModelSpec.from_config(
+        tiny_config(family, **{**sizes, **config}).to_dict(), family, family
+    )
     return executable("overlapped", model=model, accumulation=2, loss_chunk=13, **limits, **changes)
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_s_loss_is_the_step_s(executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool) -> None:
+def test_every_family_s_loss_is_the_step_s(
+    executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool
+) -> None:
     if documents and family in FROM_THE_ROW:
         pytest.skip("it keeps no documents apart")
     changes = {"num_key_value_heads": 2} if family == "mimo_v2_flash" else {}
     plan = of_family(executable, family, changes, documents=documents)
     packed = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [-1] * 4])
     with session(plan) as running:
-        batches = [Batch(batch.ids, batch.labels, packed if documents else None) for batch in running.batches(1)]
+        batches = [
+            Batch(batch.ids, batch.labels, packed if documents else None)
+            for batch in running.batches(1)
+        ]
         found = running.executor.evaluate(batches)
         assert not running.executor.templates._arguments, "every micro-batch has ended"
-        assert found.loss == running.executor.evaluate(batches).loss == running.executor.step(batches, rate=1e-2, number=1).loss
+        assert (
+            found.loss
+            == running.executor.evaluate(batches).loss
+            == running.executor.step(batches, rate=1e-2, number=1).loss
+        )
         assert found.labelled == 2 * (28 if documents else 32)
         assert not running.executor.templates._arguments, "every micro-batch has ended"
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_routers_loss_is_left_out(executable: Callable[..., Plan], session: Callable[..., Any], documents: bool) -> None:
-    """It is part of a step's loss; evaluation tells the language model's, the same number as for a model that has no routers' loss."""
+def test_the_routers_loss_is_left_out(
+    executable: Callable[..., Plan], session: Callable[..., Any], documents: bool
+) -> None:
+    """It is part of a step's loss; evaluation tells the language model's, the same number as for a
+    model that has no routers' loss.
+    """
     evaluated, stepped = [], []
     for routed in (False, True):
-        plan = of_family(executable, "qwen3_moe", {"output_router_logits": routed, "router_aux_loss_coef": 0.7}, documents=documents)
+        plan = of_family(
+            executable,
+            "qwen3_moe",
+            {"output_router_logits": routed, "router_aux_loss_coef": 0.7},
+            documents=documents,
+        )
         with session(plan) as running:
             evaluated.append(running.executor.evaluate(running.batches(1)).loss)
             stepped.append(running.step(1).loss)
@@ -128,8 +182,18 @@ def test_the_routers_loss_is_left_out(executable: Callable[..., Plan], session: 
     assert stepped[1] > stepped[0] + 0.1
 
 
-def test_documents_that_were_not_planned_are_refused(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_documents_that_were_not_planned_are_refused(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     with session(executable()) as running:
         (batch,) = running.batches(1)
-        with pytest.raises(UserError, match=r"data: found rows of several documents; .*; fix: make the plan without --plain-packing"):
-            running.executor.step([batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1)
+        with pytest.raises(
+            UserError,
+            match=(
+                r"data: found rows of several documents; .*; fix: make the plan without"
+                r" --plain-packing"
+            ),
+        ):
+            running.executor.step(
+                [batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1
+            )

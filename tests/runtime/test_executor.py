@@ -1,4 +1,6 @@
-"""Executor: what it refuses, what it allocates, how it ends when an op fails or the user interrupts, and what it reports of a step."""
+"""Executor: what it refuses, what it allocates, how it ends when an op fails or the user
+interrupts, and what it reports of a step.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ import pytest
 import torch
 
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.lanes import Lane, OpFailed
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.lanes import Lane, LaneError
-from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.runtime.optimizer import AdamW, WorkerThreads
+from megatrain.runtime.optimizer.adamw import AdamW, WorkerThreads
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.memory import account
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.memory.account import account
+from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
 EXECUTABLE = tuple(policies.names())
@@ -34,7 +36,11 @@ EXECUTABLE = tuple(policies.names())
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith(("lane-", "optimizer"))]
+    left = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith(("lane-", "optimizer"))
+    ]
     assert not left
 
 
@@ -53,7 +59,13 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("digest", ["", "0123456789abcdef"])
 def test_another_digest_is_refused(executable: Callable[..., Plan], digest: str) -> None:
     plan = msgspec.structs.replace(executable(), digest=digest)
-    with pytest.raises(UserError, match=f"plan: digest: found '{digest}'; allowed: {policies.lower(plan).digest}, .*; fix: make the plan again"):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"plan: digest: found '{digest}'; allowed: {policies.lower(plan).digest}, .*; fix: make"
+            " the plan again"
+        ),
+    ):
         Executor(plan, config_of(plan.model), AdamW(), CPU)
 
 
@@ -62,7 +74,14 @@ def test_another_digest_is_refused(executable: Callable[..., Plan], digest: str)
 def test_another_system_is_refused_by_name(make_plan: Callable[..., Plan], policy: str) -> None:
     plan = make_plan(policy)
     plan = msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
-    with pytest.raises(UserError, match=f"plan: policy: found {policy}, another system's, which is only for prediction; allowed: double_buffer, "):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"plan: policy: found {policy}, the policy of another system, which is only for"
+            " prediction;"
+            " allowed: double_buffer, "
+        ),
+    ):
         Executor(plan, config_of(plan.model), AdamW(), CPU)
 
 
@@ -76,14 +95,19 @@ def test_a_kernel_that_the_machine_has_not_is_refused(executable: Callable[..., 
 @pytest.mark.usefixtures("nothing_allocated")
 def test_a_digest_of_other_knobs_is_refused(executable: Callable[..., Plan]) -> None:
     plan = executable()
-    changed = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, gradient_slots=1))
+    changed = msgspec.structs.replace(
+        plan, knobs=msgspec.structs.replace(plan.knobs, gradient_slots=1)
+    )
     with pytest.raises(UserError, match="digest"):
         Executor(changed, config_of(plan.model), AdamW(), CPU)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_pools_fit_to_the_byte_or_are_refused(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
     plan = executable(gradient_slots=1)
     need = account(policies.lower(plan), 1, 1, 0, 0)
@@ -91,8 +115,16 @@ def test_pools_fit_to_the_byte_or_are_refused(
     largest = next(pool for pool in need.pools if pool.startswith(place))
     with session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak})) as fits:
         assert fits.executor.allocated(place) == peak
-    monkeypatch.setattr(Arenas, "_allocate", lambda _, pool, __: pytest.fail(f"{pool} was allocated"))
-    with pytest.raises(UserError, match=f"^{place} memory: found pools of .*, of which {largest} .*; fix: raise the limit by 1 B, or ") as refusal:
+    monkeypatch.setattr(
+        Arenas, "_allocate", lambda _, pool, __: pytest.fail(f"{pool} was allocated")
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            f"^{place} memory: found pools of .*, the largest {largest} .*; fix: raise the limit by"
+            " 1 B, or "
+        ),
+    ) as refusal:
         session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak - 1}))
     assert "\n" not in str(refusal.value)
 
@@ -104,7 +136,10 @@ def test_memory_that_the_machine_does_not_give_is_one_line(
         raise RuntimeError("out of memory\nand a long story")
 
     monkeypatch.setattr(Arenas, "_allocate", refuse)
-    with pytest.raises(UserError, match=r"^pool \S+: found no room for .* \(out of memory\); allowed: free memory; fix: ") as refusal:
+    with pytest.raises(
+        UserError,
+        match=r"^pool \S+: found no room for .* \(out of memory\); allowed: free memory; fix: ",
+    ) as refusal:
         session(executable())
     assert "long story" not in str(refusal.value)
 
@@ -114,24 +149,42 @@ def test_memory_that_the_machine_does_not_give_is_one_line(
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
 @pytest.mark.parametrize(
-    "changes", [{}, {"accumulation": 2, "checkpoint_interval": 3, "gradient_slabs": 3, "dtype": "fp32"}, {"tied": True, "clipping": "none"}]
+    "changes",
+    [
+        {},
+        {"accumulation": 2, "checkpoint_interval": 3, "gradient_staging": 3, "dtype": "fp32"},
+        {"tied": True, "clipping": "none"},
+    ],
 )
 def test_pools_are_allocated_as_the_simulator_accounts_for_them(
-    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, changes: dict[str, Any]
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    policy: str,
+    changes: dict[str, Any],
 ) -> None:
     plan = executable(policy, **changes)
     with session(plan) as running:
         arenas, schedule = running.executor._arenas, running.executor.schedule
         predicted = account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-        pools = {pool: size for pool, size in predicted.pools.items() if pool not in ("device.activations", "device.workspace")}
+        pools = {
+            pool: size
+            for pool, size in predicted.pools.items()
+            if pool not in ("device.activations", "device.workspace")
+        }
         assert arenas.pool_bytes == pools
-        real = {buffer.pool: arenas.flat(buffer.id, torch.uint8, 1).untyped_storage().nbytes() for buffer in schedule.buffers if not buffer.dynamic}
+        real = {
+            buffer.pool: arenas.flat(buffer.id, torch.uint8, 1).untyped_storage().nbytes()
+            for buffer in schedule.buffers
+            if not buffer.dynamic
+        }
         assert real == pools
         assert arenas.total("device") == account(schedule, 1, 1, 0, 0).device_peak_bytes
         assert arenas.total("host") == predicted.host_peak_bytes
 
 
-def test_buffers_of_a_pool_do_not_overlap(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_buffers_of_a_pool_do_not_overlap(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     with session(executable(accumulation=2)) as running:
         places = []
         for buffer in running.executor.schedule.buffers:
@@ -143,9 +196,16 @@ def test_buffers_of_a_pool_do_not_overlap(executable: Callable[..., Plan], sessi
             assert end <= start
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True}], ids=str
+)
 @pytest.mark.parametrize("policy", EXECUTABLE)
-def test_what_a_slot_held_before_changes_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, changes: dict[str, Any]) -> None:
+def test_what_a_slot_held_before_changes_no_bit(
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    policy: str,
+    changes: dict[str, Any],
+) -> None:
     """Also in the padding between tensors, which a norm adds up and an update reads."""
     plan = executable(policy, **changes)
     with session(plan) as undisturbed:
@@ -153,15 +213,28 @@ def test_what_a_slot_held_before_changes_no_bit(executable: Callable[..., Plan],
     with session(plan) as running:
         for buffer in running.executor.schedule.buffers:
             if not (buffer.persistent or buffer.dynamic):
-                running.executor._arenas.flat(buffer.id, torch.uint8, buffer.bytes).fill_(0xFF)  # NaN in bf16 and fp32
+                running.executor._arenas.flat(buffer.id, torch.uint8, buffer.bytes).fill_(
+                    0xFF
+                )  # NaN in bf16 and fp32
         assert running.bits() == want
 
 
 # ---- failures ----
 
 
-@pytest.mark.parametrize(("op", "lane"), [("F1.m0", "compute"), ("W2f.m0.c0", "h2d"), ("G1b.m0.c0", "d2h"), ("N0", "cpu"), ("UC2", "cpu")])
-def test_a_failing_op_is_named_and_ends_the_step(executable: Callable[..., Plan], session: Callable[..., Any], op: str, lane: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "lane"),
+    [
+        ("F1.m0", "compute"),
+        ("W2f.m0.c0", "h2d"),
+        ("G1b.m0.c0", "d2h"),
+        ("N0", "cpu"),
+        ("UC2", "cpu"),
+    ],
+)
+def test_a_failing_op_is_named_and_ends_the_step(
+    executable: Callable[..., Plan], session: Callable[..., Any], op: str, lane: str
+) -> None:
     with session(executable(chunk_bytes=2**20)) as running:
         task = running.tasks[op]
         works, ended = task.run, []
@@ -172,7 +245,9 @@ def test_a_failing_op_is_named_and_ends_the_step(executable: Callable[..., Plan]
         task.run = fail
         last = list(running.tasks.values())[-1]
         last.run = lambda: ended.append(True)
-        with pytest.raises(LaneError, match=f"^{op} on lane {lane}: ZeroDivisionError: planted$") as failure:
+        with pytest.raises(
+            OpFailed, match=f"^{op} on lane {lane}: ZeroDivisionError: planted$"
+        ) as failure:
             running.step()
         assert isinstance(failure.value.__cause__, ZeroDivisionError)
         assert not ended, "what comes after the failure has run"
@@ -192,7 +267,9 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_in_a_step_ends_it_promptly(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_ctrl_c_in_a_step_ends_it_promptly(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     ran: list[str] = []
     with session(executable(chunk_bytes=2**20)) as running:
         for task in running.tasks.values():
@@ -208,8 +285,12 @@ def test_ctrl_c_in_a_step_ends_it_promptly(executable: Callable[..., Plan], sess
         assert len(ran) == count, "a lane ran on behind the interruption"
 
 
-def test_ctrl_c_while_the_lanes_start_does_not_hang(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It falls between the first lane's start and the second's: the first waits for ops of a lane that never plays."""
+def test_ctrl_c_while_the_lanes_start_does_not_hang(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It falls between the first lane's start and the second's: the first waits for ops of a lane
+    that never plays.
+    """
     play = Lane.play
 
     def interrupted(lane: Lane) -> None:
@@ -230,11 +311,18 @@ def test_ctrl_c_while_the_lanes_start_does_not_hang(executable: Callable[..., Pl
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
 @pytest.mark.parametrize("clipping", ["global", "layer", "update", "none"])
-def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
+def test_a_loss_that_is_no_number_is_an_error(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
+) -> None:
     def broken(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return random_weights(0)(layer, tensor, shape) * (float("nan") if (layer, tensor) == ("2", "input_layernorm.weight") else 1)
+        return random_weights(0)(layer, tensor, shape) * (
+            float("nan") if (layer, tensor) == ("2", "input_layernorm.weight") else 1
+        )
 
-    with session(executable(policy, clipping=clipping), weights=broken) as running, pytest.raises(FloatingPointError, match=r"^step 3: loss nan"):
+    with (
+        session(executable(policy, clipping=clipping), weights=broken) as running,
+        pytest.raises(FloatingPointError, match=r"^step 3: loss nan"),
+    ):
         running.step(3)
 
 
@@ -243,19 +331,31 @@ def test_a_loss_that_is_no_number_is_an_error(executable: Callable[..., Plan], s
 
 @pytest.mark.parametrize("clipping", ["layer", "update"])
 @pytest.mark.parametrize("policy", policies.names())
-def test_a_layer_whose_gradient_is_not_finite_is_not_updated(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
-    """The loss is finite: the step fails all the same, its layer is as it was, and the others are updated, whatever the policy."""
+def test_a_layer_whose_gradient_is_not_finite_is_not_updated(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
+) -> None:
+    """The loss is finite: the step fails all the same, its layer is as it was, and the others are
+    updated, whatever the policy.
+    """
     plan = executable(policy, clipping=clipping, weights_ahead=1)
     with session(plan) as running:
         running.step(1)
         before = {layer.name: running.state.masters(layer) for layer in plan.model.stack.values()}
         backward = running.tasks["B1.m0"]
-        gradient = running.executor._arenas.flat(running.executor.schedule.by_id["B1.m0"].writes[0], torch.bfloat16, 100)
+        gradient = running.executor._arenas.flat(
+            running.executor.schedule.by_id["B1.m0"].writes[0], torch.bfloat16, 100
+        )
         work = backward.run
         backward.run = lambda: (work(), gradient[7].fill_(float("inf")))
-        with pytest.raises(FloatingPointError, match=r"^step 2: loss \d.*, layers not updated: 1: not finite"):
+        with pytest.raises(
+            FloatingPointError, match=r"^step 2: loss \d.*, layers not updated: 1: not finite"
+        ):
             running.step(2)
-        changed = [layer.name for layer in plan.model.stack.values() if not same(running.state.masters(layer), before[layer.name])]
+        changed = [
+            layer.name
+            for layer in plan.model.stack.values()
+            if not same(running.state.masters(layer), before[layer.name])
+        ]
         assert changed == [layer for layer in plan.model.stack if layer != "1"]
 
 
@@ -265,8 +365,12 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize("clipping", ["global", "layer", "update", "none"])
 @pytest.mark.parametrize("policy", policies.names())
-def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str) -> None:
-    """Activations turn into NaN in the third step: loss and norm say so, and no update of it is applied."""
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
+) -> None:
+    """Activations turn into NaN in the third step: loss and norm say so, and no update of it is
+    applied.
+    """
     plan = executable(policy, clipping=clipping)
     with session(plan) as good:
         wanted = good.bits(steps=2).masters
@@ -274,7 +378,11 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callab
         for number in (1, 2):
             running.step(number)
         forward = running.tasks["F1.m0"]
-        output = running.executor._arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "F1.m0").writes[0], torch.bfloat16, 1)
+        output = running.executor._arenas.flat(
+            next(op for op in running.executor.schedule.ops if op.id == "F1.m0").writes[0],
+            torch.bfloat16,
+            1,
+        )
         work = forward.run
         forward.run = lambda: (work(), output.fill_(float("nan")))
         with pytest.raises(FloatingPointError, match=r"^step 3: loss nan"):
@@ -284,7 +392,9 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(executable: Callab
 
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
-def test_the_measured_timeline_is_one_of_the_schedule(executable: Callable[..., Plan], session: Callable[..., Any], policy: str) -> None:
+def test_the_measured_timeline_is_one_of_the_schedule(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str
+) -> None:
     plan = executable(policy, accumulation=2, checkpoint_interval=2)
     with session(plan) as running:
         for number in (1, 2):
@@ -293,21 +403,38 @@ def test_the_measured_timeline_is_one_of_the_schedule(executable: Callable[..., 
             seconds = time.perf_counter() - begin
             schedule, timeline = running.executor.schedule, result.timeline
             assert (timeline.name, timeline.digest) == ("measured", plan.digest)
-            assert [(span.op, span.lane) for span in timeline.spans] == [(op.id, op.lane) for op in schedule.ops]
+            assert [(span.op, span.lane) for span in timeline.spans] == [
+                (op.id, op.lane) for op in schedule.ops
+            ]
             assert all(0 <= span.start_ns <= span.end_ns for span in timeline.spans)
             for queue in schedule.lanes.values():
                 for before, after in itertools.pairwise(timeline.by_op[op.id] for op in queue):
-                    assert before.end_ns <= after.start_ns, f"{after.op} overlaps or overtakes {before.op}"
+                    assert before.end_ns <= after.start_ns, (
+                        f"{after.op} overlaps or overtakes {before.op}"
+                    )
             for op in schedule.ops:
                 for other in op.after:
-                    assert timeline.by_op[other].end_ns <= timeline.by_op[op.id].start_ns, f"{op.id} did not wait for {other}"
+                    assert timeline.by_op[other].end_ns <= timeline.by_op[op.id].start_ns, (
+                        f"{op.id} did not wait for {other}"
+                    )
             assert timeline.makespan_ns / 1e9 <= result.seconds <= seconds
-            assert all(span.duration_ns > 0 for span in timeline.spans if span.kind in ("forward", "backward", "update", "cpu_update"))
+            assert all(
+                span.duration_ns > 0
+                for span in timeline.spans
+                if span.kind in ("forward", "backward", "update", "cpu_update")
+            )
 
 
-def test_the_loss_is_the_mean_over_labelled_tokens(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
-    """Zero weights predict every token alike: a loss of ln(vocabulary), however the labels spread over the micro-batches."""
-    with session(executable(accumulation=2, clipping="none", dtype="fp32"), weights=lambda *named: torch.zeros(named[2])) as running:
+def test_the_loss_is_the_mean_over_labelled_tokens(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    """Zero weights predict every token alike: a loss of ln(vocabulary), however the labels spread
+    over the micro-batches.
+    """
+    with session(
+        executable(accumulation=2, clipping="none", dtype="fp32"),
+        weights=lambda *named: torch.zeros(named[2]),
+    ) as running:
         batches = running.batches(1)
         batches[0][1][:, 3:] = IGNORED
         result = running.executor.step(batches, rate=0.0, number=1)
@@ -318,10 +445,14 @@ def test_the_loss_is_the_mean_over_labelled_tokens(executable: Callable[..., Pla
         assert running.executor.step(batches, rate=0.0, number=2).loss == 0.0
 
 
-def test_optimizer_threads_change_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_threads_change_no_bit(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(WorkerThreads, "cpu_block", 1024)
     plan = executable()
     with session(plan) as alone:
         want = alone.bits()
-    with session(plan, threads={"compute": 1, "update": 1, "h2d": 1, "d2h": 1, "cpu": 3}) as together:
+    with session(
+        plan, threads={"compute": 1, "update": 1, "h2d": 1, "d2h": 1, "cpu": 3}
+    ) as together:
         assert together.bits() == want

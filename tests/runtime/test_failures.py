@@ -1,4 +1,6 @@
-"""How a step ends that cannot go on: Ctrl-C, no memory, a norm that is no number. The error says what it was; nothing stays behind; the process can go on."""
+"""How a step ends that cannot go on: Ctrl-C, no memory, a norm that is no number. The error says
+what it was; nothing stays behind; the process can go on.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime.lanes import LaneError
+from megatrain.runtime.execution.lanes import OpFailed
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
-CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.81 GiB\nand a long story"
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.81 GiB\nand"
+    " a long story"
+)
 ON_LANES = [
     ("overlapped", "F1.m0", "compute"),
     ("overlapped", "N1", "update"),
@@ -46,14 +51,19 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
         told = str(refusal.value)
         total, largest = (
             running.executor.allocated("device"),
-            max((pool for pool in running.executor.pool_bytes if pool.startswith("device.")), key=running.executor.pool_bytes.__getitem__),
+            max(
+                (pool for pool in running.executor.pool_bytes if pool.startswith("device.")),
+                key=running.executor.pool_bytes.__getitem__,
+            ),
         )
-        assert told.startswith(f"device memory, {op} on lane {lane}: found no room beside pools of ")
+        assert told.startswith(
+            f"device memory, {op} on lane {lane}: found no memory left besides pools of "
+        )
         assert largest in told
         assert total > 0
         assert "Tried to allocate 20.00 MiB" in told
         assert "long story" not in told
-        assert "; fix: close what else uses the device; or plan again with " in told
+        assert "; fix: close other programs that use the device; or plan again with " in told
         assert refusal.value.__context__ is None, "it would keep the step's activations alive"
         assert refusal.value.__cause__ is None
         task.run = works
@@ -61,18 +71,28 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
         another.step(1)
 
 
-def test_a_host_without_room_is_told_likewise(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_a_host_without_room_is_told_likewise(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     """Really: the allocator is asked for 2^55 bytes."""
     with session(executable()) as running:
         running.tasks["UC2"].run = lambda: torch.empty(2**55, dtype=torch.uint8)
-        with pytest.raises(UserError, match=r"^host memory, UC2 on lane cpu: found no room beside pools of .*, the largest host.moments .*--host-memory$"):
+        with pytest.raises(
+            UserError,
+            match=(
+                r"^host memory, UC2 on lane cpu: found no memory left besides pools of .*,"
+                r" the largest host.moments .*--host-memory$"
+            ),
+        ):
             running.step(1)
 
 
-def test_another_error_stays_what_it_is(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_another_error_stays_what_it_is(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     with session(executable("overlapped")) as running:
         running.tasks["H.m0"].run = lambda: torch.ones(2) @ torch.ones(3)
-        with pytest.raises(LaneError, match=r"^H.m0 on lane compute: RuntimeError: ") as failure:
+        with pytest.raises(OpFailed, match=r"^H.m0 on lane compute: RuntimeError: ") as failure:
             running.step(1)
         assert isinstance(failure.value.__cause__, RuntimeError)
 
@@ -80,7 +100,7 @@ def test_another_error_stays_what_it_is(executable: Callable[..., Plan], session
 def test_flushing_an_update_without_room_is_refused_in_one_line(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.runtime import optimizer
+    from megatrain.runtime.optimizer import adamw as optimizer
 
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError(CUDA)
@@ -90,22 +110,33 @@ def test_flushing_an_update_without_room_is_refused_in_one_line(
         monkeypatch.setattr(optimizer, "update", fail)
         with pytest.raises(UserError, match=r"^device memory, U\S+ on lane update: "):
             running.executor.flush_update()
-        assert len([thread for thread in threading.enumerate() if thread.name.startswith("lane-")]) == len(running.executor.schedule.lanes)
+        assert len(
+            [thread for thread in threading.enumerate() if thread.name.startswith("lane-")]
+        ) == len(running.executor.schedule.lanes)
 
 
 @pytest.mark.parametrize("kernels", ["fused", "eager"])
 @pytest.mark.parametrize("policy", policies.names())
 def test_an_infinite_norm_stops_the_step_before_any_update(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: str, kernels: str
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    kernels: str,
 ) -> None:
-    """The loss is finite, one layer's sum of squares is not. Weights and moments stay, bit for bit, and training goes on as if the step had not been."""
+    """The loss is finite, one layer's sum of squares is not. Weights and moments stay, bit for bit,
+    and training goes on as if the step had not been.
+    """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
     plan = executable(policy)
 
     def state(running: Any) -> bytes:
         running.executor.flush_update()
         moments = [
-            running.executor.memory().flat(running.state.home("moments", layer.name), torch.int32, 2 * layer.elements) for layer in plan.model.stack.values()
+            running.executor.memory().flat(
+                running.state.home("moments", layer.name), torch.int32, 2 * layer.elements
+            )
+            for layer in plan.model.stack.values()
         ]
         return bytes(running.masters()) + b"".join(tensor.numpy().tobytes() for tensor in moments)
 
@@ -114,10 +145,20 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
             running.step(1)
             if broken:
                 before, task = state(running), running.tasks["N2"]
-                scalar = running.executor._arenas.flat(next(op for op in running.executor.schedule.ops if op.id == "N2").writes[0], torch.float32, 1)
+                scalar = running.executor._arenas.flat(
+                    next(op for op in running.executor.schedule.ops if op.id == "N2").writes[0],
+                    torch.float32,
+                    1,
+                )
                 works = task.run
                 task.run = lambda: (works(), scalar.fill_(float("inf")))
-                with pytest.raises(FloatingPointError, match=r"^step 2: loss \d+\.\d+, gradient norm inf: not finite; lower the learning rate"):
+                with pytest.raises(
+                    FloatingPointError,
+                    match=(
+                        r"^step 2: loss \d+\.\d+, gradient norm inf: not finite; lower the learning"
+                        r" rate"
+                    ),
+                ):
                     running.step(2)
                 task.run = works
                 assert state(running) == before
@@ -130,14 +171,15 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
 PROGRAM = """
 import json, os, signal, sys, threading, time
 import msgspec, torch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a process in the background has it ignored
+# a shell that starts a process in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megatrain.runtime.memory import arenas
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.memory.host_memory import HostMemory
-from megatrain.runtime.optimizer import AdamW
-from megatrain.runtime.layers.templates import config_of
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.optimizer.adamw import AdamW
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.policies import lower
 
 registered = set()
@@ -153,7 +195,8 @@ arenas.HostMemory = lambda **_: HostMemory(registered=True)
 plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
 told, ran = {}, []
 try:
-    with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), schedule=lower(plan)) as executor:
+    cpu, config = torch.device("cpu"), config_of(plan.model)
+    with Executor(plan, config, AdamW(), cpu, schedule=lower(plan)) as executor:
         for task in executor.tasks.values():
             task.run = lambda: (time.sleep(0.2), ran.append(1))
         told["registered before"] = len(registered)
@@ -162,17 +205,28 @@ try:
         executor.step([Batch(*torch.zeros(2, 2, 16, dtype=torch.int64))], rate=0.0, number=1)
 except KeyboardInterrupt:
     told |= {"ran": len(ran), "registered": len(registered)}
-    told["lanes"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("lane-")]
+    names = [thread.name for thread in threading.enumerate()]
+    told["lanes"] = [name for name in names if name.startswith("lane-")]
     print(json.dumps(told))
     sys.exit(130)
 """
 
 
-def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(executable: Callable[..., Plan]) -> None:
-    """SIGINT in the middle of a step, in a process of its own: no hang, nothing registered, no lane, the status that the program says."""
+def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
+    executable: Callable[..., Plan],
+) -> None:
+    """SIGINT in the middle of a step, in a process of its own: no hang, nothing registered, no
+    lane, the status that the program says.
+    """
     import msgspec
 
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], input=msgspec.json.encode(executable("overlapped")), capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=msgspec.json.encode(executable("overlapped")),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 130, ended.stderr.decode()
     told = json.loads(ended.stdout)
     assert told["registered before"] > 0

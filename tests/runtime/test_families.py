@@ -1,4 +1,6 @@
-"""Every family: loss and gradients of the executor are those of transformers' whole model under plain autograd."""
+"""Every family: loss and gradients of the executor are those of transformers' whole model under
+plain autograd.
+"""
 
 from __future__ import annotations
 
@@ -31,39 +33,101 @@ from whole_models import (
     with_documents,
 )
 
-from megatrain.runtime import calibrate as calibration
-from megatrain.runtime.contention import Contention
+from megatrain.runtime.calibration import calibrate as calibration
+from megatrain.runtime.calibration.contention import Contention
+from megatrain.runtime.calibration.microbenchmarks import Rates
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
-from megatrain.runtime.layers.skeleton import kind_of, skeleton
-from megatrain.runtime.layers.templates import Templates, config_of
-from megatrain.runtime.rates import Rates
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES, FROM_THE_ROW
-from megatrain.simulator.hardware import FixedCosts
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.runtime.layers.meta_model import kind_of, meta_model
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import FixedCosts
+from megatrain.simulator.model.families import FAMILIES, FROM_THE_ROW
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Placement, Plan
 
-KINDS = {"gemma2": 2, "gemma3_text": 2, "gemma4_text": 2, "olmo3": 2, "glm4_moe": 2, "cohere2": 2, "smollm3": 2, "gpt_oss": 2, "qwen2": 2, "qwen3": 2, "qwen2_moe": 2,
-         "qwen3_moe": 2, "qwen3_next": 3, "deepseek_v3": 2, "cwm": 2, "exaone4": 2, "ministral": 2, "vaultgemma": 2, "deepseek_v2": 2,
-         "dots1": 3, "exaone_moe": 3, "glm4_moe_lite": 2, "llama4_text": 3, "mellum": 2, "qwen3_5_moe_text": 2, "qwen3_5_text": 2,
-         "axk1": 2, "bloom": 2, "nanochat": 2, "ernie4_5_moe": 2, "laguna": 3, "minimax": 2, "granite_swa": 2, "granitemoe_swa": 2, "mimo_v2_flash": 3, "cohere2_moe": 3, "hy_v3": 2}  # fmt: skip
-ROUTED = ("granitemoe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "granitemoeshared", "mellum", "minimax_m2",
-          "qwen3_5_moe_text", "granitemoe_swa", "ernie4_5_moe", "laguna", "minimax")  # fmt: skip
+KINDS = {
+    "gemma2": 2,
+    "gemma3_text": 2,
+    "gemma4_text": 2,
+    "olmo3": 2,
+    "glm4_moe": 2,
+    "cohere2": 2,
+    "smollm3": 2,
+    "gpt_oss": 2,
+    "qwen2": 2,
+    "qwen3": 2,
+    "qwen2_moe": 2,
+    "qwen3_moe": 2,
+    "qwen3_next": 3,
+    "deepseek_v3": 2,
+    "cwm": 2,
+    "exaone4": 2,
+    "ministral": 2,
+    "vaultgemma": 2,
+    "deepseek_v2": 2,
+    "dots1": 3,
+    "exaone_moe": 3,
+    "glm4_moe_lite": 2,
+    "llama4_text": 3,
+    "mellum": 2,
+    "qwen3_5_moe_text": 2,
+    "qwen3_5_text": 2,
+    "axk1": 2,
+    "bloom": 2,
+    "nanochat": 2,
+    "ernie4_5_moe": 2,
+    "laguna": 3,
+    "minimax": 2,
+    "granite_swa": 2,
+    "granitemoe_swa": 2,
+    "mimo_v2_flash": 3,
+    "cohere2_moe": 3,
+    "hy_v3": 2,
+}
+ROUTED = (
+    "granitemoe",
+    "gpt_oss",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "olmoe",
+    "flex_olmo",
+    "granitemoeshared",
+    "mellum",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+    "granitemoe_swa",
+    "ernie4_5_moe",
+    "laguna",
+    "minimax",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-5), ("bf16", BF16_BOUND)])
-def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any], family: str, dtype: str, bound: float) -> None:
+def test_loss_and_gradients_are_those_of_the_whole_model(
+    run: Callable[..., Any], family: str, dtype: str, bound: float
+) -> None:
     """With accumulation, a head in chunks, and recomputed blocks of three layers."""
     with run(model_of(family), dtype=dtype, accumulation=2) as running:
-        model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
-        loss = sum(token_losses(model(batch.ids).logits, batch.labels) for batch in batches) * scale_of(batches)
+        model, batches = (
+            whole_model(running.plan, config_of(running.plan.model)),
+            drawn(running.plan),
+        )
+        loss = sum(
+            token_losses(model(batch.ids).logits, batch.labels) for batch in batches
+        ) * scale_of(batches)
         compare(running, batches, loss, model, bound)
         # one whose gradient is None would decay here and not in PyTorch: no family has one
-        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+        assert all(
+            parameter.grad is not None
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
 
 
 # ---- padding
@@ -71,9 +135,18 @@ def test_loss_and_gradients_are_those_of_the_whole_model(run: Callable[..., Any]
 
 def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[..., Any]) -> None:
     with run(model_of("qwen3_next")) as running:
-        model, batch = whole_model(running.plan, config_of(running.plan.model)), labelled(with_documents(running.plan, RIGHT))
+        model, batch = (
+            whole_model(running.plan, config_of(running.plan.model)),
+            labelled(with_documents(running.plan, RIGHT)),
+        )
         logits = model(batch.ids, attention_mask=(RIGHT >= 0).long()).logits
-        compare(running, [batch._replace(documents=None)], token_losses(logits, batch.labels) * scale_of([batch]), model, 1e-5)
+        compare(
+            running,
+            [batch._replace(documents=None)],
+            token_losses(logits, batch.labels) * scale_of([batch]),
+            model,
+            1e-5,
+        )
 
 
 # ---- routers
@@ -82,35 +155,64 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ROUTED)
 def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
-    """The mean of the micro-batches' own, with theirs taken from the whole model; one layer's graph is kept from the forward, the others' are not."""
+    """The mean of the micro-batches' own, with theirs taken from the whole model; one layer's graph
+    is kept from the forward, the others' are not.
+    """
     if padded and family in FROM_THE_ROW:
         pytest.skip("it keeps no documents apart")
     model_spec = model_of(family, output_router_logits=True, router_aux_loss_coef=0.7)
-    with run(model_spec, accumulation=2, documents=padded, placement=Placement(stored="1", weights="all", gradients="all"), policy="overlapped") as running:
+    with run(
+        model_spec,
+        accumulation=2,
+        documents=padded,
+        placement=Placement(saved_activations="1", weights="all", gradients="all"),
+        policy="overlapped",
+    ) as running:
         config = config_of(running.plan.model)
         assert config.output_router_logits
         model, batches = whole_model(running.plan, config), drawn(running.plan)
         mask = None
         if padded:
-            batches, mask = [batch._replace(documents=RIGHT) for batch in batches], (RIGHT >= 0).long()
+            batches, mask = (
+                [batch._replace(documents=RIGHT) for batch in batches],
+                (RIGHT >= 0).long(),
+            )
         trained = [labelled(batch) if padded else batch for batch in batches]
         outputs = [model(batch.ids, attention_mask=mask) for batch in batches]
-        loss = sum(token_losses(output.logits, batch.labels) for output, batch in zip(outputs, trained, strict=True)) * scale_of(trained)
+        loss = sum(
+            token_losses(output.logits, batch.labels)
+            for output, batch in zip(outputs, trained, strict=True)
+        ) * scale_of(trained)
         routed = 0.7 * sum(output.aux_loss for output in outputs) / len(outputs)
         assert float(routed.detach()) > 0.1
         compare(running, batches, loss + routed, model, packed_bound(family) if padded else 1e-5)
 
 
 def test_every_family_with_a_routers_loss_is_among_them() -> None:
-    assert {family for family in FAMILIES if hasattr(config_of(model_of(family)), "router_aux_loss_coef")} == {*ROUTED, "llama4_text"}
+    assert {
+        family
+        for family in FAMILIES
+        if hasattr(config_of(model_of(family)), "router_aux_loss_coef")
+    } == {*ROUTED, "llama4_text"}
 
 
 def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> None:
-    with run(model_of("llama4_text", output_router_logits=True, router_aux_loss_coef=0.7)) as running:
-        model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
+    with run(
+        model_of("llama4_text", output_router_logits=True, router_aux_loss_coef=0.7)
+    ) as running:
+        model, batches = (
+            whole_model(running.plan, config_of(running.plan.model)),
+            drawn(running.plan),
+        )
         output = model(batches[0].ids)
         assert getattr(output, "aux_loss", None) is None
-        compare(running, batches, token_losses(output.logits, batches[0].labels) * scale_of(batches), model, 1e-5)
+        compare(
+            running,
+            batches,
+            token_losses(output.logits, batches[0].labels) * scale_of(batches),
+            model,
+            1e-5,
+        )
 
 
 # ---- checkpoints
@@ -118,8 +220,12 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any], tmp_path: Path, family: str, dtype: str) -> None:
-    """In transformers' folder and out: tensors of the same names and bits; what is reloaded from ours has the loss and gradients that we have."""
+def test_a_saved_model_is_loaded_trained_and_saved_again(
+    run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
+) -> None:
+    """In transformers' folder and out: tensors of the same names and bits; what is reloaded from
+    ours has the loss and gradients that we have.
+    """
     model_spec = model_of(family)
     with run(model_spec, dtype=dtype) as running:
         plan, config = running.plan, config_of(model_spec)
@@ -128,15 +234,28 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
         with folder_weights(tmp_path / "theirs") as read:
             running.state.load(read)
         export(running.state, plan, config, tmp_path / "ours")
-        theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+        theirs, ours = (
+            load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours")
+        )
         assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
+        assert all(
+            torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype
+            for name in theirs
+        )
         batches = drawn(plan)
         running.executor.step(batches, rate=1e-2, number=1)
         export(running.state, plan, config, tmp_path / "trained")
-        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation=config._attn_implementation).train()
+        reloaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "trained", attn_implementation=config._attn_implementation
+        ).train()
         loss = token_losses(reloaded(batches[0].ids).logits, batches[0].labels) * scale_of(batches)
-        compare(running, batches, loss, reloaded, 1e-5 if dtype == "fp32" else ROUNDED.get(family, BF16_BOUND))
+        compare(
+            running,
+            batches,
+            loss,
+            reloaded,
+            1e-5 if dtype == "fp32" else ROUNDED.get(family, BF16_BOUND),
+        )
 
 
 # ---- what a layer is
@@ -144,28 +263,38 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(run: Callable[..., Any]
 
 @pytest.mark.parametrize("family", ["codegen", "falcon", "falcon_h1", "gptj", "llama", "mpt"])
 def test_layers_of_a_deep_stack_are_handed_arguments(family: str) -> None:
-    """Some models take the first of what a layer returns: more layers than the hidden states have dimensions."""
-    model, work = model_of(family, num_hidden_layers=9), Workload(batch=2, sequence=SEQUENCE, dtype="fp32")
-    templates = Templates(model, work, config_of(model), torch.device("cpu"))
-    assert templates._edges._noting[-1].rows.shape == (2, SEQUENCE, model.hidden)
+    """Some models take the first of what a layer returns: more layers than the hidden states have
+    dimensions.
+    """
+    model, work = (
+        model_of(family, num_hidden_layers=9),
+        Workload(batch=2, sequence=SEQUENCE, dtype="fp32"),
+    )
+    templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    assert templates._edges._recording[-1].rows.shape == (2, SEQUENCE, model.hidden)
     assert len(templates._causal) == 9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
     model = model_of(family)
-    whole = skeleton(config_of(model), torch.bfloat16, torch.device("cpu"))
+    whole = meta_model(config_of(model), torch.bfloat16, torch.device("cpu"))
     kinds = [kind_of(layer) for layer in DecoderStack.of(whole).layers_of(whole)]
     assert len(set(kinds)) == KINDS.get(family, 1)
     for layer, kind in zip(model.decoders, kinds, strict=True):
-        same = [other.signature for other, its in zip(model.decoders, kinds, strict=True) if its == kind]
+        same = [
+            other.signature for other, its in zip(model.decoders, kinds, strict=True) if its == kind
+        ]
         assert set(same) == {layer.signature}, "what is computed alike costs alike"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
     config = config_of(model_of(family))
-    whole, real = skeleton(config, torch.bfloat16, torch.device("cpu")), as_loaded(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    whole, real = (
+        meta_model(config, torch.bfloat16, torch.device("cpu")),
+        as_loaded(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)),
+    )
     expected = dict(real.named_buffers())
     found = dict(whole.named_buffers())
     assert found.keys() == expected.keys()
@@ -175,26 +304,58 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "nanochat"])
-def test_compiled_there_is_one_graph_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch, family: str, documents: bool) -> None:
-    """And one for the head; none of them broken, and none made anew for another layer, another micro-batch, or other documents."""
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "nanochat"]
+)
+def test_compiled_there_is_one_graph_for_each_kind_of_layer(
+    monkeypatch: pytest.MonkeyPatch, family: str, documents: bool
+) -> None:
+    """And one for the head; none of them broken, and none made anew for another layer, another
+    micro-batch, or other documents.
+    """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
 
     def counted(function: Any, **options: Any) -> Any:
-        return compiled(function, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)
+        return compiled(
+            function,
+            fullgraph=True,
+            backend=lambda graph, _: graphs.append(graph) or graph.forward,
+            **options,
+        )
 
     monkeypatch.setattr(torch, "compile", counted)
     torch._dynamo.reset()
-    model, work = model_of(family), Workload(batch=2, sequence=SEQUENCE, dtype="fp32", compiled=True, loss_chunk=SEQUENCE, documents=documents)
-    templates = Templates(model, work, config_of(model), torch.device("cpu"))
+    model, work = (
+        model_of(family),
+        Workload(
+            batch=2,
+            sequence=SEQUENCE,
+            dtype="fp32",
+            compiled=True,
+            loss_chunk=SEQUENCE,
+            documents=documents,
+        ),
+    )
+    templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     x = torch.randn(2, SEQUENCE, model.hidden)
     for micro, packed in enumerate((PACKED, LEFT)):
         templates.begin(micro, packed if documents else None)
         for layer in model.decoders:
-            x = templates.forward(layer.name, {tensor.name: weights(layer.name, tensor.name, tensor.shape) for tensor in layer.tensors}, x, micro)
+            x = templates.forward(
+                layer.name,
+                {
+                    tensor.name: weights(layer.name, tensor.name, tensor.shape)
+                    for tensor in layer.tensors
+                },
+                x,
+                micro,
+            )
         assert len(graphs) == KINDS.get(family, 1)
-    head = {tensor.name: weights("h", tensor.name, tensor.shape) for tensor in model.stack[model.head].tensors}
+    head = {
+        tensor.name: weights("h", tensor.name, tensor.shape)
+        for tensor in model.stack[model.head].tensors
+    }
     templates.head(head, x, torch.zeros(2, SEQUENCE, dtype=torch.int64), 1.0, torch.empty_like(x))
     assert len(graphs) == KINDS.get(family, 1) + 1
 
@@ -204,10 +365,27 @@ def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(calibration, "_HOST_SECONDS", 0.05)
     monkeypatch.setattr(calibration, "_STEPS", 2)
     copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
-    monkeypatch.setattr(calibration, "measure_rates", lambda *_: Rates(copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}))
+    monkeypatch.setattr(
+        calibration,
+        "measure_rates",
+        lambda *_: Rates(
+            copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}
+        ),
+    )
     fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
-    model, work = model_of("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[0, 1, 2, 3]), Workload(batch=1, sequence=SEQUENCE)
-    hardware = calibration.calibrate("here", model, work, config_of(model), torch.device("cpu"), host_bytes=2**33, device_bytes=2**32)
+    model, work = (
+        model_of("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[0, 1, 2, 3]),
+        Workload(batch=1, sequence=SEQUENCE),
+    )
+    hardware = calibration.calibrate(
+        "here",
+        model,
+        work,
+        config_of(model),
+        torch.device("cpu"),
+        host_bytes=2**33,
+        device_bytes=2**32,
+    )
     assert hardware.costs is not None
     signatures = {f"{layer.signature}/{work.shape}" for layer in model.decoders}
     assert len(signatures) == 2
@@ -219,20 +397,40 @@ def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyP
 
 
 def test_a_family_that_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"model_type: found 'mamba', layers with a state-space, .*; allowed: one of \d+ families, .*; fix: use"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"model_type: found 'mamba', layers with a state-space, .*; allowed: one of \d+"
+            r" families, .*; fix: use"
+        ),
+    ):
         ModelSpec.from_config({"model_type": "mamba", "hidden_size": 64}, "config.json")
 
 
-def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_documents(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> None:
-    """Llama 4's layers without positions; in shorter rows, with positions in all layers, or without the scaling, its documents are kept apart."""
+def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_documents(
+    make_plan: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    """Llama 4's layers without positions; in shorter rows, with positions in all layers, or without
+    the scaling, its documents are kept apart.
+    """
     plan = make_plan("resident", model=model_of("llama4_text", floor_scale=4), documents=True)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     reason = "llama4_text, which scales queries by their place in a row of 4 tokens or more"
-    with pytest.raises(UserError, match=rf"found {reason}; allowed: rows of one document; fix: make the plan with --plain-packing"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"found {reason}; allowed: rows of one document; fix: make the plan with"
+            r" --plain-packing"
+        ),
+    ):
         session(plan)
     assert plan.model.against_documents(4) == reason
     assert plan.model.against_documents(3) is None
     for changes in ({"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 4}):
         assert model_of("llama4_text", floor_scale=4, **changes).against_documents(24) is None
-    others = {family: model_of(family).against_documents(2**20) for family in FAMILIES if family != "llama4_text"}
+    others = {
+        family: model_of(family).against_documents(2**20)
+        for family in FAMILIES
+        if family != "llama4_text"
+    }
     assert {family for family, obstacle in others.items() if obstacle} == set(FROM_THE_ROW)

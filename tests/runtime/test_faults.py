@@ -1,4 +1,6 @@
-"""Runs that are really killed, in training and in saving: what comes after is bit-identical to a run that was left alone."""
+"""Runs that are really killed, in training and in saving: what comes after is bit-identical to a
+run that was left alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import pytest
 
 from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.training.interruption import Interruption
-from megatrain.simulator.errors import Interrupted
+from megatrain.simulator.base.errors import Interrupted
 
 STEPS, EVERY = 12, 3
 
@@ -30,7 +32,13 @@ class Driver:
         self.folder, self.count = folder, 0
         program = Path(__file__).with_name("fault_driver.py")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            [sys.executable, str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
         assert self._answer() == "ready"
 
     def _answer(self) -> str:
@@ -45,7 +53,14 @@ class Driver:
 
     def start(self, checkpoints: Path, log: Path, **options: Any) -> int:
         """A run; its process id."""
-        given = {"folder": str(checkpoints), "log": str(log), "steps": STEPS, "every": EVERY, "policy": "overlapped", **options}
+        given = {
+            "folder": str(checkpoints),
+            "log": str(log),
+            "steps": STEPS,
+            "every": EVERY,
+            "policy": "overlapped",
+            **options,
+        }
         return self._ask(json.dumps(given))
 
     def wait(self) -> int:
@@ -67,7 +82,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture(scope="module")
 def undisturbed(driver: Driver) -> dict[str, str]:
-    """What a run says that nobody kills and that never saves but at its end: by `step N`, loss and norm; by `finished`, a digest of all state."""
+    """What a run says that nobody kills and that never saves but at its end: by `step N`, loss and
+    norm; by `finished`, a digest of all state.
+    """
     log = driver.folder / "undisturbed"
     driver.start(driver.folder / "undisturbed-checkpoints", log, every=10**6)
     assert driver.wait() == 0
@@ -80,7 +97,9 @@ def lines(log: Path) -> list[list[str]]:
 
 def said(words: list[list[str]]) -> dict[str, str]:
     return {
-        " ".join(line[:2]) if line[0] == "step" else line[0]: " ".join(line[2:] if line[0] == "step" else line[1:])
+        " ".join(line[:2]) if line[0] == "step" else line[0]: " ".join(
+            line[2:] if line[0] == "step" else line[1:]
+        )
         for line in words
         if line[0] in ("step", "finished")
     }
@@ -98,8 +117,12 @@ def reached(log: Path, before: int, word: str) -> bool:
     return any(line[0] == word for line in lines(log)[before:])
 
 
-def kill_and_resume(driver: Driver, folder: Path, undisturbed: dict[str, str], kills: int) -> Counter[str]:
-    """Kills `kills` runs in turn at random moments, each of which goes on where the one before it saved; where they were."""
+def kill_and_resume(
+    driver: Driver, folder: Path, undisturbed: dict[str, str], kills: int
+) -> Counter[str]:
+    """Kills `kills` runs in turn at random moments, each of which goes on where the one before it
+    saved; where they were.
+    """
     generator, log, checkpoints = random.Random(7), folder / "log", folder / "checkpoints"
     died: Counter[str] = Counter()
     for number in range(kills):
@@ -117,9 +140,15 @@ def kill_and_resume(driver: Driver, folder: Path, undisturbed: dict[str, str], k
         assert words[before][0] == "resumed"
         assert resumed >= saved, "a checkpoint that was saved was lost"
         assert resumed % EVERY == 0
-        folders = sorted(path for path in checkpoints.iterdir() if path.name.startswith("step-")) if checkpoints.exists() else []
+        folders = (
+            sorted(path for path in checkpoints.iterdir() if path.name.startswith("step-"))
+            if checkpoints.exists()
+            else []
+        )
         for path in folders:
-            assert verify(path).run.step == int(path.name.removeprefix("step-")), "half a checkpoint has a checkpoint's name"
+            assert verify(path).run.step == int(path.name.removeprefix("step-")), (
+                "half a checkpoint has a checkpoint's name"
+            )
     last = max((int(line[1]) for line in lines(log) if line[0] == "step"), default=0)
     driver.start(checkpoints, log, steps=max(last, STEPS))
     assert driver.wait() == 0, lines(log)[-1]
@@ -127,14 +156,18 @@ def kill_and_resume(driver: Driver, folder: Path, undisturbed: dict[str, str], k
     for line in lines(log):
         if line[0] == "step":
             steps.setdefault(line[1], set()).add(" ".join(line[2:]))
-    assert all(len(values) == 1 for values in steps.values()), "a step that was done twice came out otherwise"
+    assert all(len(values) == 1 for values in steps.values()), (
+        "a step that was done twice came out otherwise"
+    )
     if last > STEPS:  # then there is more to compare with
         driver.start(folder / "again", folder / "again.log", steps=last, every=10**6)
         assert driver.wait() == 0
         undisturbed = said(lines(folder / "again.log"))
     found = said(lines(log))
     assert found == undisturbed
-    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")], "a save that was cut off left something"
+    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")], (
+        "a save that was cut off left something"
+    )
     return died
 
 
@@ -151,8 +184,12 @@ def test_twenty_kills(driver: Driver, undisturbed: dict[str, str], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_step_and_saves(driver: Driver, undisturbed: dict[str, str], tmp_path: Path, number: signal.Signals, status: int) -> None:
-    """Nothing is lost at all: the last step that was done is the one that is saved, and the run goes on from it."""
+def test_a_signal_ends_the_step_and_saves(
+    driver: Driver, undisturbed: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """Nothing is lost at all: the last step that was done is the one that is saved, and the run
+    goes on from it.
+    """
     log = tmp_path / "log"
     process = driver.start(tmp_path / "checkpoints", log, every=10**6)
     until(lambda: ["training", "5"] in lines(log))

@@ -1,4 +1,6 @@
-"""A lock on a file: one process at a time, entered again by its holder, and no trace of it afterwards."""
+"""A lock on a file: one process at a time, entered again by its holder, and no trace of it
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.runtime.file_lock import FileLock
+from megatrain.runtime.files.file_lock import FileLock
 from megatrain.runtime.training.run_lock import RunLock
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 
 def lock(path: Path) -> FileLock:
@@ -25,7 +27,11 @@ def test_it_is_held_by_one_and_may_be_entered_again_by_its_holder(tmp_path: Path
         with (
             first,
             pytest.raises(
-                UserError, match=rf"found a thing in use by process {os.getpid()} on \S+ since \d{{4}}-.*; allowed: one process at a time; fix: wait$"
+                UserError,
+                match=(
+                    rf"found a thing in use by process {os.getpid()} on \S+ since \d{{4}}-.*;"
+                    r" allowed: one process at a time; fix: wait$"
+                ),
             ),
         ):
             lock(file).__enter__()
@@ -66,14 +72,30 @@ def test_what_else_stands_in_the_file_is_not_shown(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="found not a directory; allowed: a folder that can be made and written"):
+    with pytest.raises(
+        UserError, match="found not a directory; allowed: a folder that can be made and written"
+    ):
         lock(tmp_path / "file" / "lock").__enter__()
 
 
 def test_a_second_run_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
-    program = "import sys\nfrom megatrain.experiments.cli import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
-    words = ["train", "plan.toml", "--data", "corpus", "--steps", "1", "--out", str(tmp_path / "run")]
+    program = (
+        "import sys\nfrom megatrain.experiments.cli import main\nprint(main(sys.argv[1:]), 'torch'"
+        " in sys.modules)"
+    )
+    words = [
+        "train",
+        "plan.toml",
+        "--data",
+        "corpus",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     with RunLock(tmp_path / "run"):
-        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
+        )
     assert done.stdout == "2 False\n"
     assert f"found a run in use by process {os.getpid()} on " in done.stderr

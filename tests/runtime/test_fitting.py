@@ -8,22 +8,32 @@ import msgspec
 import pytest
 
 from megatrain.runtime.memory.fitting import LOADING_BYTES, refuse_what_does_not_fit
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan, Prediction
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Plan, Prediction
 
 
 def pools(plan: Plan, place: str) -> int:
-    return sum(buffer.allocated for buffer in lower(plan).buffers if buffer.place == place and not buffer.dynamic)
+    return sum(
+        buffer.allocated
+        for buffer in lower(plan).buffers
+        if buffer.place == place and not buffer.dynamic
+    )
 
 
 @pytest.mark.parametrize(("place", "loading"), [("host", LOADING_BYTES), ("device", 0)])
-def test_what_the_machine_has_counts_to_the_byte(make_plan: Callable[..., Plan], place: str, loading: int) -> None:
+def test_what_the_machine_has_counts_to_the_byte(
+    make_plan: Callable[..., Plan], place: str, loading: int
+) -> None:
     plan = make_plan("overlapped")
     there = pools(plan, place) + loading
     refuse_what_does_not_fit(plan, lower(plan), **{f"{place}_bytes": there})
     with pytest.raises(
-        UserError, match=rf"^{place} memory: found a plan whose peak is .*, of which {place}\.\w+ .*; allowed: .*, what this machine has; fix: raise"
+        UserError,
+        match=(
+            rf"^{place} memory: found a plan that needs .*, the largest pool being {place}\.\w+ .*;"
+            r" allowed: .*, what this machine has; fix: raise"
+        ),
     ):
         refuse_what_does_not_fit(plan, lower(plan), **{f"{place}_bytes": there - 1})
 
@@ -36,13 +46,27 @@ def test_the_plans_limit_counts_to_the_byte(make_plan: Callable[..., Plan], plac
         if limit == pools(plan, place):
             refuse_what_does_not_fit(limited, lower(limited))
         else:
-            with pytest.raises(UserError, match=rf"^{place} memory: .*; fix: raise the limit by 1 B"):
+            with pytest.raises(
+                UserError, match=rf"^{place} memory: .*; fix: raise the limit by 1 B"
+            ):
                 refuse_what_does_not_fit(limited, lower(limited))
 
 
 def test_the_predicted_peak_counts_too(make_plan: Callable[..., Plan]) -> None:
     """Activations and workspace are no pools."""
     plan = make_plan("overlapped")
-    prediction = Prediction(step_seconds=1, lower_bound_seconds=1, device_peak_bytes=plan.device_limit_bytes + 1, host_peak_bytes=0, binding="compute")
-    with pytest.raises(UserError, match=r"^device memory: found a plan whose peak is 16.00 MiB.*; allowed: 16.00 MiB; fix: raise the limit by 1 B"):
+    prediction = Prediction(
+        step_seconds=1,
+        lower_bound_seconds=1,
+        device_peak_bytes=plan.device_limit_bytes + 1,
+        host_peak_bytes=0,
+        binding="compute",
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^device memory: found a plan that needs 16.00 MiB.*; allowed: 16.00 MiB; fix:"
+            r" raise the limit by 1 B"
+        ),
+    ):
         refuse_what_does_not_fit(msgspec.structs.replace(plan, prediction=prediction), lower(plan))

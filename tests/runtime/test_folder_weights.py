@@ -1,4 +1,6 @@
-"""Which weights a folder means: those that transformers' `from_pretrained` reads from it, or a refusal that names the file or the tensor."""
+"""Which weights a folder means: those that transformers' `from_pretrained` reads from it, or a
+refusal that names the file or the tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.model_files import folder_weights
 from megatrain.runtime.files.stored_tensors import summary
-from megatrain.runtime.layers.templates import config_of
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.specs import ModelSpec
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -25,13 +27,19 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def save(model: ModelSpec, folder: Path, seed: int = 0, shard: str = "5GB") -> None:
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config_of(model), dtype=torch.float32).save_pretrained(folder, max_shard_size=shard)
+    AutoModelForCausalLM.from_config(config_of(model), dtype=torch.float32).save_pretrained(
+        folder, max_shard_size=shard
+    )
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
     """Tensors of `model.safetensors` set or, with None, taken away."""
     tensors: dict[str, Any] = {**load_file(folder / WHOLE), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / WHOLE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        folder / WHOLE,
+        metadata={"format": "pt"},
+    )
 
 
 def compare(model: ModelSpec, folder: Path) -> list[str]:
@@ -41,7 +49,10 @@ def compare(model: ModelSpec, folder: Path) -> list[str]:
     with folder_weights(folder, notes.append) as read:
         for layer in model.stack.values():
             for tensor in layer.tensors:
-                assert torch.equal(read(layer.name, tensor.name, tensor.shape), theirs.get_parameter(hub_name(layer.name, tensor.name))), tensor.name
+                assert torch.equal(
+                    read(layer.name, tensor.name, tensor.shape),
+                    theirs.get_parameter(hub_name(layer.name, tensor.name)),
+                ), tensor.name
     return notes
 
 
@@ -56,7 +67,9 @@ def tied(make_model: Callable[..., ModelSpec]) -> ModelSpec:
     return make_model(hidden=32, head_dim=8, tied=True)
 
 
-def test_a_whole_file_is_read_whatever_an_index_says(make_model: Callable[..., ModelSpec], tmp_path: Path) -> None:
+def test_a_whole_file_is_read_whatever_an_index_says(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
     """Old shards lie there with their index; the model was saved again as one file."""
     model = make_model(hidden=32, head_dim=8)
     save(model, tmp_path / "shards", seed=1, shard="30KB")
@@ -65,13 +78,18 @@ def test_a_whole_file_is_read_whatever_an_index_says(make_model: Callable[..., M
         path.rename(tmp_path / "model" / path.name)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     (note,) = compare(model, tmp_path / "model")
-    assert note == f"{tmp_path / 'model' / INDEX} is not read, since {WHOLE} is there too and transformers reads that"
+    assert (
+        note == f"{tmp_path / 'model' / INDEX} is not read, because {WHOLE} is also there and"
+        " transformers reads that"
+    )
     for path in (tmp_path / "model").glob("model-*"):
         path.unlink()
     compare(model, tmp_path / "model")
 
 
-def test_shards_are_read_by_their_index_and_one_that_is_missing_is_named(make_model: Callable[..., ModelSpec], tmp_path: Path) -> None:
+def test_shards_are_read_by_their_index_and_one_that_is_missing_is_named(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
     model = make_model(hidden=32, head_dim=8)
     save(model, tmp_path, shard="30KB")
     save_file({"stray": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
@@ -80,32 +98,51 @@ def test_shards_are_read_by_their_index_and_one_that_is_missing_is_named(make_mo
     shard.unlink()
     with pytest.raises(OSError, match=shard.name):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    refuse(tmp_path, rf"{shard.name}: found a file that cannot be read \(no such file or directory\)")
-
-
-def test_a_pickle_that_transformers_reads_is_refused_though_another_safetensors_file_is_there(make_model: Callable[..., ModelSpec], tmp_path: Path) -> None:
-    model = make_model(hidden=32, head_dim=8)
-    save(model, tmp_path)
-    torch.save({name: tensor + 1 for name, tensor in load_file(tmp_path / WHOLE).items()}, tmp_path / "pytorch_model.bin")
-    assert not compare(model, tmp_path), "which one is read where both are there"
-    (tmp_path / WHOLE).rename(tmp_path / "consolidated.safetensors")
     refuse(
-        tmp_path, r"found no model\.safetensors and no index of shards, but pytorch_model\.bin, a pickle, which is never opened: .*; fix: convert the weights"
+        tmp_path, rf"{shard.name}: found a file that cannot be read \(no such file or directory\)"
     )
 
 
-def test_a_file_that_the_config_names_is_refused(make_model: Callable[..., ModelSpec], tmp_path: Path) -> None:
+def test_a_pickle_that_transformers_reads_is_refused_though_another_safetensors_file_is_there(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
+    model = make_model(hidden=32, head_dim=8)
+    save(model, tmp_path)
+    torch.save(
+        {name: tensor + 1 for name, tensor in load_file(tmp_path / WHOLE).items()},
+        tmp_path / "pytorch_model.bin",
+    )
+    assert not compare(model, tmp_path), "which one is read where both are there"
+    (tmp_path / WHOLE).rename(tmp_path / "consolidated.safetensors")
+    refuse(
+        tmp_path,
+        r"found no model\.safetensors and no index of shards, but pytorch_model\.bin, a pickle,"
+        r" which is never opened: .*; fix: convert the weights",
+    )
+
+
+def test_a_file_that_the_config_names_is_refused(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
     save(make_model(hidden=32, head_dim=8), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
-    refuse(tmp_path, r"config\.json: transformers_weights: found 'other\.safetensors'; allowed: weights in model\.safetensors or in shards; fix: load")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": "other.safetensors"})
+    )
+    refuse(
+        tmp_path,
+        r"config\.json: transformers_weights: found 'other\.safetensors'; allowed: weights in"
+        r" model\.safetensors or in shards; fix: load",
+    )
 
 
 # ---- tied ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_equals_the_embedding_is_tied(tied: ModelSpec, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_head_that_equals_the_embedding_is_tied(
+    tied: ModelSpec, tmp_path: Path, dtype: torch.dtype
+) -> None:
     save(tied, tmp_path)
     table = load_file(tmp_path / WHOLE)[EMBEDDING].to(dtype)
     change(tmp_path, **{EMBEDDING: table, HEAD: table.clone()})
@@ -118,7 +155,9 @@ def test_a_head_alone_is_the_embedding_too(tied: ModelSpec, tmp_path: Path) -> N
     assert not compare(tied, tmp_path)
 
 
-def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tied: ModelSpec, tmp_path: Path) -> None:
+def test_a_head_of_its_own_is_refused_where_the_config_ties_it(
+    tied: ModelSpec, tmp_path: Path
+) -> None:
     """transformers leaves the two apart."""
     save(tied, tmp_path)
     table = load_file(tmp_path / WHOLE)[EMBEDDING]
@@ -127,38 +166,71 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tied: ModelSpec, 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert theirs.lm_head.weight is not theirs.model.embed_tokens.weight
     refuse(
-        tmp_path, r": lm_head\.weight: found another matrix than model\.embed_tokens\.weight, to which tie_word_embeddings in config\.json ties it; "
-        r"allowed: the same matrix; fix: set tie_word_embeddings to false in config\.json and make the plan again",
-    )  # fmt: skip
+        tmp_path,
+        r": lm_head\.weight: found a matrix that differs from model\.embed_tokens\.weight, to which"
+        r" tie_word_embeddings in config\.json ties it; "
+        r"allowed: the same matrix; fix: set tie_word_embeddings to false in config\.json and make"
+        r" the plan again",
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     assert not compare(ModelSpec.load(str(tmp_path)), tmp_path)
 
 
-@pytest.mark.parametrize(("is_tied", "gone"), [(False, HEAD), (False, EMBEDDING), (False, "model.norm.weight"), (True, EMBEDDING)])
-def test_a_tensor_that_is_missing_is_named(make_model: Callable[..., ModelSpec], tmp_path: Path, is_tied: bool, gone: str) -> None:
+@pytest.mark.parametrize(
+    ("is_tied", "gone"),
+    [(False, HEAD), (False, EMBEDDING), (False, "model.norm.weight"), (True, EMBEDDING)],
+)
+def test_a_tensor_that_is_missing_is_named(
+    make_model: Callable[..., ModelSpec], tmp_path: Path, is_tied: bool, gone: str
+) -> None:
     """transformers draws it at random."""
     save(make_model(hidden=32, head_dim=8, tied=is_tied), tmp_path)
     change(tmp_path, **{gone: None})
-    refuse(tmp_path, rf"found no tensor {gone}; allowed: a tensor {gone} of shape \(.*32,?\); fix: use weights that belong to this config\.json")
+    refuse(
+        tmp_path,
+        rf"found no tensor {gone}; allowed: a tensor {gone} of shape \(.*32,?\); fix: use weights"
+        r" that belong to this config\.json",
+    )
 
 
 # ---- what is not the model's ----
 
 
-def test_what_is_not_the_model_s_is_named(make_model: Callable[..., ModelSpec], tmp_path: Path) -> None:
+def test_what_is_not_the_model_s_is_named(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
     model = make_model(hidden=32, head_dim=8, layers=2)
     save(model, tmp_path)
-    others = {f"vision_tower.blocks.{index}.weight": torch.zeros(2) for index in range(3)} | {"model.layers.2.eh_proj.weight": torch.zeros(2)}
-    old = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for index in range(2)}
+    others = {f"vision_tower.blocks.{index}.weight": torch.zeros(2) for index in range(3)} | {
+        "model.layers.2.eh_proj.weight": torch.zeros(2)
+    }
+    old = {
+        f"model.layers.{index}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for index in range(2)
+    }
     change(tmp_path, **others, **old)
     (note,) = compare(model, tmp_path)
-    named = "model.layers.2.*, vision_tower.blocks.0.*, vision_tower.blocks.1.*, vision_tower.blocks.2.*"
-    assert note == f"{tmp_path} has 4 tensors that are not the model's, neither trained nor exported: {named}"
+    named = (
+        "model.layers.2.*, vision_tower.blocks.0.*, vision_tower.blocks.1.*,"
+        " vision_tower.blocks.2.*"
+    )
+    assert (
+        note
+        == f"{tmp_path} has 4 tensors that do not belong to the model and are neither trained nor"
+        f" exported: {named}"
+    )
 
 
 def test_a_summary_counts_and_stops() -> None:
-    assert summary([f"mtp.layers.0.{name}" for name in "abc"] + ["head"]) == "mtp.layers.0.* (3), head"
+    assert (
+        summary([f"mtp.layers.0.{name}" for name in "abc"] + ["head"]) == "mtp.layers.0.* (3), head"
+    )
     assert summary(["tower.0.a", "tower.0.b", "tower.1.a"]) == "tower.0.* (2), tower.1.*"
-    assert summary(f"tower.{index}.a" for index in range(4)) == "tower.0.*, tower.1.*, tower.2.*, tower.3.*"
-    assert summary(f"tower.{index}.a" for index in range(9)) == "tower.0.*, tower.1.*, tower.2.*, tower.3.* and 5 more"
+    assert (
+        summary(f"tower.{index}.a" for index in range(4))
+        == "tower.0.*, tower.1.*, tower.2.*, tower.3.*"
+    )
+    assert (
+        summary(f"tower.{index}.a" for index in range(9))
+        == "tower.0.*, tower.1.*, tower.2.*, tower.3.* and 5 more"
+    )

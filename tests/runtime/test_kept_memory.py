@@ -1,4 +1,6 @@
-"""Memory that outlives an executor: the same pages again, zeroed, and more only where there is no room."""
+"""Memory that outlives an executor: the same pages again, zeroed, and more only where there is no
+room.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,18 @@ from collections.abc import Callable
 import torch
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.memory.kept_memory import KeptMemory
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.schedule.plan import Plan
 
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 
 
 def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
-    memory, ready = KeptMemory(registered=False), list[int]()
+    memory, ready = ReusablePinnedPool(registered=False), list[int]()
     memory.reserve(2**20)
     first = torch.empty(0, dtype=torch.uint8).set_(memory.allocate([4096, 100], ready.append))
     first.fill_(7)
@@ -37,20 +39,40 @@ def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
     assert memory.kept_bytes == 0
 
 
-def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(executable: Callable[..., Plan]) -> None:
+def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(
+    executable: Callable[..., Plan],
+) -> None:
     """Twice on the same pages, of plans that use them otherwise: the same bits as on new ones."""
-    memory, plans = KeptMemory(registered=False), [executable("k_buffer"), executable("overlapped", chunk_bytes=2**16)]
+    memory, plans = (
+        ReusablePinnedPool(registered=False),
+        [executable("k_buffer"), executable("overlapped", chunk_bytes=2**16)],
+    )
 
-    def masters(plan: Plan, kept: KeptMemory | None) -> bytes:
-        with Executor(plan, config_of(plan.model), AdamW(), torch.device("cpu"), threads=ONE_THREAD, host_memory=kept) as executor:
+    def masters(plan: Plan, kept: ReusablePinnedPool | None) -> bytes:
+        with Executor(
+            plan,
+            config_of(plan.model),
+            AdamW(),
+            torch.device("cpu"),
+            threads=ONE_THREAD,
+            host_memory=kept,
+        ) as executor:
             state = executor.state
             state.load(random_weights(0))
             generator = torch.Generator().manual_seed(0)
             for number in (1, 2):
-                drawn = torch.randint(plan.model.vocabulary, (2, plan.workload.batch, plan.workload.sequence), generator=generator)
+                drawn = torch.randint(
+                    plan.model.vocabulary,
+                    (2, plan.workload.batch, plan.workload.sequence),
+                    generator=generator,
+                )
                 executor.step([Batch(*drawn)], rate=1e-2, number=number)
             executor.flush_update()
-            tensors = [tensor for layer in plan.model.stack.values() for tensor in state.masters(layer).values()]
+            tensors = [
+                tensor
+                for layer in plan.model.stack.values()
+                for tensor in state.masters(layer).values()
+            ]
             return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
 
     wanted = masters(plans[0], None)

@@ -1,6 +1,8 @@
-"""The fused kernels give the bits of the PyTorch code, and where they cannot be had nothing changes.
+"""The fused kernels give the bits of the PyTorch code, and where they cannot be had nothing
+changes.
 
-Triton's are tried where Triton is installed, in its interpreter, with `TRITON_INTERPRET=1 pytest tests/runtime/test_kernels.py`; on a GPU in `test_cuda.py`.
+Triton's are tried where Triton is installed, in its interpreter, with `TRITON_INTERPRET=1 pytest
+tests/runtime/test_kernels.py`; on a GPU in `test_cuda.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,42 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.runtime import optimizer
-from megatrain.runtime.kernels import host
-from megatrain.runtime.kernels.choice import Kernels, kernels
-from megatrain.runtime.kernels.host import HostKernels, host_kernels
-from megatrain.runtime.optimizer import ALONE, AdamW, WorkerThreads, accumulate, join, ratio_sums, sum_of_squares, update, update_scales
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.adamw import (
+    ALONE,
+    AdamW,
+    WorkerThreads,
+    accumulate,
+    join,
+    ratio_sums,
+    sum_of_squares,
+    update,
+    update_scales,
+)
+from megatrain.runtime.optimizer.kernels import host
+from megatrain.runtime.optimizer.kernels.choice import Kernels, kernels
+from megatrain.runtime.optimizer.kernels.host import HostKernels, host_kernels
 
-SPECIAL = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x8000_0001, 0x007F_FFFF, 0x0080_0000, 0x3F80_0000, 0x3F80_8000, 0xBF80_8000, 0x7F7F_7FFF, 0x7F7F_FFFF,
-           0x7F80_0000, 0xFF80_0000, 0x7FC0_0000, 0x7FFF_FFFF, 0xFFC1_2345]  # fmt: skip
-"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities, NaNs"""
+SPECIAL = [
+    0x0000_0000,
+    0x8000_0000,
+    0x0000_0001,
+    0x8000_0001,
+    0x007F_FFFF,
+    0x0080_0000,
+    0x3F80_0000,
+    0x3F80_8000,
+    0xBF80_8000,
+    0x7F7F_7FFF,
+    0x7F7F_FFFF,
+    0x7F80_0000,
+    0xFF80_0000,
+    0x7FC0_0000,
+    0x7FFF_FFFF,
+    0xFFC1_2345,
+]
+"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities,
+NaNs"""
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 LENGTHS = st.integers(1, 300) | st.sampled_from([4095, 4096, 4097, 12_289, 33_000])
 
@@ -38,7 +67,7 @@ def fused(request: pytest.FixtureRequest) -> Kernels:
         return host_kernels() or pytest.skip("no C compiler")
     if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton and TRITON_INTERPRET=1")
-    from megatrain.runtime.kernels.device import DeviceKernels
+    from megatrain.runtime.optimizer.kernels.device import DeviceKernels
 
     return DeviceKernels()
 
@@ -58,9 +87,14 @@ def using(chosen: Kernels | None) -> Iterator[None]:
 
 
 def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.Tensor:
-    """fp32 [n]: a quarter special values and every bit pattern if `wild`, otherwise what training sees."""
+    """fp32 [n]: a quarter special values and every bit pattern if `wild`, otherwise what training
+    sees.
+    """
     if not wild:
-        return torch.randn(count, generator=generator) * 10.0 ** torch.randint(-6, 2, (count,), generator=generator).float()
+        return (
+            torch.randn(count, generator=generator)
+            * 10.0 ** torch.randint(-6, 2, (count,), generator=generator).float()
+        )
     bits = torch.randint(0, 2**32, (count,), generator=generator)
     special = torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (count,), generator=generator)]
     bits = torch.where(torch.rand(count, generator=generator) < 0.25, special, bits)
@@ -69,22 +103,45 @@ def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.T
 
 def bits(values: torch.Tensor) -> list[int]:
     """With all NaNs alike."""
-    return torch.where(values.isnan(), torch.tensor(0x7FC0_0000, dtype=torch.int32), values.view(torch.int32)).tolist()
+    return torch.where(
+        values.isnan(), torch.tensor(0x7FC0_0000, dtype=torch.int32), values.view(torch.int32)
+    ).tolist()
 
 
 # ---- the arithmetic ----
 
 
 @given(
-    count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), wild=st.booleans(), planes=st.booleans(), dtype=DTYPES, threads=st.booleans(),
-    clip=st.none() | st.sampled_from([1.0, 0.37, 1e-30, 0.0]), scale=st.none() | st.sampled_from([1.0, 0.61, 1e-30, float("nan")]),
-    decay=st.none() | st.sampled_from([0.0, 0.1]), copied=st.booleans(), number=st.integers(1, 1000),
-)  # fmt: skip
+    count=LENGTHS,
+    offset=st.integers(0, 70),
+    seed=st.integers(0, 2**32),
+    wild=st.booleans(),
+    planes=st.booleans(),
+    dtype=DTYPES,
+    threads=st.booleans(),
+    clip=st.none() | st.sampled_from([1.0, 0.37, 1e-30, 0.0]),
+    scale=st.none() | st.sampled_from([1.0, 0.61, 1e-30, float("nan")]),
+    decay=st.none() | st.sampled_from([0.0, 0.1]),
+    copied=st.booleans(),
+    number=st.integers(1, 1000),
+)
 @settings(max_examples=150)
 def test_an_update_s_bits_are_pytorch_s(
-    fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, wild: bool, planes: bool, dtype: torch.dtype, threads: bool,
-    clip: float | None, scale: float | None, decay: float | None, copied: bool, number: int,
-) -> None:  # fmt: skip
+    fused: Kernels,
+    three_threads: WorkerThreads,
+    count: int,
+    offset: int,
+    seed: int,
+    wild: bool,
+    planes: bool,
+    dtype: torch.dtype,
+    threads: bool,
+    clip: float | None,
+    scale: float | None,
+    decay: float | None,
+    copied: bool,
+    number: int,
+) -> None:
     """Of a run of elements anywhere in its tensors; those before and behind it stay."""
     whole, part = count + offset + 5, slice(offset, offset + count)
     generator = torch.Generator().manual_seed(seed)
@@ -92,37 +149,73 @@ def test_an_update_s_bits_are_pytorch_s(
     gradient = gradient.to(dtype)
     results = []
     for chosen in (fused, None):
-        weights, low, moments = master.clone(), None, torch.stack([first, second if wild else second.abs()])
+        weights, low, moments = (
+            master.clone(),
+            None,
+            torch.stack([first, second if wild else second.abs()]),
+        )
         if planes:
-            high, low = torch.empty(whole, dtype=torch.bfloat16), torch.empty(whole, dtype=torch.int16)
+            high, low = (
+                torch.empty(whole, dtype=torch.bfloat16),
+                torch.empty(whole, dtype=torch.int16),
+            )
             optimizer.split(weights, high, low)
             weights = high
         copy = torch.zeros_like(weights)
         with using(chosen):
             update(
-                weights[part], None if low is None else low[part], moments[:, part], gradient[part], settings=AdamW(weight_decay=0.01), rate=1e-2,
-                number=number, clip=None if clip is None else torch.tensor(clip), workers=three_threads if threads and chosen is host_kernels() else ALONE, weight_decay=decay,
-                copy_to=copy[part] if copied else None, scale=None if scale is None else torch.tensor(scale),
-            )  # fmt: skip
+                weights[part],
+                None if low is None else low[part],
+                moments[:, part],
+                gradient[part],
+                settings=AdamW(weight_decay=0.01),
+                rate=1e-2,
+                number=number,
+                clip=None if clip is None else torch.tensor(clip),
+                workers=three_threads if threads and chosen is host_kernels() else ALONE,
+                weight_decay=decay,
+                copy_to=copy[part] if copied else None,
+                scale=None if scale is None else torch.tensor(scale),
+            )
         now = weights if low is None else join(weights, low)
         results.append([bits(now), bits(moments[0]), bits(moments[1])])
         if copied:
-            assert scale != scale or torch.equal(copy[part].view(torch.uint8), weights[part].view(torch.uint8))
-        assert scale != scale or int(copy.count_nonzero()) == int(copy[part].count_nonzero() if copied else 0)
+            assert scale != scale or torch.equal(
+                copy[part].view(torch.uint8), weights[part].view(torch.uint8)
+            )
+        assert scale != scale or int(copy.count_nonzero()) == int(
+            copy[part].count_nonzero() if copied else 0
+        )
     assert results[0] == results[1]
 
 
-@given(count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), wild=st.booleans(), dtype=DTYPES, threads=st.booleans())
+@given(
+    count=LENGTHS,
+    offset=st.integers(0, 70),
+    seed=st.integers(0, 2**32),
+    wild=st.booleans(),
+    dtype=DTYPES,
+    threads=st.booleans(),
+)
 @settings(max_examples=60)
 def test_a_sum_of_squares_has_pytorch_s_bits(
-    fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, wild: bool, dtype: torch.dtype, threads: bool
+    fused: Kernels,
+    three_threads: WorkerThreads,
+    count: int,
+    offset: int,
+    seed: int,
+    wild: bool,
+    dtype: torch.dtype,
+    threads: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gradient = any_floats(generator, count + offset, wild=wild).to(dtype)[offset:]
     if wild and seed % 2:  # otherwise the sum of every bit pattern is a NaN
         gradient = torch.where(gradient.abs() < 1e15, gradient, torch.zeros((), dtype=dtype))
     with using(fused):
-        ours = sum_of_squares(gradient, three_threads if threads and fused is host_kernels() else ALONE)
+        ours = sum_of_squares(
+            gradient, three_threads if threads and fused is host_kernels() else ALONE
+        )
     with using(None):
         assert bits(ours) == bits(sum_of_squares(gradient))
 
@@ -138,17 +231,35 @@ def test_a_sum_of_squares_has_pytorch_s_bits(
 )
 @settings(max_examples=100)
 def test_sums_of_ratios_have_pytorch_s_bits(
-    fused: Kernels, three_threads: WorkerThreads, rows: int, offset: int, seed: int, wild: bool, dtype: torch.dtype, threads: bool, number: int
+    fused: Kernels,
+    three_threads: WorkerThreads,
+    rows: int,
+    offset: int,
+    seed: int,
+    wild: bool,
+    dtype: torch.dtype,
+    threads: bool,
+    number: int,
 ) -> None:
     """Of any rows of 64; what stands before and behind their sums stays."""
     part, generator = slice(64 * offset, 64 * (offset + rows)), torch.Generator().manual_seed(seed)
-    gradient, second = any_floats(generator, 64 * (rows + 5), wild=wild).to(dtype), any_floats(generator, 64 * (rows + 5), wild=wild)
+    gradient, second = (
+        any_floats(generator, 64 * (rows + 5), wild=wild).to(dtype),
+        any_floats(generator, 64 * (rows + 5), wild=wild),
+    )
     results = []
     for chosen in (fused, None):
         sums = torch.full((rows + 5,), 7.0)
         workers = three_threads if threads and chosen is host_kernels() else ALONE
         with using(chosen):
-            ratio_sums(gradient[part], second[part], sums[offset : offset + rows], settings=AdamW(), number=number, workers=workers)
+            ratio_sums(
+                gradient[part],
+                second[part],
+                sums[offset : offset + rows],
+                settings=AdamW(),
+                number=number,
+                workers=workers,
+            )
         results.append(bits(sums))
         assert bits(sums[:offset]) + bits(sums[offset + rows :]) == bits(torch.full((5,), 7.0))
     assert results[0] == results[1]
@@ -162,7 +273,9 @@ def test_scales_have_pytorch_s_bits(fused: Kernels, counts: list[int], seed: int
     results = []
     for chosen in (fused, None):
         with using(chosen):
-            results.append(bits(update_scales(sums, torch.tensor([64.0 * count for count in counts]))))
+            results.append(
+                bits(update_scales(sums, torch.tensor([64.0 * count for count in counts])))
+            )
     assert results[0] == results[1]
 
 
@@ -173,13 +286,30 @@ def test_more_rows_than_a_row_has_elements(fused: Kernels) -> None:
     assert torch.equal(fused.fold(sums), wanted)
 
 
-@given(count=LENGTHS, offset=st.integers(0, 70), seed=st.integers(0, 2**32), dtype=DTYPES, first=st.booleans())
+@given(
+    count=LENGTHS,
+    offset=st.integers(0, 70),
+    seed=st.integers(0, 2**32),
+    dtype=DTYPES,
+    first=st.booleans(),
+)
 def test_sums_of_gradients_have_pytorch_s_bits(
-    fused: Kernels, three_threads: WorkerThreads, count: int, offset: int, seed: int, dtype: torch.dtype, first: bool
+    fused: Kernels,
+    three_threads: WorkerThreads,
+    count: int,
+    offset: int,
+    seed: int,
+    dtype: torch.dtype,
+    first: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    before, gradient = any_floats(generator, count + offset, wild=True), any_floats(generator, count + offset, wild=True).to(dtype)
-    for workers in (ALONE, three_threads) if fused is host_kernels() else (ALONE,):  # Triton's interpreter is for one thread
+    before, gradient = (
+        any_floats(generator, count + offset, wild=True),
+        any_floats(generator, count + offset, wild=True).to(dtype),
+    )
+    for workers in (
+        (ALONE, three_threads) if fused is host_kernels() else (ALONE,)
+    ):  # Triton's interpreter is for one thread
         results = []
         for chosen in (fused, None):
             total = before.clone()
@@ -201,9 +331,20 @@ def test_tensors_that_a_kernel_does_not_take_go_through_pytorch() -> None:
 def test_tensors_of_unequal_length_are_refused() -> None:
     weights, moments = torch.zeros(10), torch.zeros(2, 10)
     with pytest.raises(AssertionError):
-        update(weights, None, moments, torch.zeros(9), settings=AdamW(), rate=1e-2, number=1, clip=None)
+        update(
+            weights, None, moments, torch.zeros(9), settings=AdamW(), rate=1e-2, number=1, clip=None
+        )
     with pytest.raises(AssertionError):
-        update(weights, None, torch.zeros(2, 9), torch.zeros(10), settings=AdamW(), rate=1e-2, number=1, clip=None)
+        update(
+            weights,
+            None,
+            torch.zeros(2, 9),
+            torch.zeros(10),
+            settings=AdamW(),
+            rate=1e-2,
+            number=1,
+            clip=None,
+        )
 
 
 # ---- the library ----
@@ -234,7 +375,14 @@ def compiler() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda content: content[:5000] + b"?" + content[5001:]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda _: b"",
+        lambda content: content[:5000] + b"?" + content[5001:],
+    ],
+)
 def test_a_damaged_library_is_compiled_again(cache: Path, damage: Callable[[bytes], bytes]) -> None:
     assert works(host_kernels())
     (library,) = cache.iterdir()
@@ -259,13 +407,18 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_may_compile_at_once(cache: Path) -> None:
     code = """
 import sys, torch
-from megatrain.runtime import optimizer
-from megatrain.runtime.kernels.host import host_kernels
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.kernels.host import host_kernels
 sys.stdin.read(1)
 assert host_kernels() is not None
 print(float(optimizer.sum_of_squares(torch.full((100,), 2.0))))
 """
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("go")
@@ -283,7 +436,11 @@ def test_without_a_cache_folder_there_are_kernels_all_the_same(cache: Path) -> N
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_without_a_compiler_that_works_it_is_pytorch(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: bool
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    missing: bool,
 ) -> None:
     (tmp_path / "cc").write_text("#!/bin/sh\necho 'no headers' >&2\nexit 1\n")
     (tmp_path / "cc").chmod(0o600 if missing else 0o700)
@@ -295,7 +452,9 @@ def test_without_a_compiler_that_works_it_is_pytorch(
     assert list(cache.iterdir()) == []
 
 
-def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MEGATRAIN_KERNELS", "eager")
     assert kernels(torch.device("cpu")) is None
     assert kernels(torch.device("cuda")) is None
@@ -304,7 +463,9 @@ def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(monkeypatch: pyte
 
 
 def test_callers_take_turns_and_shares_add_up() -> None:
-    """Two of Python's threads, one team: every update is whole before its call returns, also after the team is gone."""
+    """Two of Python's threads, one team: every update is whole before its call returns, also after
+    the team is gone.
+    """
     alone = host_kernels()
     assert alone is not None
     team, count = alone.on(5, block=4096), 4096 * 9 + 17
@@ -314,7 +475,9 @@ def test_callers_take_turns_and_shares_add_up() -> None:
         weights, moments = torch.zeros(count), torch.zeros(2, count)
         for number in range(1, times + 1):
             scalars = optimizer.Scalars.of(AdamW(), 1e-2, number)
-            kernels.adamw(weights, None, moments[0], moments[1], gradient, None, None, None, scalars)
+            kernels.adamw(
+                weights, None, moments[0], moments[1], gradient, None, None, None, scalars
+            )
         return weights
 
     expected = [updated(alone, gradient, 30) for gradient in drawn]

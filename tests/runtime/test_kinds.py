@@ -1,4 +1,6 @@
-"""The runtime binds every kind of op that `Schedule.check` knows the operands of, and exports its main classes."""
+"""The runtime binds every kind of op that `Schedule.check` knows the operands of, and exports its
+main classes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import megatrain.runtime
-from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule.operands import OPERANDS
+from megatrain.simulator.schedule.plan import Plan
 
 
-def test_every_kind_with_operands_is_bound(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_every_kind_with_operands_is_bound(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     with session(executable("k_buffer")) as running:
         assert set(running.executor._binder._kinds) == set(OPERANDS)
 

@@ -1,4 +1,6 @@
-"""A profiler that records every thread finds each op under its id. The usual one records the thread that started it, and so no lane, whatever a lane does."""
+"""A profiler that records every thread finds each op under its id. The usual one records the thread
+that started it, and so no lane, whatever a lane does.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,22 @@ import pytest
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule.plan import Plan
 
 
-def test_ops_are_named_where_a_profiler_records_all_threads(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_ops_are_named_where_a_profiler_records_all_threads(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     if "profile_all_threads" not in (inspect.getdoc(_ExperimentalConfig.__init__) or ""):
         pytest.skip("this torch cannot")
     with session(executable(layers=2)) as running:
         running.step(1)
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        ) as profiler:
             running.step(2)
-        missing = {op.id for op in running.executor.schedule.ops} - {event.name for event in profiler.events()}
+        missing = {op.id for op in running.executor.schedule.ops} - {
+            event.name for event in profiler.events()
+        }
         assert missing == set()

@@ -1,4 +1,6 @@
-"""Learning rates: transformers' values after the warm-up, which is one step ahead of theirs; whole at the ends."""
+"""Learning rates: transformers' values after the warm-up, which is one step ahead of theirs; whole
+at the ends.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,25 @@ import torch
 from transformers import get_scheduler
 
 from megatrain.runtime.training.learning_rate import LearningRate
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 STEPS, WARM_UP, DECAY = 50, 7, 13
-FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": DECAY, "decay_type": "linear", "min_lr_ratio": 0.1}}
+FLOOR = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": DECAY, "decay_type": "linear", "min_lr_ratio": 0.1},
+}
 
 
 def theirs(name: str) -> list[float]:
     """The rate of each step under transformers' schedule."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
-    schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=WARM_UP, num_training_steps=STEPS, scheduler_specific_kwargs=FLOOR.get(name))
+    schedule: Any = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=WARM_UP,
+        num_training_steps=STEPS,
+        scheduler_specific_kwargs=FLOOR.get(name),
+    )
     rates = []
     for _ in range(STEPS):
         rates.append(schedule.get_last_lr()[0])
@@ -48,13 +59,23 @@ def test_rates_are_those_of_transformers(name: str, ours: dict[str, Any]) -> Non
 
 def test_wsd_decays_in_a_tenth_of_the_steps_unless_told() -> None:
     schedule = LearningRate(kind="wsd", rate=1.0, warm_up_steps=0)
-    assert [schedule.at(number, 40) for number in (1, 36, 37, 38, 39, 40)] == [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [schedule.at(number, 40) for number in (1, 36, 37, 38, 39, 40)] == [
+        1.0,
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_the_first_step_has_a_rate_and_none_is_above_the_peak(kind: Any) -> None:
     for warm_up in (0, 1, 5):
-        rates = [LearningRate(kind=kind, rate=2.0, warm_up_steps=warm_up).at(number, 10) for number in range(1, 11)]
+        rates = [
+            LearningRate(kind=kind, rate=2.0, warm_up_steps=warm_up).at(number, 10)
+            for number in range(1, 11)
+        ]
         assert rates[0] == 2.0 / max(warm_up, 1)
         assert max(rates) == 2.0
         assert min(rates) > 0
@@ -63,7 +84,13 @@ def test_the_first_step_has_a_rate_and_none_is_above_the_peak(kind: Any) -> None
 def test_a_warm_up_without_room_for_the_decay_is_refused() -> None:
     LearningRate(kind="constant", warm_up_steps=10).refuse_impossible(5)
     LearningRate(kind="cosine", warm_up_steps=4).refuse_impossible(5)
-    with pytest.raises(UserError, match=r"^schedule: warm_up_steps: found 5, and 1 of decay, in a training of 5; allowed: at most 4 with kind cosine; fix: "):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^schedule: warm_up_steps: found 5, and 1 of decay, in a training of 5; allowed: at"
+            r" most 4 with kind cosine; fix: "
+        ),
+    ):
         LearningRate(kind="cosine", warm_up_steps=5).refuse_impossible(5)
     with pytest.raises(UserError, match=r"found 2, and 9 of decay, in a training of 10"):
         LearningRate(kind="wsd", warm_up_steps=2, decay_steps=9).refuse_impossible(10)

@@ -1,4 +1,6 @@
-"""Linear attention and state-space mixers over packed rows: a layer gives each document what it gives it alone, whatever the documents' lengths."""
+"""Linear attention and state-space mixers over packed rows: a layer gives each document what it
+gives it alone, whatever the documents' lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 from whole_models import LINEAR, model_of
 
 from megatrain.runtime.layers.documents import positions
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.linear_documents import ARGUMENT, take_over
-from megatrain.runtime.layers.templates import config_of
 
 LENGTHS = [[70, 1, 2, 3, 64, 60], [200], [1] * 8 + [128, 64], [4, 60, 136]]
 """tokens of the documents of each row; the delta rule works in chunks of 64"""
@@ -30,8 +32,16 @@ def layer(request: pytest.FixtureRequest) -> Any:
 
 
 def row_and_documents(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    documents = torch.stack([torch.cat([torch.full((length,), number) for number, length in enumerate(row)]) for row in LENGTHS])
-    return torch.randn(len(LENGTHS), 200, 64, generator=torch.Generator().manual_seed(seed)), documents
+    documents = torch.stack(
+        [
+            torch.cat([torch.full((length,), number) for number, length in enumerate(row)])
+            for row in LENGTHS
+        ]
+    )
+    return (
+        torch.randn(len(LENGTHS), 200, 64, generator=torch.Generator().manual_seed(seed)),
+        documents,
+    )
 
 
 def test_each_document_is_as_it_is_alone(layer: Any) -> None:
@@ -47,19 +57,32 @@ def test_each_document_is_as_it_is_alone(layer: Any) -> None:
             own = rows[row : row + 1, here].detach().requires_grad_()
             alone = layer(own)
             (expected,) = torch.autograd.grad((alone * weight[row : row + 1, here]).sum(), own)
-            assert torch.allclose(packed[row, here], alone[0], rtol=0, atol=1e-5 * float(alone.detach().abs().max()))
-            assert torch.allclose(gradient[row, here], expected[0], rtol=0, atol=2e-5 * float(expected.abs().max()))
+            assert torch.allclose(
+                packed[row, here], alone[0], rtol=0, atol=1e-5 * float(alone.detach().abs().max())
+            )
+            assert torch.allclose(
+                gradient[row, here], expected[0], rtol=0, atol=2e-5 * float(expected.abs().max())
+            )
 
 
 def test_no_document_sees_another_one(layer: Any) -> None:
-    """Where one document is replaced, even by rows a thousand times as large, the others stay as they are."""
+    """Where one document is replaced, even by rows a thousand times as large, the others stay as
+    they are.
+    """
     rows, documents = row_and_documents()
     other = torch.where((documents == 0)[..., None], 1000 * rows.flip(1), rows)
     first, second = (layer(each, **{ARGUMENT: positions(documents)}) for each in (rows, other))
     untouched = documents > 0
-    assert torch.allclose(first[untouched], second[untouched], rtol=0, atol=1e-5 * float(first.detach().abs().max()))
+    assert torch.allclose(
+        first[untouched], second[untouched], rtol=0, atol=1e-5 * float(first.detach().abs().max())
+    )
     plain = [layer(each) for each in (rows, other)]
-    assert not torch.allclose(plain[0][untouched], plain[1][untouched], rtol=0, atol=1e-2 * float(first.detach().abs().max()))
+    assert not torch.allclose(
+        plain[0][untouched],
+        plain[1][untouched],
+        rtol=0,
+        atol=1e-2 * float(first.detach().abs().max()),
+    )
 
 
 def test_a_row_of_one_document_is_a_row_without_documents(layer: Any) -> None:

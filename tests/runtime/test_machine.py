@@ -7,16 +7,23 @@ import os
 import pytest
 import torch
 
-from megatrain.runtime import executor, machine
+from megatrain.runtime import machine
+from megatrain.runtime.execution import executor
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_what_the_user_tells_the_allocator_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+)
+def test_what_the_user_tells_the_allocator_stays(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     for other in machine._ALLOCATOR:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:128")
     machine.grow_segments()
-    assert {other: os.environ[other] for other in machine._ALLOCATOR if other in os.environ} == {name: "max_split_size_mb:128"}
+    assert {other: os.environ[other] for other in machine._ALLOCATOR if other in os.environ} == {
+        name: "max_split_size_mb:128"
+    }
 
 
 def test_the_allocator_is_told_to_grow_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,8 +32,13 @@ def test_the_allocator_is_told_to_grow_its_segments(monkeypatch: pytest.MonkeyPa
     assert os.environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.parametrize(("cores", "cpu", "cuda"), [(1, 1, 1), (2, 1, 2), (4, 3, 4), (8, 7, 7), (16, 15, 14), (64, 63, 56)])
-def test_many_cores_leave_some_to_the_threads_that_enqueue(monkeypatch: pytest.MonkeyPatch, cores: int, cpu: int, cuda: int) -> None:
+@pytest.mark.parametrize(
+    ("cores", "cpu", "cuda"),
+    [(1, 1, 1), (2, 1, 2), (4, 3, 4), (8, 7, 7), (16, 15, 14), (64, 63, 56)],
+)
+def test_many_cores_leave_some_to_the_threads_that_enqueue(
+    monkeypatch: pytest.MonkeyPatch, cores: int, cpu: int, cuda: int
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert executor.lane_threads(torch.device("cpu"))["cpu"] == cpu
     assert executor.lane_threads(torch.device("cuda"))["cpu"] == cuda

@@ -1,4 +1,6 @@
-"""What the binder sends to the host: nothing without a GPU; with one, what ops of the host read, behind each op of the device that writes it."""
+"""What the binder sends to the host: nothing without a GPU; with one, what ops of the host read,
+behind each op of the device that writes it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.runtime import binding
-from megatrain.runtime.binding import Binder
-from megatrain.runtime.optimizer import AdamW
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.runtime.execution import binding
+from megatrain.runtime.execution.binding import Binder
+from megatrain.runtime.optimizer.adamw import AdamW
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 ALL = {"placement": Placement(host_updated="all")}
 PLANS = [
     ("overlapped", ALL, {"device.clips:all": "C"}),
-    ("overlapped", ALL | {"clipping": "layer", "layers": 2}, {f"device.clips:{layer}": f"C{layer}" for layer in "eh01"}),
+    (
+        "overlapped",
+        ALL | {"clipping": "layer", "layers": 2},
+        {f"device.clips:{layer}": f"C{layer}" for layer in "eh01"},
+    ),
     ("overlapped", ALL | {"clipping": "update"}, {"device.losses:0": "H.m0"}),
     ("overlapped", ALL | {"clipping": "none"}, {"device.clips:all": "C"}),
     ("double_buffer", {"accumulation": 2}, {"device.losses:0": "H.m0", "device.losses:1": "H.m1"}),
@@ -29,7 +35,11 @@ PLANS = [
 
 @pytest.mark.parametrize(("policy", "changes"), [plan[:2] for plan in PLANS])
 def test_without_a_gpu_nothing_is_sent_and_no_op_wrapped(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: str, changes: dict[str, Any]
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    changes: dict[str, Any],
 ) -> None:
     with session(executable(policy, **changes)) as running:
         binder = running.executor._binder
@@ -41,7 +51,12 @@ def test_without_a_gpu_nothing_is_sent_and_no_op_wrapped(
 
 @pytest.mark.parametrize(("policy", "changes", "sent"), PLANS)
 def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: str, changes: dict[str, Any], sent: dict[str, str]
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    changes: dict[str, Any],
+    sent: dict[str, str],
 ) -> None:
     heard: list[str] = []
     streams: list[object] = []
@@ -57,14 +72,22 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
         def wait(self) -> None:
             heard.append(f"wait {self.place}")
 
-    monkeypatch.setattr(binding, "Mirror", Recorder)
+    monkeypatch.setattr(binding, "HostScalarCopy", Recorder)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
     plan = executable(policy, **changes)
     with session(plan) as running:
         executor = running.executor
         own = executor._arenas
         arenas: Any = SimpleNamespace(device=torch.device("cuda"), flat=own.flat, tensor=own.tensor)
-        binder = Binder(plan, executor.schedule, arenas, executor.templates, AdamW(), executor._host_workers, executor._state)
+        binder = Binder(
+            plan,
+            executor.schedule,
+            arenas,
+            executor.templates,
+            AdamW(),
+            executor._host_workers,
+            executor._state,
+        )
         place = {buffer: own.flat(buffer, torch.float32, 1).data_ptr() for buffer in sent}
         assert binder._mirrors.keys() == sent.keys()
         assert len(set(streams)) == bool(sent), "one stream for all of them"
@@ -73,10 +96,23 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             if op.lane == "cpu" and (read := [buffer for buffer in op.reads if buffer in sent]):
                 readers += 1
                 for buffer in read:
-                    assert binder._values(op, buffer, 1).data_ptr() == binder._mirrors[buffer].landed.data_ptr(), "what landed, not the device's"
-            monkeypatch.setitem(binder._kinds, op.kind, lambda op: functools.partial(heard.append, op.id))
+                    assert (
+                        binder._values(op, buffer, 1).data_ptr()
+                        == binder._mirrors[buffer].landed.data_ptr()
+                    ), "what landed, not the device's"
+            monkeypatch.setitem(
+                binder._kinds, op.kind, lambda op: functools.partial(heard.append, op.id)
+            )
             binder.bind(op)()
-            waited = [f"wait {place[buffer]}" for buffer in op.reads if op.lane == "cpu" and buffer in sent]
-            assert heard == [*waited, op.id, *(f"send {place[buffer]}" for buffer, writer in sent.items() if writer == op.id)]
+            waited = [
+                f"wait {place[buffer]}"
+                for buffer in op.reads
+                if op.lane == "cpu" and buffer in sent
+            ]
+            assert heard == [
+                *waited,
+                op.id,
+                *(f"send {place[buffer]}" for buffer, writer in sent.items() if writer == op.id),
+            ]
             heard.clear()
         assert (readers > 0) == bool(sent)

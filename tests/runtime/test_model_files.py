@@ -1,4 +1,6 @@
-"""Weights in and out: a transformers folder loads, trains' masters export to a folder that transformers loads, failures leave nothing behind."""
+"""Weights in and out: a transformers folder loads, trains' masters export to a folder that
+transformers loads, failures leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from megatrain.runtime.files import model_files
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.model_files import export, folder_weights, random_weights
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.optimizer import round_to_bf16
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import round_to_bf16
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -43,23 +45,38 @@ def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("family", "policy"), list(zip(FAMILIES, ("sequential", "double_buffer", "k_buffer", "resident"), strict=True)))
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    list(zip(FAMILIES, ("sequential", "double_buffer", "k_buffer", "resident"), strict=True)),
+)
 def test_an_export_has_the_logits_of_what_was_loaded(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str, policy: str, tied: bool, dtype: str
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    family: str,
+    policy: str,
+    tied: bool,
+    dtype: str,
 ) -> None:
-    """Identical, not close: in fp32 to the model that was saved, in bf16 to that model rounded (ties away from zero, unlike torch's conversion)."""
+    """Identical, not close: in fp32 to the model that was saved, in bf16 to that model rounded
+    (ties away from zero, unlike torch's conversion).
+    """
     plan = executable(policy, family=family, tied=tied, dtype=dtype)
     model = save_model(plan, tmp_path / "in")
     with folder_weights(tmp_path / "in") as weights, session(plan, weights=weights) as running:
         for layer in plan.model.stack.values():
             for name, master in running.state.masters(layer).items():
-                assert torch.equal(master, model.get_parameter(hub_name(layer.name, name))), f"{layer.name} {name}: not the fp32 master"
+                assert torch.equal(master, model.get_parameter(hub_name(layer.name, name))), (
+                    f"{layer.name} {name}: not the fp32 master"
+                )
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert exported.config.architectures == [type(exported).__name__]
     assert exported.dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
-    assert (exported.get_input_embeddings().weight is exported.get_output_embeddings().weight) is tied
+    assert (
+        exported.get_input_embeddings().weight is exported.get_output_embeddings().weight
+    ) is tied
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=exported.dtype).eval()
     if dtype == "bf16":
         with torch.no_grad():
@@ -70,13 +87,19 @@ def test_an_export_has_the_logits_of_what_was_loaded(
         assert torch.equal(exported(ids).logits, expected(ids).logits)
 
 
-def test_trained_weights_are_what_is_exported(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_trained_weights_are_what_is_exported(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
+) -> None:
     plan = executable(dtype="fp32")
     with session(plan) as running:
         running.step()
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
         tensors = load_file(tmp_path / "out" / "model.safetensors")
-        masters = {hub_name(layer.name, name): master for layer in plan.model.stack.values() for name, master in running.state.masters(layer).items()}
+        masters = {
+            hub_name(layer.name, name): master
+            for layer in plan.model.stack.values()
+            for name, master in running.state.masters(layer).items()
+        }
     assert tensors.keys() == masters.keys()
     assert all(torch.equal(tensors[name], master) for name, master in masters.items())
     start = random_weights(0)("0", "mlp.up_proj.weight", (96, 32))
@@ -84,7 +107,10 @@ def test_trained_weights_are_what_is_exported(executable: Callable[..., Plan], s
 
 
 def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = executable(dtype="fp32")
     model = save_model(plan, tmp_path / "in", shard="60KB")
@@ -100,7 +126,12 @@ def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(
 
 def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Plan]) -> None:
     shape, stack = (8, 8), make_plan().model.stack
-    names = [(layer.name, tensor.name) for layer in stack.values() for tensor in layer.tensors if len(tensor.shape) == 2]
+    names = [
+        (layer.name, tensor.name)
+        for layer in stack.values()
+        for tensor in layer.tensors
+        if len(tensor.shape) == 2
+    ]
     drawn = [random_weights(seed)(*name, shape) for seed in (0, 1) for name in names]
     assert len({tensor.numpy().tobytes() for tensor in drawn}) == len(drawn)
     assert torch.equal(random_weights(1)(*names[3], shape), random_weights(1)(*names[3], shape))
@@ -111,18 +142,30 @@ def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Pla
 # ---- failures ----
 
 
-def test_an_export_into_something_is_refused(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_export_into_something_is_refused(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
     plan = executable()
-    with session(plan) as running, pytest.raises(UserError, match=r"out: found something there already; allowed: .*; fix: name another one"):
+    with (
+        session(plan) as running,
+        pytest.raises(
+            UserError,
+            match=r"out: found something there already; allowed: .*; fix: name another one",
+        ),
+    ):
         export(running.state, plan, config_of(plan.model), tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "precious"]
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_export_that_fails_leaves_nothing_behind(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
 ) -> None:
     calls, write = [], model_files.write_tensors
 
@@ -135,7 +178,10 @@ def test_an_export_that_fails_leaves_nothing_behind(
     monkeypatch.setattr(model_files, "_SHARD_BYTES", 20_000)
     monkeypatch.setattr(model_files, "write_tensors", full)
     plan = executable()
-    with session(plan) as running, pytest.raises(UserError if isinstance(failure, OSError) else KeyboardInterrupt) as error:
+    with (
+        session(plan) as running,
+        pytest.raises(UserError if isinstance(failure, OSError) else KeyboardInterrupt) as error,
+    ):
         export(running.state, plan, config_of(plan.model), tmp_path / "runs" / "out")
     assert len(calls) == 2
     assert not list((tmp_path / "runs").iterdir())
@@ -144,10 +190,18 @@ def test_an_export_that_fails_leaves_nothing_behind(
         assert "\n" not in str(error.value)
 
 
-def test_an_export_below_a_file_is_one_line(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_export_below_a_file_is_one_line(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     plan = executable()
-    with session(plan) as running, pytest.raises(UserError, match=r"found (file exists|not a directory); allowed: a folder that can be made"):
+    with (
+        session(plan) as running,
+        pytest.raises(
+            UserError,
+            match=r"found (file exists|not a directory); allowed: a folder that can be made",
+        ),
+    ):
         export(running.state, plan, config_of(plan.model), tmp_path / "file" / "out")
 
 
@@ -156,19 +210,35 @@ def load(plan: Plan, folder: Path, session: Callable[..., Any]) -> None:
         pass
 
 
-def test_a_folder_without_weights_is_one_line(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_a_folder_without_weights_is_one_line(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     plan, folder = saved
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model: found no \*\.safetensors file; allowed: .*; fix: check the path, or pass --init random"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"model: found no \*\.safetensors file; allowed: .*; fix: check the path, or pass"
+            r" --init random"
+        ),
+    ):
         load(plan, folder, session)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 20_000])
-def test_a_truncated_file_is_one_line(saved: tuple[Plan, Path], session: Callable[..., Any], keep: int) -> None:
+def test_a_truncated_file_is_one_line(
+    saved: tuple[Plan, Path], session: Callable[..., Any], keep: int
+) -> None:
     plan, folder = saved
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"model\.safetensors: found a file that cannot be read .*; allowed: a whole safetensors file; fix: ") as error:
+    with pytest.raises(
+        UserError,
+        match=(
+            r"model\.safetensors: found a file that cannot be read .*; allowed: a whole safetensors"
+            r" file; fix: "
+        ),
+    ) as error:
         load(plan, folder, session)
     assert "\n" not in str(error.value)
 
@@ -176,12 +246,21 @@ def test_a_truncated_file_is_one_line(saved: tuple[Plan, Path], session: Callabl
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"), r"found no tensor model\.layers\.2\.mlp\.up_proj\.weight; allowed: .*\(96, 32\)"),
-        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight: found shape \(31,\); allowed: \(32,\)"),
+        (
+            lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"),
+            r"found no tensor model\.layers\.2\.mlp\.up_proj\.weight; allowed: .*\(96, 32\)",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
+            r"model\.norm\.weight: found shape \(31,\); allowed: \(32,\)",
+        ),
     ],
 )
 def test_a_tensor_missing_or_of_another_shape_is_one_line(
-    saved: tuple[Plan, Path], session: Callable[..., Any], change: Callable[[dict[str, torch.Tensor]], object], message: str
+    saved: tuple[Plan, Path],
+    session: Callable[..., Any],
+    change: Callable[[dict[str, torch.Tensor]], object],
+    message: str,
 ) -> None:
     plan, folder = saved
     tensors = load_file(folder / "model.safetensors")

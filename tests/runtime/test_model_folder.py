@@ -1,4 +1,6 @@
-"""Which files of a model's folder are read: safetensors inside it, one shard at a time, no pickle, no code; what goes out with an export."""
+"""Which files of a model's folder are read: safetensors inside it, one shard at a time, no pickle,
+no code; what goes out with an export.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.model_folder import model_folder, weight_files
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.optimizer import round_to_bf16
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import round_to_bf16
 from megatrain.runtime.training.opening import exported_config
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 
 @pytest.fixture
@@ -34,7 +36,9 @@ def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
     """A bf16 plan, and a folder with fp32 weights for it."""
     plan = executable()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).save_pretrained(
+        tmp_path / "model"
+    )
     return plan, tmp_path / "model"
 
 
@@ -44,21 +48,40 @@ def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("computed", ["bf16", "fp32"])
 def test_an_export_has_the_dtype_that_is_asked_for(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, computed: str, dtype: Any
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    computed: str,
+    dtype: Any,
 ) -> None:
-    """fp32 is the master, bf16 the master rounded, whatever the layers compute in; and the logits are those of just these weights."""
+    """fp32 is the master, bf16 the master rounded, whatever the layers compute in; and the logits
+    are those of just these weights.
+    """
     plan = executable("overlapped", dtype=computed)
     with session(plan) as running:
         running.step()
         running.executor.flush_update()
         export(running.state, plan, config_of(plan.model), tmp_path / "out", dtype=dtype)
-        masters = {hub_name(layer.name, name): value for layer in plan.model.stack.values() for name, value in running.state.masters(layer).items()}
-    expected = masters if dtype == "fp32" else {name: round_to_bf16(value) for name, value in masters.items()}
+        masters = {
+            hub_name(layer.name, name): value
+            for layer in plan.model.stack.values()
+            for name, value in running.state.masters(layer).items()
+        }
+    expected = (
+        masters
+        if dtype == "fp32"
+        else {name: round_to_bf16(value) for name, value in masters.items()}
+    )
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == expected.keys()
-    assert all(stored[name].dtype == value.dtype and torch.equal(stored[name], value) for name, value in expected.items())
+    assert all(
+        stored[name].dtype == value.dtype and torch.equal(stored[name], value)
+        for name, value in expected.items()
+    )
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    by_hand = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"), dtype=exported.dtype).eval()
+    by_hand = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path / "out"), dtype=exported.dtype
+    ).eval()
     by_hand.load_state_dict(expected)
     ids = torch.arange(24).view(2, 12)
     assert exported.config.use_cache
@@ -66,25 +89,49 @@ def test_an_export_has_the_dtype_that_is_asked_for(
         assert torch.equal(exported(ids).logits, by_hand(ids).logits)
 
 
-def test_tokenizer_and_generation_config_go_along(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_tokenizer_and_generation_config_go_along(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     plan, folder = saved
     GenerationConfig(temperature=0.3, do_sample=True, max_new_tokens=7).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_text(f"the {name}")
     (folder / "modeling_evil.py").write_text("raise SystemExit")
     with folder_weights(folder) as weights, session(plan, weights=weights) as running:
-        export(running.state, plan, exported_config(folder, plan.model, init="model"), tmp_path / "out", source=folder)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 7
-    names = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+        export(
+            running.state,
+            plan,
+            exported_config(folder, plan.model, init="model"),
+            tmp_path / "out",
+            source=folder,
+        )
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 7
+    )
+    names = {
+        "config.json",
+        "model.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
     assert set(os.listdir(tmp_path / "out")) == names
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "the tokenizer.json"
 
 
-def test_a_companion_outside_the_folder_is_not_copied(saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_companion_outside_the_folder_is_not_copied(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
     plan, folder = saved
     (tmp_path / "secret").write_text("secret")
     (folder / "tokenizer.json").symlink_to("../secret")
-    with session(plan) as running, pytest.raises(UserError, match=r"tokenizer\.json: found a link to .*secret, outside the folder"):
+    with (
+        session(plan) as running,
+        pytest.raises(
+            UserError, match=r"tokenizer\.json: found a link to .*secret, outside the folder"
+        ),
+    ):
         export(running.state, plan, config_of(plan.model), tmp_path / "out", source=folder)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
@@ -96,9 +143,17 @@ def test_names_are_those_of_transformers_own_model(family: str) -> None:
     model = ModelSpec.from_config(config.to_dict(), family, family)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters() if parameter.requires_grad}  # others count as buffers
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in whole.named_parameters()
+        if parameter.requires_grad
+    }  # others count as buffers
     stack = CheckpointNames(config).stack
-    assert {hub_name(layer.name, tensor.name, stack): tensor.shape for layer in model.stack.values() for tensor in layer.tensors} == shapes
+    assert {
+        hub_name(layer.name, tensor.name, stack): tensor.shape
+        for layer in model.stack.values()
+        for tensor in layer.tensors
+    } == shapes
 
 
 # ---- which files ----
@@ -112,7 +167,9 @@ def read_all(plan: Plan, folder: Path) -> None:
 
 
 def write_index(folder: Path, *names: object) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict(enumerate(names))})
+    )
 
 
 def test_the_index_says_which_files(saved: tuple[Plan, Path]) -> None:
@@ -127,15 +184,29 @@ def test_the_index_says_which_files(saved: tuple[Plan, Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("../outside.safetensors", r"model: found a file named '\.\./outside\.safetensors'; allowed: a file in the folder itself"),
+        (
+            "../outside.safetensors",
+            (
+                r"model: found a file named '\.\./outside\.safetensors'; allowed: a file in the"
+                r" folder itself"
+            ),
+        ),
         ("/etc/passwd", r"found a file named '/etc/passwd'"),
         ("..", r"found a file named '\.\.'"),
-        ("link.safetensors", r"link\.safetensors: found a link to .*outside\.safetensors, outside the folder"),
-        ("absent.safetensors", r"absent\.safetensors: found a file that cannot be read \(no such file or directory\)"),
+        (
+            "link.safetensors",
+            r"link\.safetensors: found a link to .*outside\.safetensors, outside the folder",
+        ),
+        (
+            "absent.safetensors",
+            r"absent\.safetensors: found a file that cannot be read \(no such file or directory\)",
+        ),
         (3, r"found no `weight_map` of tensor to file"),
     ],
 )
-def test_a_file_outside_the_folder_is_refused(saved: tuple[Plan, Path], name: object, message: str) -> None:
+def test_a_file_outside_the_folder_is_refused(
+    saved: tuple[Plan, Path], name: object, message: str
+) -> None:
     plan, folder = saved
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / "link.safetensors").symlink_to("../outside.safetensors")
@@ -159,11 +230,16 @@ def test_pickled_weights_are_refused_by_name(saved: tuple[Plan, Path]) -> None:
     plan, folder = saved
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    message = r"found no model\.safetensors and no index of shards, but pytorch_model\.bin, a pickle, which is never opened: it may run any program; .*; fix: convert the weights"
+    message = (
+        r"found no model\.safetensors and no index of shards, but pytorch_model\.bin, a pickle,"
+        r" which is never opened: it may run any program; .*; fix: convert the weights"
+    )
     with pytest.raises(UserError, match=message):
         read_all(plan, folder)
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.safetensors: found a pickle, which is never opened"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: found a pickle, which is never opened"
+    ):
         read_all(plan, folder)
 
 
@@ -172,18 +248,31 @@ def test_quantised_weights_are_refused(saved: tuple[Plan, Path]) -> None:
     file = folder / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    file.write_bytes(data[:8] + data[8 : 8 + length].replace(b'"F32"', b'"I32"') + data[8 + length :])
-    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight: found torch\.int32; allowed: floating-point numbers, not quantised"):
+    file.write_bytes(
+        data[:8] + data[8 : 8 + length].replace(b'"F32"', b'"I32"') + data[8 + length :]
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"model\.embed_tokens\.weight: found torch\.int32; allowed: floating-point numbers, not"
+            r" quantized"
+        ),
+    ):
         read_all(plan, folder)
 
 
-def test_code_that_comes_with_a_model_is_never_run(saved: tuple[Plan, Path], session: Callable[..., Any]) -> None:
+def test_code_that_comes_with_a_model_is_never_run(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
     plan, folder = saved
     ran = folder.parent / "it ran"
     for name in ("configuration_evil", "modeling_evil"):
         (folder / f"{name}.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
     config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_evil.Evil",
+        "AutoModelForCausalLM": "modeling_evil.Evil",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with folder_weights(folder) as weights, session(plan, weights=weights):
         exported_config(folder, plan.model, init="model")
@@ -198,13 +287,25 @@ def test_a_local_folder_is_itself(saved: tuple[Plan, Path]) -> None:
 
 
 @pytest.mark.parametrize("source", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "org/na me", ""])
-def test_what_is_neither_a_folder_nor_a_hub_name_is_refused_without_asking(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(UserError, match="found no such folder; allowed: a Hugging Face model folder, or a name on the hub such as org/name"):
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused_without_asking(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked")
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            "found no such folder; allowed: a Hugging Face model folder, or a name on the hub such"
+            " as org/name"
+        ),
+    ):
         model_folder(source) if source else model_folder("nowhere")
 
 
-def test_a_hub_name_is_fetched_without_pickles_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_is_fetched_without_pickles_and_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
 
     def fetch(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
@@ -215,40 +316,95 @@ def test_a_hub_name_is_fetched_without_pickles_and_code(tmp_path: Path, monkeypa
     assert model_folder("org/name") == tmp_path
     assert (asked["name"], asked["revision"]) == ("org/name", None)
     assert {"config.json", "model*.safetensors"} <= set(asked["patterns"])
-    assert not [pattern for pattern in asked["patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))]
+    assert not [
+        pattern for pattern in asked["patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))
+    ]
 
 
-@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3", "0123456789abcdef0123456789abcdef01234567"])
-def test_a_revision_of_a_hub_name_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **given: str(tmp_path / name / given["revision"]))
+@pytest.mark.parametrize(
+    "revision", ["v1.0", "refs/pr/3", "0123456789abcdef0123456789abcdef01234567"]
+)
+def test_a_revision_of_a_hub_name_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **given: str(tmp_path / name / given["revision"]),
+    )
     assert model_folder(f"org/name@{revision}") == tmp_path / "org/name" / revision
 
 
 def test_offline_the_cache_alone_is_asked(tmp_path: Path) -> None:
-    """Really: a snapshot that lies in the cache is found without a network, and one that does not is one line."""
-    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    """Really: a snapshot that lies in the cache is found without a network, and one that does not
+    is one line.
+    """
+    snapshot = (
+        tmp_path
+        / "hub"
+        / "models--org--name"
+        / "snapshots"
+        / "0123456789abcdef0123456789abcdef01234567"
+    )
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "hub" / "models--org--name" / "refs").mkdir()
     (tmp_path / "hub" / "models--org--name" / "refs" / "main").write_text(snapshot.name)
     program = (
-        "from megatrain.runtime.files.model_folder import model_folder\nprint(model_folder('org/name'))\n"
-        "try:\n    model_folder('org/name@other')\nexcept Exception as error:\n    print(type(error).__name__, error)"
+        "from megatrain.runtime.files.model_folder import"
+        " model_folder\nprint(model_folder('org/name'))\ntry:\n   "
+        " model_folder('org/name@other')\nexcept Exception as error:\n   "
+        " print(type(error).__name__, error)"
     )
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+    }
     environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=True,
+    )
     found, refused = done.stdout.splitlines()
     assert found == str(snapshot)
-    assert refused.startswith("UserError model org/name@other: found no such folder, and the hub did not give it (")
+    assert refused.startswith(
+        "UserError model org/name@other: found no such folder, and it could not be fetched from"
+        " the hub ("
+    )
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
-    """Really not: a port that nobody listens at, in a process of its own since the address is read when the library is imported."""
-    program = "from megatrain.runtime.files.model_folder import model_folder\ntry:\n    model_folder('org/name')\nexcept Exception as error:\n    print(type(error).__name__, error)"
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True)
-    assert done.stdout.startswith("UserError model org/name: found no such folder, and the hub did not give it (")
+    """Really not: a port that nobody listens at, in a process of its own since the address is read
+    when the library is imported.
+    """
+    program = (
+        "from megatrain.runtime.files.model_folder import model_folder\ntry:\n   "
+        " model_folder('org/name')\nexcept Exception as error:\n    print(type(error).__name__,"
+        " error)"
+    )
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.startswith(
+        "UserError model org/name: found no such folder, and it could not be fetched from the hub ("
+    )
     assert done.stdout.count("\n") == 1
 
 
@@ -260,54 +416,90 @@ from pathlib import Path
 torch.set_num_threads(1)
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.files.model_files import ModelState, folder_weights
-from megatrain.runtime.files.tensor_stream import Source, write_tensors
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.files.tensor_stream import TensorSource as Source, write_tensors
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.policies import lower
 
 def status(key):
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 plan = Plan.load(Path(sys.argv[1]))
 schedule = lower(plan)
-arenas = Arenas(schedule, torch.device("cpu"), device_limit_bytes=plan.device_limit_bytes, host_limit_bytes=plan.host_limit_bytes)
+limits = {"device_limit_bytes": plan.device_limit_bytes, "host_limit_bytes": plan.host_limit_bytes}
+arenas = Arenas(schedule, torch.device("cpu"), **limits)
 state = ModelState(plan, schedule, lambda: arenas)
 with folder_weights(Path(sys.argv[2])) as weights:
-    weights("0", "mlp.up_proj.weight", plan.model.stack["0"].tensors[5].shape)  # imports and first touches
+    # imports and first touches
+    weights("0", "mlp.up_proj.weight", plan.model.stack["0"].tensors[5].shape)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status("VmRSS")
     state.load(weights)
 peak = status("VmHWM") - before
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
-size, _ = write_tensors(Path(sys.argv[3]), {name: Source.of(tensor) for name, tensor in state.tensors().items() if name.endswith(".weights")})
-print(json.dumps({"peak": peak, "final": sum(tensor.nbytes for tensor in state.tensors().values()), "written": size, "writing": status("VmHWM") - before}))
+weights = {name: each for name, each in state.tensors().items() if name.endswith(".weights")}
+sources = {name: Source.of(tensor) for name, tensor in weights.items()}
+size, _ = write_tensors(Path(sys.argv[3]), sources)
+final, writing = sum(each.nbytes for each in state.tensors().values()), status("VmHWM") - before
+print(json.dumps({"peak": peak, "final": final, "written": size, "writing": writing}))
 """
 
 
-def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(executable: Callable[..., Plan], tmp_path: Path) -> None:
-    """An fp32 model of 230 MB in shards of 36 MB or one tensor: of all resident memory, mapped files included."""
+def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
+    executable: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """An fp32 model of 230 MB in shards of 36 MB or one tensor: of all resident memory, mapped
+    files included.
+    """
     plan = executable(
-        hidden=640, intermediate=2048, heads=10, kv_heads=10, head_dim=64, layers=6, vocabulary=16_000, device_limit_bytes=2**40, host_limit_bytes=2**40
+        hidden=640,
+        intermediate=2048,
+        heads=10,
+        kv_heads=10,
+        head_dim=64,
+        layers=6,
+        vocabulary=16_000,
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
     )
-    from megatrain.runtime.files.tensor_stream import Source, write_tensors
+    from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 
     names: dict[str, str] = {}
-    shards: list[dict[str, Source]] = [{}]
+    shards: list[dict[str, TensorSource]] = [{}]
     for layer in plan.model.stack.values():
         for tensor in layer.tensors:
-            if shards[-1] and sum(held.bytes for held in shards[-1].values()) + tensor.elements * 4 > 36_000_000:
+            if (
+                shards[-1]
+                and sum(held.bytes for held in shards[-1].values()) + tensor.elements * 4
+                > 36_000_000
+            ):
                 shards.append({})
-            shards[-1][hub_name(layer.name, tensor.name)] = Source.of(torch.full(tensor.shape, 0.5))
+            shards[-1][hub_name(layer.name, tensor.name)] = TensorSource.of(
+                torch.full(tensor.shape, 0.5)
+            )
             names[hub_name(layer.name, tensor.name)] = f"model-{len(shards)}.safetensors"
     (tmp_path / "model").mkdir()
-    sizes = [write_tensors(tmp_path / "model" / f"model-{number}.safetensors", shard)[0] for number, shard in enumerate(shards, 1)]
+    sizes = [
+        write_tensors(tmp_path / "model" / f"model-{number}.safetensors", shard)[0]
+        for number, shard in enumerate(shards, 1)
+    ]
     assert sum(sizes) > 200_000_000
     assert max(sizes) < 42_000_000
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": names})
+    )
     plan.save(tmp_path / "plan.toml")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path / "plan.toml"), str(tmp_path / "model"), str(tmp_path / "state")],
+        [
+            sys.executable,
+            "-c",
+            LOAD,
+            str(tmp_path / "plan.toml"),
+            str(tmp_path / "model"),
+            str(tmp_path / "state"),
+        ],
         capture_output=True,
         text=True,
         env=environment,
@@ -316,6 +508,8 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(e
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["final"] == 12 * sum(layer.elements for layer in plan.model.stack.values())
-    assert found["peak"] <= found["final"] + max(sizes) + 2**26, found  # some pieces of 16 MiB under way
+    assert found["peak"] <= found["final"] + max(sizes) + 2**26, (
+        found
+    )  # some pieces of 16 MiB under way
     assert found["written"] > 100_000_000
     assert found["writing"] < 2**23, found

@@ -1,4 +1,6 @@
-"""The language model of a multimodal folder: trained as inside transformers' whole model, and exported back into it."""
+"""The language model of a multimodal folder: trained as inside transformers' whole model, and
+exported back into it.
+"""
 
 from __future__ import annotations
 
@@ -17,48 +19,70 @@ from whole_models import SEQUENCE, compare, drawn, scale_of, token_losses
 
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.model_files import export, folder_weights
-from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.training.opening import exported_config, not_trained
-from megatrain.simulator.families import INSIDE
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.model.families import INSIDE
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 TRAINED = 3
 """steps"""
 
 
 @pytest.fixture
-def inside(tmp_path: Path, make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
+def inside(
+    tmp_path: Path, make_plan: Callable[..., Plan], session: Callable[..., Any]
+) -> Callable[..., Any]:
     """A session that has loaded the language model of `tmp_path / "whole"`; `inside(kind)`."""
 
     def make(kind: str) -> Any:
         tiny_multimodal.save(kind, tmp_path / "whole")
         model = ModelSpec.load(str(tmp_path / "whole"))
-        plan = make_plan("resident", model=model, sequence=SEQUENCE, dtype="fp32", loss_chunk=13, checkpoint_interval=3)
+        plan = make_plan(
+            "resident",
+            model=model,
+            sequence=SEQUENCE,
+            dtype="fp32",
+            loss_chunk=13,
+            checkpoint_interval=3,
+        )
         with folder_weights(tmp_path / "whole") as weights:
-            return session(msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights)
+            return session(
+                msgspec.structs.replace(plan, digest=lower(plan).digest), weights=weights
+            )
 
     return make
 
 
 def reloaded(folder: Path) -> Any:
-    """In evaluation mode, which without dropout computes the same: Gemma 3 wants to be told in training which tokens are images."""
+    """In evaluation mode, which without dropout computes the same: Gemma 3 wants to be told in
+    training which tokens are images.
+    """
     model, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
     return model.eval()
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(inside: Callable[..., Any], tmp_path: Path, kind: str) -> None:
-    """Unchanged, it is the folder that it came from; trained, its loss and gradients are those of the whole model that transformers loads."""
+def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
+    inside: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    """Unchanged, it is the folder that it came from; trained, its loss and gradients are those of
+    the whole model that transformers loads.
+    """
     folder = tmp_path / "whole"
     with inside(kind) as running:
         plan, config = running.plan, exported_config(folder, running.plan.model, init="model")
         export(running.state, plan, config, tmp_path / "again", source=folder)
-        first, again = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "again"))
+        first, again = (
+            load_file(place / "model.safetensors") for place in (folder, tmp_path / "again")
+        )
         assert first.keys() == again.keys()
-        assert all(torch.equal(first[name], again[name]) and first[name].dtype == again[name].dtype for name in first)
+        assert all(
+            torch.equal(first[name], again[name]) and first[name].dtype == again[name].dtype
+            for name in first
+        )
         batches = drawn(plan)
         for number in range(TRAINED):
             if number:
@@ -66,18 +90,28 @@ def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(inside: Calla
                 running.executor.flush_update()
             export(running.state, plan, config, tmp_path / str(number), source=folder)
             whole = reloaded(tmp_path / str(number))
-            compare(running, batches, token_losses(whole(batches[0].ids).logits, batches[0].labels) * scale_of(batches), whole, 1e-5)
+            compare(
+                running,
+                batches,
+                token_losses(whole(batches[0].ids).logits, batches[0].labels) * scale_of(batches),
+                whole,
+                1e-5,
+            )
     last = load_file(tmp_path / str(number) / "model.safetensors")
     others = set(CheckpointNames(config).other_keys(first))
     assert others
     buffers = {name for name in first if name.endswith("layer_scalar")}
-    assert {name for name in first if torch.equal(first[name], last[name])} == others | buffers, "all of the language model is trained and nothing else"
+    assert {name for name in first if torch.equal(first[name], last[name])} == others | buffers, (
+        "all of the language model is trained and nothing else"
+    )
 
 
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("outer", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False, None])
-def test_its_head_is_tied_where_transformers_ties_it(tmp_path: Path, kind: str, outer: bool | None, inner: bool | None) -> None:
+def test_its_head_is_tied_where_transformers_ties_it(
+    tmp_path: Path, kind: str, outer: bool | None, inner: bool | None
+) -> None:
     tiny_multimodal.config_of(kind).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for part, tied in ((config, outer), (config["text_config"], inner)):
@@ -91,12 +125,17 @@ def test_its_head_is_tied_where_transformers_ties_it(tmp_path: Path, kind: str, 
     assert (model.tied, config_of(model).tie_word_embeddings) == (theirs, theirs)
 
 
-def test_an_export_in_bf16_leaves_the_other_tensors_as_they_are(inside: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_export_in_bf16_leaves_the_other_tensors_as_they_are(
+    inside: Callable[..., Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "whole"
     with inside("gemma3") as running:
         config = exported_config(folder, running.plan.model, init="model")
         export(running.state, running.plan, config, tmp_path / "out", dtype="bf16", source=folder)
-    found = {name.startswith("language_model."): value.dtype for name, value in load_file(tmp_path / "out" / "model.safetensors").items()}
+    found = {
+        name.startswith("language_model."): value.dtype
+        for name, value in load_file(tmp_path / "out" / "model.safetensors").items()
+    }
     assert found == {True: torch.bfloat16, False: torch.float32}
     assert reloaded(tmp_path / "out").dtype == torch.bfloat16
 
@@ -111,15 +150,39 @@ def test_from_random_weights_it_is_exported_alone(tmp_path: Path) -> None:
 
 def test_a_note_says_what_is_not_trained(tmp_path: Path) -> None:
     model = tiny_multimodal.save("gemma3", tmp_path)
-    count = sum(not name.startswith(("model.language_model.", "lm_head.")) for name in model.state_dict())
-    note = not_trained(tmp_path, exported_config(tmp_path, ModelSpec.load(str(tmp_path)), init="model"))
-    assert note == f"only the language model is trained; {count} tensors of multi_modal_projector, vision_tower are exported unchanged"
+    count = sum(
+        not name.startswith(("model.language_model.", "lm_head.")) for name in model.state_dict()
+    )
+    note = not_trained(
+        tmp_path, exported_config(tmp_path, ModelSpec.load(str(tmp_path)), init="model")
+    )
+    assert (
+        note == f"only the language model is trained; {count} tensors of multi_modal_projector,"
+        " vision_tower are exported unchanged"
+    )
 
 
 def test_gemma_3_s_text_config_may_leave_out_what_has_a_default() -> None:
     """As it is published."""
-    told = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
-    model = ModelSpec.from_config({"model_type": "gemma3", "text_config": {**told, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}}, "config.json")
+    told = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    model = ModelSpec.from_config(
+        {
+            "model_type": "gemma3",
+            "text_config": {**told, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        },
+        "config.json",
+    )
     with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", text_config=told)).model.language_model
-    assert (model.tied, model.parameters) == (True, sum(parameter.numel() for parameter in whole.parameters()))
+        whole = AutoModelForImageTextToText.from_config(
+            AutoConfig.for_model("gemma3", text_config=told)
+        ).model.language_model
+    assert (model.tied, model.parameters) == (
+        True,
+        sum(parameter.numel() for parameter in whole.parameters()),
+    )

@@ -1,4 +1,6 @@
-"""Inside a step nothing asks a tensor for its value: on a GPU that would wait for everything that was enqueued before."""
+"""Inside a step nothing asks a tensor for its value: on a GPU that would wait for everything that
+was enqueued before.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import reference_lengths
 import torch
 from whole_models import model_of
 
-from megatrain.runtime import optimizer
-from megatrain.runtime.lanes import Crew, LaneError
-from megatrain.runtime.optimizer import AdamW
+from megatrain.runtime.execution.lanes import LaneGroup, OpFailed
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 READS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
 
@@ -23,7 +25,7 @@ READS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__
 @pytest.fixture
 def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """While lanes play, whichever thread it is."""
-    play = Crew.play
+    play = LaneGroup.play
 
     def refuse(name: str) -> Callable[..., Any]:
         def read(*_: object, **__: object) -> Any:
@@ -31,27 +33,45 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return read
 
-    def watched(crew: Crew, queues: Any) -> None:
+    def watched(crew: LaneGroup, queues: Any) -> None:
         with monkeypatch.context() as patch:
             for name in READS:
                 patch.setattr(torch.Tensor, name, refuse(name), raising=False)
             play(crew, queues)
 
-    monkeypatch.setattr(Crew, "play", watched)
+    monkeypatch.setattr(LaneGroup, "play", watched)
 
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("kernels", ["fused", "eager"])
-@pytest.mark.parametrize(("policy", "changes"), [
-    *((policy, {"accumulation": 2, "tied": True}) for policy in policies.names()),
-    ("overlapped", {"clipping": "none", "placement": Placement(moments="0-1", stored="2", parked="0")}),
-    ("k_buffer", {"clipping": "none", "dtype": "fp32", "family": "qwen2"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        *((policy, {"accumulation": 2, "tied": True}) for policy in policies.names()),
+        (
+            "overlapped",
+            {
+                "clipping": "none",
+                "placement": Placement(moments="0-1", saved_activations="2", offloaded_inputs="0"),
+            },
+        ),
+        ("k_buffer", {"clipping": "none", "dtype": "fp32", "family": "qwen2"}),
+    ],
+)
 def test_no_op_reads_a_value(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: str, changes: dict[str, Any], kernels: str
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    changes: dict[str, Any],
+    kernels: str,
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
-    slots = {} if "placement" in changes or policy in ("resident", "overlapped") else {"gradient_slabs": 2}
+    slots = (
+        {}
+        if "placement" in changes or policy in ("resident", "overlapped")
+        else {"gradient_staging": 2}
+    )
     with session(executable(policy, **slots, **changes)) as running:
         for number in (1, 2, 3):
             running.step(number)
@@ -61,13 +81,28 @@ def test_no_op_reads_a_value(
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])
 def test_documents_told_by_lengths_wait_for_nothing(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, family: str
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
 ) -> None:
     reference_lengths.install(monkeypatch)
     model = model_of(family)
-    with session(executable("resident", model=model, documents=True, accumulation=2, device_limit_bytes=2**30, host_limit_bytes=2**30)) as running:
+    with session(
+        executable(
+            "resident",
+            model=model,
+            documents=True,
+            accumulation=2,
+            device_limit_bytes=2**30,
+            host_limit_bytes=2**30,
+        )
+    ) as running:
         for number in (1, 2):
-            numbered = [batch._replace(documents=torch.arange(16).expand(2, -1) // (4 * number)) for batch in running.batches(number)]
+            numbered = [
+                batch._replace(documents=torch.arange(16).expand(2, -1) // (4 * number))
+                for batch in running.batches(number)
+            ]
             running.executor.step(numbered, rate=1e-2, number=number)
 
 
@@ -77,28 +112,62 @@ def _read(name: str) -> None:
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("name", READS)
-def test_one_that_does_is_found(executable: Callable[..., Plan], session: Callable[..., Any], name: str) -> None:
+def test_one_that_does_is_found(
+    executable: Callable[..., Plan], session: Callable[..., Any], name: str
+) -> None:
     with session(executable()) as running:
         running.tasks["N0"].run = functools.partial(_read, name)
-        with pytest.raises(LaneError, match=rf"^N0 on lane cpu: AssertionError: Tensor.{name} inside a step"):
+        with pytest.raises(
+            OpFailed, match=rf"^N0 on lane cpu: AssertionError: Tensor.{name} inside a step"
+        ):
             running.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_coefficient_that_is_no_number_changes_no_bit_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Not even of a negative zero, nor with a gradient that is infinite; several blocks, the last one short; the copy gets the old weights."""
+def test_a_coefficient_that_is_no_number_changes_no_bit_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Not even of a negative zero, nor with a gradient that is infinite; several blocks, the last
+    one short; the copy gets the old weights.
+    """
     monkeypatch.setattr(optimizer, "kernels", lambda _: None)
     monkeypatch.setattr(optimizer.Workers, "cpu_block", 64)
     torch.manual_seed(0)
-    weights, low = torch.randn(150).to(dtype), torch.randint(-(2**15), 2**15, (150,), dtype=torch.int16) if dtype == torch.bfloat16 else None
+    weights, low = (
+        torch.randn(150).to(dtype),
+        (
+            torch.randint(-(2**15), 2**15, (150,), dtype=torch.int16)
+            if dtype == torch.bfloat16
+            else None
+        ),
+    )
     weights[:20], moments = -0.0, torch.stack([torch.randn(150), torch.rand(150)])
     moments[0, :30] = -0.0
     gradient = torch.full((150,), float("inf"))
     state = [tensor for tensor in (weights, low, moments) if tensor is not None]
     before, copy = [tensor.clone() for tensor in state], torch.zeros_like(weights)
     clip = torch.tensor(float("nan"))
-    optimizer.update(weights, low, moments, gradient, settings=AdamW(weight_decay=0.1), rate=1e-2, number=3, clip=clip, copy_to=copy)
+    optimizer.update(
+        weights,
+        low,
+        moments,
+        gradient,
+        settings=AdamW(weight_decay=0.1),
+        rate=1e-2,
+        number=3,
+        clip=clip,
+        copy_to=copy,
+    )
     for tensor, old in zip([*state, copy], [*before, before[0]], strict=True):
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
-    optimizer.update(weights, low, moments, gradient.clamp(max=1.0), settings=AdamW(), rate=1e-2, number=3, clip=torch.tensor(0.5))
+    optimizer.update(
+        weights,
+        low,
+        moments,
+        gradient.clamp(max=1.0),
+        settings=AdamW(),
+        rate=1e-2,
+        number=3,
+        clip=torch.tensor(0.5),
+    )
     assert not any(torch.equal(tensor, old) for tensor, old in zip(state, before, strict=True))

@@ -1,4 +1,6 @@
-"""Optimizer: the two planes lose nothing, the arithmetic is AdamW's and clip_grad_norm_'s, and neither blocks nor threads change a bit."""
+"""Optimizer: the two planes lose nothing, the arithmetic is AdamW's and clip_grad_norm_'s, and
+neither blocks nor threads change a bit.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,26 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatrain.runtime import optimizer
-from megatrain.runtime.optimizer import ALONE, AdamW, Workers, WorkerThreads, clip_coefficient, join, round_to_bf16, split, sum_of_squares, update
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.adamw import (
+    ALONE,
+    AdamW,
+    Workers,
+    WorkerThreads,
+    clip_coefficient,
+    join,
+    round_to_bf16,
+    split,
+    sum_of_squares,
+    update,
+)
 
 LARGEST_SPLIT = 0x7F7F_7FFF  # 3.39e38: beyond it bf16 rounds to infinity
-BITS = st.integers(0, LARGEST_SPLIT) | st.integers(0, LARGEST_SPLIT).map(lambda bits: (bits & 0x7FFF_0000) | 0x8000) | st.integers(0, 0x00FF_FFFF)
+BITS = (
+    st.integers(0, LARGEST_SPLIT)
+    | st.integers(0, LARGEST_SPLIT).map(lambda bits: (bits & 0x7FFF_0000) | 0x8000)
+    | st.integers(0, 0x00FF_FFFF)
+)
 """of a non-negative fp32: any; a tie between two bf16 values; a denormal or nearly"""
 
 
@@ -36,7 +53,10 @@ def fp32(bits: list[int]) -> torch.Tensor:
 
 
 def planes(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    high, low = (
+        torch.empty_like(master, dtype=torch.bfloat16),
+        torch.empty_like(master, dtype=torch.int16),
+    )
     split(master, high, low)
     return high, low
 
@@ -44,15 +64,34 @@ def planes(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- planes ----
 
 
-@given(st.lists(st.tuples(BITS, st.sampled_from([0, 0x8000_0000])).map(sum), min_size=1, max_size=64))
-@example([0, 0x8000_0000, 1, 0x8000_0001, 0x8000, 0x7FFF, 0x007F_FFFF, 0x0080_0000, LARGEST_SPLIT, 0x3F80_8000, 0xBF80_8000, 0x3F81_8000])
+@given(
+    st.lists(st.tuples(BITS, st.sampled_from([0, 0x8000_0000])).map(sum), min_size=1, max_size=64)
+)
+@example(
+    [
+        0,
+        0x8000_0000,
+        1,
+        0x8000_0001,
+        0x8000,
+        0x7FFF,
+        0x007F_FFFF,
+        0x0080_0000,
+        LARGEST_SPLIT,
+        0x3F80_8000,
+        0xBF80_8000,
+        0x3F81_8000,
+    ]
+)
 def test_split_and_join_are_exact_and_the_high_plane_is_nearest(bits: list[int]) -> None:
     master = fp32([value - 2**32 if value >= 2**31 else value for value in bits])
     high, low = planes(master)
     assert torch.equal(join(high, low).view(torch.int32), master.view(torch.int32))
     assert torch.equal(round_to_bf16(master).view(torch.int16), high.view(torch.int16))
     nearest = (master.double() - master.bfloat16().double()).abs()
-    assert torch.equal((master.double() - high.double()).abs(), nearest)  # as near as round to even, hence at most half a unit off
+    assert torch.equal(
+        (master.double() - high.double()).abs(), nearest
+    )  # as near as round to even, hence at most half a unit off
     tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert bool((high.double().abs() > master.double().abs())[tie].all()), "ties go away from zero"
     assert torch.equal(high[~tie].view(torch.int16), master.bfloat16()[~tie].view(torch.int16))
@@ -70,17 +109,25 @@ def test_a_high_plane_keeps_its_shape() -> None:
 @pytest.mark.parametrize("in_planes", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_twenty_steps_are_torch_s_adamw(in_planes: bool, weight_decay: float, max_norm: float | None) -> None:
-    """Tolerance: 1e-6 of a weight of about 1, for 20 steps of fp32 operations that round in another order; the planes cost nothing more."""
+def test_twenty_steps_are_torch_s_adamw(
+    in_planes: bool, weight_decay: float, max_norm: float | None
+) -> None:
+    """Tolerance: 1e-6 of a weight of about 1, for 20 steps of fp32 operations that round in another
+    order; the planes cost nothing more.
+    """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1000, generator=generator)
     theirs = torch.nn.Parameter(start.clone())
-    torch_optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, foreach=False)
+    torch_optimizer = torch.optim.AdamW(
+        [theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, foreach=False
+    )
     settings = AdamW(weight_decay=weight_decay, max_norm=max_norm or math.inf)
     weights, low = planes(start) if in_planes else (start.clone(), None)
     moments = torch.zeros(2, 1000)
     for number in range(1, 21):
-        gradient = torch.randn(1000, generator=generator) * 10.0 ** float(torch.randint(-4, 1, (), generator=generator))
+        gradient = torch.randn(1000, generator=generator) * 10.0 ** float(
+            torch.randint(-4, 1, (), generator=generator)
+        )
         theirs.grad = gradient.clone()
         clip = None
         if max_norm is not None:
@@ -88,12 +135,16 @@ def test_twenty_steps_are_torch_s_adamw(in_planes: bool, weight_decay: float, ma
             clip, ours = clip_coefficient([sum_of_squares(gradient)], max_norm)
             assert float(ours) == pytest.approx(float(norm), rel=1e-6)
         torch_optimizer.step()
-        update(weights, low, moments, gradient, settings=settings, rate=1e-2, number=number, clip=clip)
+        update(
+            weights, low, moments, gradient, settings=settings, rate=1e-2, number=number, clip=clip
+        )
     master = weights if low is None else join(weights, low)
     assert float((theirs.detach() - start).abs().max()) > 0.1, "the weights have moved"
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-6, atol=1e-6)
     state = torch_optimizer.state[theirs]
-    torch.testing.assert_close(moments[0], state["exp_avg"], rtol=1e-5, atol=1e-7)  # a sum of either sign: what cancels leaves its rounding
+    torch.testing.assert_close(
+        moments[0], state["exp_avg"], rtol=1e-5, atol=1e-7
+    )  # a sum of either sign: what cancels leaves its rounding
     torch.testing.assert_close(moments[1], state["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
@@ -103,7 +154,16 @@ def test_a_bf16_gradient_counts_as_its_fp32_value() -> None:
     results = []
     for given_gradient in (gradient, gradient.float()):
         weights, moments = torch.ones(100), torch.zeros(2, 100)
-        update(weights, None, moments, given_gradient, settings=AdamW(), rate=1e-2, number=1, clip=torch.tensor(0.3))
+        update(
+            weights,
+            None,
+            moments,
+            given_gradient,
+            settings=AdamW(),
+            rate=1e-2,
+            number=1,
+            clip=torch.tensor(0.3),
+        )
         results.append(torch.cat([weights, moments.flatten()]))
     assert torch.equal(*results)
 
@@ -111,7 +171,9 @@ def test_a_bf16_gradient_counts_as_its_fp32_value() -> None:
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("in_planes", [False, True])
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 1000, 5000])
-def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, in_planes: bool) -> None:
+def test_threads_and_blocks_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, in_planes: bool
+) -> None:
     def three_updates(workers: Workers) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
         weights, low = torch.randn(count, generator=generator), None
@@ -120,8 +182,20 @@ def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three
         moments = torch.zeros(2, count)
         for number in (1, 2, 3):
             gradient = torch.randn(count, generator=generator)
-            update(weights, low, moments, gradient, settings=AdamW(weight_decay=0.1), rate=1e-2, number=number, clip=torch.tensor(0.7), workers=workers)
-        return torch.cat([weights if low is None else join(weights, low), moments.flatten()]).view(torch.int32)
+            update(
+                weights,
+                low,
+                moments,
+                gradient,
+                settings=AdamW(weight_decay=0.1),
+                rate=1e-2,
+                number=number,
+                clip=torch.tensor(0.7),
+                workers=workers,
+            )
+        return torch.cat([weights if low is None else join(weights, low), moments.flatten()]).view(
+            torch.int32
+        )
 
     whole = three_updates(ALONE)
     for block in (128, 96):
@@ -133,11 +207,15 @@ def test_threads_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, three
 
 @pytest.mark.parametrize("block", [1, 7, 1000, 10_000])
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 2999, 3000, 3001])
-def test_shares_cover_every_element_once_in_whole_blocks(three_threads: WorkerThreads, count: int, block: int) -> None:
+def test_shares_cover_every_element_once_in_whole_blocks(
+    three_threads: WorkerThreads, count: int, block: int
+) -> None:
     for workers in (ALONE, three_threads):
         shares: list[tuple[int, int]] = []
         workers(shares.append, count, block)
-        assert [element for start, end in sorted(shares) for element in range(start, end)] == list(range(count))
+        assert [element for start, end in sorted(shares) for element in range(start, end)] == list(
+            range(count)
+        )
         assert all(start % block == 0 for start, _ in shares)
         assert len(shares) <= 3
 
@@ -153,14 +231,29 @@ def test_an_error_in_a_share_is_raised(three_threads: WorkerThreads) -> None:
 
 @pytest.mark.usefixtures("both_ways")
 def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
-    """At rate 1e-5 a step of AdamW moves a weight of 1 by 1e-5, and bf16 values around 1 lie 4e-3 to 8e-3 apart."""
-    settings, gradient, start = AdamW(betas=(0.0, 0.0)), torch.ones(64), torch.linspace(0.5, 2.0, 64).bfloat16().float()
+    """At rate 1e-5 a step of AdamW moves a weight of 1 by 1e-5, and bf16 values around 1 lie 4e-3
+    to 8e-3 apart.
+    """
+    settings, gradient, start = (
+        AdamW(betas=(0.0, 0.0)),
+        torch.ones(64),
+        torch.linspace(0.5, 2.0, 64).bfloat16().float(),
+    )
     (high, low), moments = planes(start), torch.zeros(2, 64)
     pure, pure_moments = start.bfloat16(), torch.zeros(2, 64)
     for number in range(1, 101):
         update(high, low, moments, gradient, settings=settings, rate=1e-5, number=number, clip=None)
         wide = pure.float()
-        update(wide, None, pure_moments, gradient, settings=settings, rate=1e-5, number=number, clip=None)
+        update(
+            wide,
+            None,
+            pure_moments,
+            gradient,
+            settings=settings,
+            rate=1e-5,
+            number=number,
+            clip=None,
+        )
         pure.copy_(wide)
     torch.testing.assert_close(start - join(high, low), torch.full((64,), 1e-3), rtol=0.02, atol=0)
     assert torch.equal(pure.float(), start), "pure bf16 would not have moved at all"
@@ -196,14 +289,18 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
         assert torch.equal(sum_of_squares(gradient, three_threads), whole)
 
 
-def stable_adamw(weights: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, settings: AdamW) -> tuple[torch.Tensor, list[float]]:
+def stable_adamw(
+    weights: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, settings: AdamW
+) -> tuple[torch.Tensor, list[float]]:
     """Algorithm 2 of arXiv 2304.13013 in fp64, as it stands there; the RMS of each step."""
     theta, v, u = weights.double(), torch.zeros(1).double(), torch.zeros(1).double()
     beta1, beta2 = settings.betas
     found = []
     for number, gradient in enumerate(gradients, 1):
         g = gradient.double()
-        debiased1, debiased2 = (beta * (1 - beta ** (number - 1)) / (1 - beta**number) for beta in (beta1, beta2))
+        debiased1, debiased2 = (
+            beta * (1 - beta ** (number - 1)) / (1 - beta**number) for beta in (beta1, beta2)
+        )
         v, u = debiased1 * v + (1 - debiased1) * g, debiased2 * u + (1 - debiased2) * g**2
         rms = (g**2 / u.clamp(min=settings.epsilon**2)).mean().sqrt()
         eta = rate / max(1.0, float(rms))
@@ -215,12 +312,25 @@ def stable_adamw(weights: torch.Tensor, gradients: list[torch.Tensor], rate: flo
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
-    """Two tensors of a layer, each with an RMS of its own; the first is padded, and its padding is no part of the mean."""
-    generator, settings, sizes = torch.Generator().manual_seed(5), AdamW(weight_decay=decay, epsilon=1e-6), (100, 5000)
+    """Two tensors of a layer, each with an RMS of its own; the first is padded, and its padding is
+    no part of the mean.
+    """
+    generator, settings, sizes = (
+        torch.Generator().manual_seed(5),
+        AdamW(weight_decay=decay, epsilon=1e-6),
+        (100, 5000),
+    )
     padded = [-(-size // 64) * 64 for size in sizes]
     starts = [torch.randn(size, generator=generator) for size in sizes]
-    gradients = [[torch.randn(size, generator=generator) * 5.0 ** (number % 3) for number in range(6)] for size in sizes]
-    weights, moments, sums = torch.zeros(sum(padded)), torch.zeros(2, sum(padded)), torch.empty(sum(padded) // 64)
+    gradients = [
+        [torch.randn(size, generator=generator) * 5.0 ** (number % 3) for number in range(6)]
+        for size in sizes
+    ]
+    weights, moments, sums = (
+        torch.zeros(sum(padded)),
+        torch.zeros(2, sum(padded)),
+        torch.empty(sum(padded) // 64),
+    )
     where = [slice(0, sizes[0]), slice(padded[0], padded[0] + sizes[1])]
     for part, start in zip(where, starts, strict=True):
         weights[part] = start
@@ -230,13 +340,30 @@ def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
         for part, steps in zip(where, gradients, strict=True):
             flat[part] = steps[number - 1]
         optimizer.ratio_sums(flat, moments[1], sums, settings=settings, number=number)
-        scales.append(optimizer.update_scales(sums.split([count // 64 for count in padded]), torch.tensor(sizes, dtype=torch.float32)))
+        scales.append(
+            optimizer.update_scales(
+                sums.split([count // 64 for count in padded]),
+                torch.tensor(sizes, dtype=torch.float32),
+            )
+        )
         for part, scale in zip(where, scales[-1], strict=True):
-            update(weights[part], None, moments[:, part], flat[part], settings=settings, rate=1e-2, number=number, clip=None, scale=scale)
+            update(
+                weights[part],
+                None,
+                moments[:, part],
+                flat[part],
+                settings=settings,
+                rate=1e-2,
+                number=number,
+                clip=None,
+                scale=scale,
+            )
     for index, (part, start) in enumerate(zip(where, starts, strict=True)):
         theirs, found = stable_adamw(start, gradients[index], 1e-2, decay, settings)
         assert max(found) > 1.5, "clipping is active"
-        assert [float(scale[index]) for scale in scales] == pytest.approx([1 / max(1.0, rms) for rms in found], rel=1e-5)
+        assert [float(scale[index]) for scale in scales] == pytest.approx(
+            [1 / max(1.0, rms) for rms in found], rel=1e-5
+        )
         torch.testing.assert_close(weights[part].double(), theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -247,7 +374,9 @@ def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float)
     gradient, sums = torch.ones(192), torch.empty(3)
     gradient[70] = bad
     optimizer.ratio_sums(gradient, torch.ones(192), sums, settings=AdamW(), number=1)
-    assert bool(optimizer.update_scales(sums.split([1, 1, 1]), torch.full((3,), 64.0)).isnan().all())
+    assert bool(
+        optimizer.update_scales(sums.split([1, 1, 1]), torch.full((3,), 64.0)).isnan().all()
+    )
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -263,21 +392,35 @@ def test_a_second_moment_that_is_no_number_is_seen() -> None:
 def test_a_gradient_of_zeros_is_not_scaled() -> None:
     """Whatever epsilon: its square may be less than the least fp32."""
     sums = torch.empty(1)
-    optimizer.ratio_sums(torch.zeros(64), torch.zeros(64), sums, settings=AdamW(epsilon=1e-30), number=1)
+    optimizer.ratio_sums(
+        torch.zeros(64), torch.zeros(64), sums, settings=AdamW(epsilon=1e-30), number=1
+    )
     assert optimizer.update_scales([sums], torch.ones(1) * 64).tolist() == [1.0]
 
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_ratios_hang_on_no_block(monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, dtype: torch.dtype) -> None:
+def test_sums_of_ratios_hang_on_no_block(
+    monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    gradient, second = torch.randn(64 * 333, generator=generator).to(dtype), torch.rand(64 * 333, generator=generator)
+    gradient, second = (
+        torch.randn(64 * 333, generator=generator).to(dtype),
+        torch.rand(64 * 333, generator=generator),
+    )
 
     def found(workers: Workers, pieces: int) -> torch.Tensor:
         sums, step = torch.empty(333), -(-333 // pieces)
         for row in range(0, 333, step):
             part = slice(64 * row, min(64 * (row + step), 64 * 333))
-            optimizer.ratio_sums(gradient[part], second[part], sums[row : row + step], settings=AdamW(), number=3, workers=workers)
+            optimizer.ratio_sums(
+                gradient[part],
+                second[part],
+                sums[row : row + step],
+                settings=AdamW(),
+                number=3,
+                workers=workers,
+            )
         return sums
 
     whole = found(ALONE, 1)
@@ -289,7 +432,10 @@ def test_sums_of_ratios_hang_on_no_block(monkeypatch: pytest.MonkeyPatch, three_
             assert torch.equal(found(three_threads, pieces), whole)
 
 
-@pytest.mark.parametrize(("scale", "max_norm"), [(0.0, 1.0), (1e-4, 1.0), (0.1, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-7, 1e-6)])
+@pytest.mark.parametrize(
+    ("scale", "max_norm"),
+    [(0.0, 1.0), (1e-4, 1.0), (0.1, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-7, 1e-6)],
+)
 def test_the_clip_coefficient_is_torch_s(scale: float, max_norm: float) -> None:
     """For small norms as well, where the 1e-6 that torch adds counts."""
     generator = torch.Generator().manual_seed(3)

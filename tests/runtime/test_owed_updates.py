@@ -1,4 +1,6 @@
-"""Nobody outside the executor sees weights or moments that lack the last update, and looking at them changes no bit."""
+"""Nobody outside the executor sees weights or moments that lack the last update, and looking at
+them changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,25 @@ import pytest
 import torch
 
 from megatrain.runtime.checkpoint.checkpoint import restore, save
-from megatrain.runtime.checkpoint.manifest import Run
-from megatrain.runtime.checksum import checksum
+from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.execution.checksum import checksum
 from megatrain.runtime.files.model_files import export, random_weights
-from megatrain.runtime.layers.templates import config_of
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.schedule.plan import Plan
 
 
 def _exported(running: Any, folder: Any) -> bytes:
-    export(running.executor.state, running.plan, config_of(running.plan.model), folder / running.plan.policy)
+    export(
+        running.executor.state,
+        running.plan,
+        config_of(running.plan.model),
+        folder / running.plan.policy,
+    )
     return bytes((folder / running.plan.policy / "model.safetensors").read_bytes())
 
 
 def _saved(running: Any, folder: Any) -> bytes:
-    save(running.executor, Run(step=2, loss=None), folder / running.plan.policy)
+    save(running.executor, RunState(step=2, loss=None), folder / running.plan.policy)
     return bytes((folder / running.plan.policy / "state-00001.safetensors").read_bytes())
 
 
@@ -30,7 +37,9 @@ def _moments(running: Any, _: Any) -> bytes:
     found = []
     for layer in running.plan.model.stack.values():
         home = running.executor.state.home("moments", layer.name)
-        found.append(running.executor.memory().flat(home, torch.float32, 2 * layer.elements).clone())
+        found.append(
+            running.executor.memory().flat(home, torch.float32, 2 * layer.elements).clone()
+        )
     return bytes(torch.cat(found).numpy().tobytes())
 
 
@@ -45,7 +54,9 @@ READERS: dict[str, Callable[[Any, Any], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_sees_every_step(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any, reader: str) -> None:
+def test_every_reader_sees_every_step(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any, reader: str
+) -> None:
     seen = []
     for policy in ("k_buffer", "overlapped"):
         with session(executable(policy, layers=3, clipping="global")) as running:
@@ -57,8 +68,12 @@ def test_every_reader_sees_every_step(executable: Callable[..., Plan], session: 
     assert seen[0] == seen[1]
 
 
-def test_reading_between_steps_changes_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of the weights nor of the checksum of a step, which is of the weights that its forward pass saw."""
+def test_reading_between_steps_changes_no_bit(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the weights nor of the checksum of a step, which is of the weights that its
+    forward pass saw.
+    """
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     plan = executable("overlapped", layers=3, clipping="global")
     found = []
@@ -88,10 +103,12 @@ def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_s
             assert executor.checksum() != before
 
 
-def test_what_is_loaded_is_not_overwritten_by_an_owed_update(executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any) -> None:
+def test_what_is_loaded_is_not_overwritten_by_an_owed_update(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any
+) -> None:
     with session(executable("overlapped", layers=3, clipping="global")) as running:
         start = running.masters()
-        save(running.executor, Run(step=0, loss=None), tmp_path / "start")
+        save(running.executor, RunState(step=0, loss=None), tmp_path / "start")
         running.step(1)
         running.state.load(random_weights(0))
         running.executor.flush_update()
@@ -102,7 +119,9 @@ def test_what_is_loaded_is_not_overwritten_by_an_owed_update(executable: Callabl
         assert running.masters() == start
 
 
-def test_a_closed_executor_applies_nothing(executable: Callable[..., Plan], session: Callable[..., Any]) -> None:
+def test_a_closed_executor_applies_nothing(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
     with session(executable("overlapped", layers=3, clipping="global")) as running:
         running.step(1)
     with pytest.raises(KeyError):

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 from pool_names import with_other_pool_names
 
-from megatrain.runtime import executor as module
+from megatrain.runtime.execution import executor as module
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
-MIXED = Placement(weights="0-1", moments="0", gradients="1", stored="3", attention="2", parked="0-1", host_updated="1")
+MIXED = Placement(
+    weights="0-1",
+    moments="0",
+    gradients="1",
+    saved_activations="3",
+    saved_attention="2",
+    offloaded_inputs="0-1",
+    host_updated="1",
+)
 CASES = [
     *((policy, {}) for policy in policies.names()),
     ("k_buffer", {"accumulation": 2, "clipping": "update"}),
@@ -25,9 +33,12 @@ CASES = [
 
 @pytest.mark.parametrize(("policy", "changes"), CASES, ids=str)
 def test_bits_are_the_same(
-    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
-    policy: str, changes: dict[str, Any],
-) -> None:  # fmt: skip
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    changes: dict[str, Any],
+) -> None:
     plan = executable(policy, **changes)
     with session(plan) as running:
         expected = running.bits(), running.executor.evaluate(running.batches(9)).loss

@@ -47,7 +47,9 @@ def test_an_error_comes_through() -> None:
 
 
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_where_the_mark_cannot_be_reset_nothing_is_told(monkeypatch: pytest.MonkeyPatch, error: type[OSError]) -> None:
+def test_where_the_mark_cannot_be_reset_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
     def refuse(*_: Any, **__: Any) -> int:
         raise error
 

@@ -1,5 +1,6 @@
-"""A planted race: a dependency taken out of a schedule is reported by `check`, and in a run it changes bits as soon as the op that was
-to be waited for is late. With the dependency in place no delay, on whichever lane, changes any.
+"""A planted race: a dependency taken out of a schedule is reported by `check`, and in a run it
+changes bits as soon as the op that was to be waited for is late. With the dependency in place no
+delay, on whichever lane, changes any.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.runtime.lanes import Task
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.execution.lanes import Task
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op, Schedule, ScheduleError
+from megatrain.simulator.schedule.plan import Plan
 
 LATE_SECONDS = 0.05
 
 
 def without(schedule: Schedule, op: str, dependency: str) -> Schedule:
     """`schedule`, in which `op` no longer waits for `dependency`."""
-    ops = [msgspec.structs.replace(each, after=tuple(other for other in each.after if (each.id, other) != (op, dependency))) for each in schedule.ops]
+    ops = [
+        msgspec.structs.replace(
+            each, after=tuple(other for other in each.after if (each.id, other) != (op, dependency))
+        )
+        for each in schedule.ops
+    ]
     return Schedule(policy=schedule.policy, buffers=schedule.buffers, ops=tuple(ops))
 
 
@@ -38,32 +44,57 @@ def delay(tasks: Mapping[str, Task], seconds: Mapping[str, float]) -> None:
 
 def first_with_dependency(schedule: Schedule, wanted: Callable[[Op, Op], bool]) -> tuple[str, str]:
     """The first (op, dependency) of which `wanted` is true."""
-    return next((op.id, other) for op in schedule.ops for other in op.after if wanted(op, schedule.by_id[other]))
+    return next(
+        (op.id, other)
+        for op in schedule.ops
+        for other in op.after
+        if wanted(op, schedule.by_id[other])
+    )
 
 
 def touching(buffer: str, first: str, second: str) -> Callable[[Op, Op], bool]:
-    """Dependencies of an op of kind `second` on one of kind `first` for the sake of a buffer of the pool."""
+    """Dependencies of an op of kind `second` on one of kind `first` for the sake of a buffer of the
+    pool.
+    """
 
     def wanted(op: Op, other: Op) -> bool:
         shared = set(op.buffers) & set(other.buffers)
-        return op.kind == second and other.kind == first and any(name.startswith(f"{buffer}:") for name in shared)
+        return (
+            op.kind == second
+            and other.kind == first
+            and any(name.startswith(f"{buffer}:") for name in shared)
+        )
 
     return wanted
 
 
 RACES = {
-    "a weight slot is overwritten before its layer has computed": touching("device.weights", "backward", "load_weights"),
-    "a layer computes before its weights are there": touching("device.weights", "load_weights", "forward"),
-    "a gradient slot is overwritten before it is saved": touching("device.gradients", "save_gradients", "backward"),
-    "a gradient is saved before it is computed": touching("device.gradients", "backward", "save_gradients"),
-    "a slab is overwritten before it is accumulated": touching("host.slabs", "accumulate_gradients", "save_gradients"),
-    "a slab is accumulated before it has arrived": touching("host.slabs", "save_gradients", "accumulate_gradients"),
+    "a weight slot is overwritten before its layer has computed": touching(
+        "device.weights", "backward", "load_weights"
+    ),
+    "a layer computes before its weights are there": touching(
+        "device.weights", "load_weights", "forward"
+    ),
+    "a gradient slot is overwritten before it is saved": touching(
+        "device.gradients", "save_gradients", "backward"
+    ),
+    "a gradient is saved before it is computed": touching(
+        "device.gradients", "backward", "save_gradients"
+    ),
+    "a slab is overwritten before it is accumulated": touching(
+        "host.gradient_staging", "accumulate_gradients", "save_gradients"
+    ),
+    "a slab is accumulated before it has arrived": touching(
+        "host.gradient_staging", "save_gradients", "accumulate_gradients"
+    ),
 }
 
 
 @pytest.mark.parametrize("race", RACES)
-def test_a_dependency_removed_is_reported_and_changes_bits(executable: Callable[..., Plan], session: Callable[..., Any], race: str) -> None:
-    plan = executable(gradient_slots=1, gradient_slabs=1, chunk_bytes=2**20)
+def test_a_dependency_removed_is_reported_and_changes_bits(
+    executable: Callable[..., Plan], session: Callable[..., Any], race: str
+) -> None:
+    plan = executable(gradient_slots=1, gradient_staging=1, chunk_bytes=2**20)
     schedule = lower(plan)
     op, dependency = first_with_dependency(schedule, RACES[race])
     broken = without(schedule, op, dependency)
@@ -74,13 +105,26 @@ def test_a_dependency_removed_is_reported_and_changes_bits(executable: Callable[
     for given, same in ((schedule, True), (broken, False)):
         with session(plan, schedule=given) as running:
             delay(running.tasks, {dependency: LATE_SECONDS})
-            assert (running.bits() == want) is same, f"{op} {'waits for' if same else 'no longer waits for'} {dependency}"
+            assert (running.bits() == want) is same, (
+                f"{op} {'waits for' if same else 'no longer waits for'} {dependency}"
+            )
 
 
 @pytest.mark.parametrize("policy", ["double_buffer", "k_buffer", "resident"])
-@pytest.mark.parametrize("changes", [{}, {"accumulation": 2, "gradient_slots": 1, "checkpoint_interval": 3}, {"tied": True, "clipping": "none"}])
-def test_no_dependency_can_be_spared(executable: Callable[..., Plan], policy: str, changes: dict[str, Any]) -> None:
-    """Policies derive the fewest dependencies, so without any one of them something is a race (`sequential` has more, on purpose)."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulation": 2, "gradient_slots": 1, "checkpoint_interval": 3},
+        {"tied": True, "clipping": "none"},
+    ],
+)
+def test_no_dependency_can_be_spared(
+    executable: Callable[..., Plan], policy: str, changes: dict[str, Any]
+) -> None:
+    """Policies derive the fewest dependencies, so without any one of them something is a race
+    (`sequential` has more, on purpose).
+    """
     schedule = lower(executable(policy, weight_slots=2, chunk_bytes=2**20, **changes))
     assert any(op.after for op in schedule.ops)
     for op in schedule.ops:
@@ -90,14 +134,29 @@ def test_no_dependency_can_be_spared(executable: Callable[..., Plan], policy: st
 
 
 @pytest.mark.parametrize("policy", ["sequential", "double_buffer", "k_buffer", "resident"])
-def test_delays_on_all_lanes_change_no_bit(executable: Callable[..., Plan], session: Callable[..., Any], policy: str) -> None:
-    plan = executable(policy, accumulation=2, gradient_slots=1, gradient_slabs=1, checkpoint_interval=2, chunk_bytes=16_384)
+def test_delays_on_all_lanes_change_no_bit(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str
+) -> None:
+    plan = executable(
+        policy,
+        accumulation=2,
+        gradient_slots=1,
+        gradient_staging=1,
+        checkpoint_interval=2,
+        chunk_bytes=16_384,
+    )
     with session(plan) as undisturbed:
         want = undisturbed.bits()
     for seed in range(3):
         source = random.Random(seed)
-        slow = source.choice(list(lower(plan).lanes))  # one lane as a whole, and single ops of all of them
-        seconds = {op.id: source.random() * (0.004 if op.lane == slow else 0.001) for op in lower(plan).ops if op.lane == slow or source.random() < 0.3}
+        slow = source.choice(
+            list(lower(plan).lanes)
+        )  # one lane as a whole, and single ops of all of them
+        seconds = {
+            op.id: source.random() * (0.004 if op.lane == slow else 0.001)
+            for op in lower(plan).ops
+            if op.lane == slow or source.random() < 0.3
+        }
         with session(plan) as delayed:
             delay(delayed.tasks, seconds)
             assert delayed.bits() == want, f"seed {seed}, {slow} slow"

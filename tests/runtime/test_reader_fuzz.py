@@ -1,4 +1,6 @@
-"""Checkpoints, plans and configs from anywhere: read, or refused as a UserError in one line. No traceback, no hang."""
+"""Checkpoints, plans and configs from anywhere: read, or refused as a UserError in one line. No
+traceback, no hang.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,28 @@ from hypothesis import strategies as st
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.folder import Checkpoints
-from megatrain.runtime.checkpoint.manifest import Run
-from megatrain.runtime.training.config import Config, Training
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
+from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.training.config import Config, TrainingSettings
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "tie_word_embeddings": False, "rope_theta": 10000.0, "hidden_act": "silu",
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "layer_types": ["full_attention"] * 2,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    "layer_types": ["full_attention"] * 2,
+}
 ODD = st.sampled_from(
     [
         None,
@@ -65,7 +78,13 @@ ODD = st.sampled_from(
 
 def places(value: Any) -> Iterator[tuple[Any, ...]]:
     """The path of every value inside `value`."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:3])
+        if isinstance(value, list)
+        else ()
+    )
     for key, inside in inner:
         yield (key,)
         yield from ((key, *rest) for rest in places(inside))
@@ -86,7 +105,20 @@ def spoiled(draw: st.DrawFn, good: Any) -> Any:
         elif change == "remove":
             holder.pop(last, None)
         else:
-            holder[draw(st.sampled_from(["x", "", "quantization_config", "auto_map", "text_config", "sliding_window"]))] = copy.deepcopy(draw(ODD))
+            holder[
+                draw(
+                    st.sampled_from(
+                        [
+                            "x",
+                            "",
+                            "quantization_config",
+                            "auto_map",
+                            "text_config",
+                            "sliding_window",
+                        ]
+                    )
+                )
+            ] = copy.deepcopy(draw(ODD))
     return value
 
 
@@ -96,7 +128,9 @@ def spoiled_text(draw: st.DrawFn, good: bytes) -> bytes:
     if draw(st.integers(0, 4)) == 0:
         return draw(st.binary(max_size=100))
     data = bytearray(good)
-    for at, byte in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)), max_size=4)):
+    for at, byte in draw(
+        st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)), max_size=4)
+    ):
         data[at] = byte
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
 
@@ -116,7 +150,12 @@ def accepted(read: Callable[[], object]) -> bool:
 
 def fuzz(test: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
     """300 cases always, 5,000 nightly."""
-    quick, thorough = (hypothesis.settings(max_examples=count, database=None)(hypothesis.given(data=st.data())(test)) for count in (300, 5000))
+    quick, thorough = (
+        hypothesis.settings(max_examples=count, database=None)(
+            hypothesis.given(data=st.data())(test)
+        )
+        for count in (300, 5000)
+    )
     return quick, pytest.mark.nightly(thorough)
 
 
@@ -124,7 +163,10 @@ def fuzz(test: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., 
 
 
 def read_a_config(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    text = data.draw(spoiled(CONFIG).map(lambda value: json.dumps(value).encode()) | spoiled_text(json.dumps(CONFIG).encode()))
+    text = data.draw(
+        spoiled(CONFIG).map(lambda value: json.dumps(value).encode())
+        | spoiled_text(json.dumps(CONFIG).encode())
+    )
     path = tmp_path_factory.getbasetemp() / "config.json"
     path.write_bytes(text)
 
@@ -139,7 +181,16 @@ test_any_config, test_any_config_nightly = fuzz(read_a_config)
 
 
 @pytest.mark.parametrize(
-    "key", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
+    "key",
+    [
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    ],
 )
 @pytest.mark.parametrize("size", [-1, 0, 10**9, 2**63, 10**30])
 def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path, key: str, size: int) -> None:
@@ -150,7 +201,9 @@ def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path, key: str, size: i
 
 # ---- a run's config ----
 
-RUN_CONFIG: dict[str, Any] = tomllib.loads(tomli_w.dumps(msgspec.to_builtins(Config(training=Training(steps=100)))))
+RUN_CONFIG: dict[str, Any] = tomllib.loads(
+    tomli_w.dumps(msgspec.to_builtins(Config(training=TrainingSettings(steps=100))))
+)
 
 
 def read_a_run_config(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -198,14 +251,23 @@ test_any_plan, test_any_plan_nightly = fuzz(read_a_plan)
 
 
 @pytest.fixture(scope="module")
-def running(plan: Plan, session: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Checkpoints]]:
+def running(
+    plan: Plan, session: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Checkpoints]]:
     """A session, and its checkpoints, of which there is one."""
     states = random.getstate(), torch.get_rng_state()
     with session(plan) as made:
         checkpoints = Checkpoints(tmp_path_factory.mktemp("fuzzed"))
         work = plan.workload
-        made.executor.step([Batch(*torch.zeros(2, work.batch, work.sequence, dtype=torch.int64)) for _ in range(work.accumulation)], rate=1e-2, number=1)
-        checkpoints.save(made.executor, Run(step=1, loss=2.0, settings={"seed": 0}))
+        made.executor.step(
+            [
+                Batch(*torch.zeros(2, work.batch, work.sequence, dtype=torch.int64))
+                for _ in range(work.accumulation)
+            ],
+            rate=1e-2,
+            number=1,
+        )
+        checkpoints.save(made.executor, RunState(step=1, loss=2.0, settings={"seed": 0}))
         (checkpoints.path(1) / "manifest.json").rename(checkpoints.folder / "good.json")
         yield made, checkpoints
     random.setstate(states[0])
@@ -213,16 +275,26 @@ def running(plan: Plan, session: Callable[..., Any], tmp_path_factory: pytest.Te
 
 
 def read_a_checkpoint(running: tuple[Any, Checkpoints], data: st.DataObject) -> None:
-    """A manifest that was altered, by accident or with a seal that says that it is right, is refused or restores the state that it is of."""
+    """A manifest that was altered, by accident or with a seal that says that it is right, is
+    refused or restores the state that it is of.
+    """
     session, checkpoints = running
     good = (checkpoints.folder / "good.json").read_bytes()
 
     def seal(content: Any) -> bytes:
         text = json.dumps(content).encode()
-        return b'{"checksum":"' + xxhash.xxh3_128_hexdigest(text).encode() + b'","content":' + text + b"}"
+        return (
+            b'{"checksum":"'
+            + xxhash.xxh3_128_hexdigest(text).encode()
+            + b'","content":'
+            + text
+            + b"}"
+        )
 
     altered = data.draw(
-        spoiled_text(good) | spoiled(json.loads(good)["content"]).map(seal) | spoiled(json.loads(good)).map(lambda value: json.dumps(value).encode())
+        spoiled_text(good)
+        | spoiled(json.loads(good)["content"]).map(seal)
+        | spoiled(json.loads(good)).map(lambda value: json.dumps(value).encode())
     )
     (checkpoints.path(1) / "manifest.json").write_bytes(altered)
     if accepted(lambda: checkpoints.restore(session.executor, {"seed": 0})):

@@ -1,4 +1,6 @@
-"""The yardstick is right: it trains as transformers' own loss, torch.optim.AdamW and clip_grad_norm_ do."""
+"""The yardstick is right: it trains as transformers' own loss, torch.optim.AdamW and
+clip_grad_norm_ do.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.hyperparameters import AdamW
-from megatrain.runtime.layers.templates import config_of
-from megatrain.runtime.reference import Reference
-from megatrain.simulator.plan import Plan
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
 
@@ -22,7 +24,10 @@ CPU = torch.device("cpu")
 def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
     """The reference and an ordinary model on the same random weights."""
     weights, config = random_weights(0), config_of(plan.model)
-    masters = {layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors} for layer in plan.model.stack.values()}
+    masters = {
+        layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
+        for layer in plan.model.stack.values()
+    }
     reference = Reference(plan.model, plan.workload, config, settings, masters, CPU)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     model.load_state_dict(reference.model.state_dict())
@@ -41,17 +46,33 @@ def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
         ("qwen2", False, "layer"),
     ],
 )
-def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int) -> None:
-    """Five steps in fp32. Tolerance: 1e-5 of losses and norms, 2e-6 of weights, which move by 5e-4 and more.
+def test_the_reference_trains_as_plain_pytorch(
+    make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int
+) -> None:
+    """Five steps in fp32. Tolerance: 1e-5 of losses and norms, 2e-6 of weights, which move by 5e-4
+    and more.
 
-    Epsilon is that of a clipped gradient's elements: with 1e-8, AdamW makes of a gradient that is all rounding an update as large as any.
+    Epsilon is that of a clipped gradient's elements: with 1e-8, AdamW makes of a gradient that is
+    all rounding an update as large as any.
     """
-    plan = make_plan(family=family, tied=tied, clipping=clipping, accumulation=accumulation, dtype="fp32", loss_chunk=13)
+    plan = make_plan(
+        family=family,
+        tied=tied,
+        clipping=clipping,
+        accumulation=accumulation,
+        dtype="fp32",
+        loss_chunk=13,
+    )
     settings = AdamW(max_norm=0.05, weight_decay=0.1, epsilon=1e-4)
     reference, model = both(plan, settings)
-    plain = [p for name, p in model.named_parameters() if p.dim() == 1 or "embed_tokens" in name]  # a tied head is the embedding's parameter
+    plain = [
+        p for name, p in model.named_parameters() if p.dim() == 1 or "embed_tokens" in name
+    ]  # a tied head is the embedding's parameter
     decayed = [p for p in model.parameters() if not any(p is other for other in plain)]
-    groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": settings.weight_decay}]
+    groups = [
+        {"params": plain, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": settings.weight_decay},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=settings.betas, eps=settings.epsilon)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(2)
@@ -59,10 +80,14 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
         shape = (accumulation, 2, plan.workload.batch, plan.workload.sequence)
         drawn = torch.randint(plan.model.vocabulary, shape, generator=generator)
         drawn[:, 1, 0, :5] = IGNORED
-        loss, norm = reference.step([Batch(ids, labels) for ids, labels in drawn], rate=1e-2, number=number)
+        loss, norm = reference.step(
+            [Batch(ids, labels) for ids, labels in drawn], rate=1e-2, number=number
+        )
         labels = drawn[:, 1]
         logits = torch.stack([model(ids).logits for ids in drawn[:, 0]])
-        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 2), labels.flatten(), ignore_index=IGNORED)
+        expected = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 2), labels.flatten(), ignore_index=IGNORED
+        )
         optimizer.zero_grad()
         expected.backward()
         assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -72,8 +97,16 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
             assert norm == pytest.approx(theirs, rel=1e-5)
         elif clipping == "layer":
             names = {id(parameter): name for name, parameter in reference.model.named_parameters()}
-            layers = [[model.get_parameter(names[id(own)]) for own in reference._parameters[layer].values()] for layer in plan.model.stack]
-            theirs = [float(torch.nn.utils.clip_grad_norm_(layer, settings.max_norm)) for layer in layers]
+            layers = [
+                [
+                    model.get_parameter(names[id(own)])
+                    for own in reference._parameters[layer].values()
+                ]
+                for layer in plan.model.stack
+            ]
+            theirs = [
+                float(torch.nn.utils.clip_grad_norm_(layer, settings.max_norm)) for layer in layers
+            ]
             assert min(theirs) > settings.max_norm
             assert norm == pytest.approx(sum(value**2 for value in theirs) ** 0.5, rel=1e-5)
         else:
@@ -83,4 +116,6 @@ def test_the_reference_trains_as_plain_pytorch(make_plan: Callable[..., Plan], f
         torch.testing.assert_close(
             parameter, model.get_parameter(name), rtol=0, atol=4e-6
         )  # 0.4 % of a rate: where a gradient is near zero, AdamW divides rounding by rounding
-        assert float((parameter - start[name]).detach().abs().max()) > 5e-4, f"{name} has hardly moved"
+        assert float((parameter - start[name]).detach().abs().max()) > 5e-4, (
+            f"{name} has hardly moved"
+        )

@@ -1,4 +1,6 @@
-"""The bias by which a router chooses: a buffer that a model folder has, and that training leaves as it is."""
+"""The bias by which a router chooses: a buffer that a model folder has, and that training leaves as
+it is.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,40 @@ import torch
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.checkpoint.checkpoint import restore, save
-from megatrain.runtime.checkpoint.manifest import Run
+from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    """Training leaves it as it is, so no checkpoint holds it: loading the model, which goes before every restore, does."""
-    model = ModelSpec.from_config(tiny_config(family, num_hidden_layers=3, num_key_value_heads=8).to_dict(), family, family)
+    """Training leaves it as it is, so no checkpoint holds it: loading the model, which goes before
+    every restore, does.
+    """
+    model = ModelSpec.from_config(
+        tiny_config(family, num_hidden_layers=3, num_key_value_heads=8).to_dict(), family, family
+    )
     plan = executable("overlapped", model=model, device_limit_bytes=2**30, host_limit_bytes=2**30)
     drawn = random_weights(0)
 
     def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.arange(8.0).sin() if tensor.endswith("e_score_correction_bias") else drawn(layer, tensor, shape)
+        return (
+            torch.arange(8.0).sin()
+            if tensor.endswith("e_score_correction_bias")
+            else drawn(layer, tensor, shape)
+        )
 
     with session(plan, weights=weights) as running:
         for step in (1, 2):
             running.step(step)
-        save(running.executor, Run(step=2, loss=None, settings={}, progress={}), tmp_path / "saved")
+        save(
+            running.executor,
+            RunState(step=2, loss=None, settings={}, progress={}),
+            tmp_path / "saved",
+        )
         expected = (running.step(3).loss, running.bits(0))
         (bias,) = running.state.buffers(model.stack["2"]).values()
         assert torch.equal(bias, torch.arange(8.0).sin())

@@ -1,4 +1,6 @@
-"""Positions that are scaled by a document's length: each document of a packed row has the frequencies of its own length, as if it were alone."""
+"""Positions that are scaled by a document's length: each document of a packed row has the
+frequencies of its own length, as if it were alone.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,34 @@ import pytest
 import reference_lengths
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from whole_models import LEFT, PACKED, compare, drawn, labelled, model_of, scale_of, token_losses, whole_model
+from whole_models import (
+    LEFT,
+    PACKED,
+    compare,
+    drawn,
+    labelled,
+    model_of,
+    scale_of,
+    token_losses,
+    whole_model,
+)
 
 from megatrain.runtime.batch import Batch
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.scaled_positions import ScaledPositions, document_lengths
-from megatrain.runtime.layers.templates import config_of
 
 LIMIT = 8
 """tokens up to which positions are not scaled: the documents of `PACKED` have 9, 1, 14, 12 and 7"""
 LONG = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": LIMIT}
 HALF = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0]
-LONGROPE = {"max_position_embeddings": 64, "rope_parameters": {**LONG, "short_factor": [1.0] * 8, "long_factor": HALF}}
-DYNAMIC = {"max_position_embeddings": LIMIT, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}
+LONGROPE = {
+    "max_position_embeddings": 64,
+    "rope_parameters": {**LONG, "short_factor": [1.0] * 8, "long_factor": HALF},
+}
+DYNAMIC = {
+    "max_position_embeddings": LIMIT,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+}
 BY_LAYER = {
     "max_position_embeddings": LIMIT,
     "rope_parameters": {
@@ -28,7 +46,10 @@ BY_LAYER = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
-LATENT = {"rope_parameters": {**LONG, "short_factor": [1.0] * 4, "long_factor": HALF[:4]}, "max_position_embeddings": 64}
+LATENT = {
+    "rope_parameters": {**LONG, "short_factor": [1.0] * 4, "long_factor": HALF[:4]},
+    "max_position_embeddings": 64,
+}
 SCALED = [
     ("llama", LONGROPE),
     ("phi3", {**LONGROPE, "original_max_position_embeddings": LIMIT}),
@@ -40,7 +61,9 @@ SCALED = [
 
 
 def alone(model: Any, batches: list[Batch]) -> torch.Tensor:
-    """The loss of transformers' model on each document by itself. A single token before each undoes the scaling that the one before has left."""
+    """The loss of transformers' model on each document by itself. A single token before each undoes
+    the scaling that the one before has left.
+    """
     trained, loss = [labelled(batch) for batch in batches], torch.zeros(())
     for batch in trained:
         assert batch.documents is not None
@@ -56,21 +79,39 @@ def alone(model: Any, batches: list[Batch]) -> torch.Tensor:
 @pytest.mark.parametrize("way", ["lengths", "mask"])
 @pytest.mark.parametrize(("family", "changes"), SCALED)
 def test_packed_documents_have_the_frequencies_of_their_own_length(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], way: str
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    changes: dict[str, Any],
+    way: str,
 ) -> None:
     if way == "lengths":
         reference_lengths.install(monkeypatch)
     with run(model_of(family, **changes), documents=True, accumulation=2) as running:
-        batches = [batch._replace(documents=documents) for batch, documents in zip(drawn(running.plan), (PACKED, LEFT), strict=True)]
+        batches = [
+            batch._replace(documents=documents)
+            for batch, documents in zip(drawn(running.plan), (PACKED, LEFT), strict=True)
+        ]
         model = whole_model(running.plan, config_of(running.plan.model))
         compare(running, batches, alone(model, batches), model, 1e-5)
 
 
 @pytest.mark.parametrize(("family", "changes"), SCALED)
-def test_whole_rows_are_scaled_as_transformers_does(run: Callable[..., Any], family: str, changes: dict[str, Any]) -> None:
+def test_whole_rows_are_scaled_as_transformers_does(
+    run: Callable[..., Any], family: str, changes: dict[str, Any]
+) -> None:
     with run(model_of(family, **changes)) as running:
-        model, batches = whole_model(running.plan, config_of(running.plan.model)), drawn(running.plan)
-        compare(running, batches, token_losses(model(batches[0].ids).logits, batches[0].labels) * scale_of(batches), model, 1e-5)
+        model, batches = (
+            whole_model(running.plan, config_of(running.plan.model)),
+            drawn(running.plan),
+        )
+        compare(
+            running,
+            batches,
+            token_losses(model(batches[0].ids).logits, batches[0].labels) * scale_of(batches),
+            model,
+            1e-5,
+        )
 
 
 @pytest.mark.parametrize("changes", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])

@@ -1,4 +1,6 @@
-"""Templates: stateless layers are transformers' own, the chunked head and the embedding have autograd's gradients, slots may be reused."""
+"""Templates: stateless layers are transformers' own, the chunked head and the embedding have
+autograd's gradients, slots may be reused.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.layers.templates import Templates, config_of, layer_tensors
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.simulator.plan import Plan
 from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -25,13 +27,18 @@ SLOTS = ("device.weights:0", "device.weights:1")
 def slots() -> Iterator[Arenas]:
     """Two slots of 1 MiB in one arena."""
     buffers = tuple(Buffer(id=slot, bytes=2**20, data="weights", dtype="bf16") for slot in SLOTS)
-    arenas = Arenas(Schedule(policy="test", buffers=buffers, ops=()), CPU, device_limit_bytes=2**22, host_limit_bytes=1)
+    arenas = Arenas(
+        Schedule(policy="test", buffers=buffers, ops=()),
+        CPU,
+        device_limit_bytes=2**22,
+        host_limit_bytes=1,
+    )
     yield arenas
     arenas.close()
 
 
-def made(plan: Plan) -> Templates:
-    return Templates(plan.model, plan.workload, config_of(plan.model), CPU)
+def made(plan: Plan) -> FunctionalLayers:
+    return FunctionalLayers(plan.model, plan.workload, config_of(plan.model), CPU)
 
 
 def whole_model(plan: Plan, dtype: torch.dtype = torch.float32) -> Any:
@@ -45,10 +52,17 @@ def whole_model(plan: Plan, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def hidden(plan: Plan, seed: int = 0) -> torch.Tensor:
-    return torch.randn(plan.workload.batch, plan.workload.sequence, plan.model.hidden, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        plan.workload.batch,
+        plan.workload.sequence,
+        plan.model.hidden,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
-def fill(arenas: Arenas, plan: Plan, slot: str, seed: int, dtype: torch.dtype = torch.float32) -> None:
+def fill(
+    arenas: Arenas, plan: Plan, slot: str, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
     layer, weights = plan.model.stack["0"], random_weights(seed)
     for name, tensor in layer_tensors(arenas, layer, slot, dtype).items():
         tensor.copy_(weights(layer.name, name, tuple(tensor.shape)) + seed * 0.01)
@@ -56,29 +70,50 @@ def fill(arenas: Arenas, plan: Plan, slot: str, seed: int, dtype: torch.dtype = 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoder_layer_is_transformers_own(make_plan: Callable[..., Plan], family: str, dtype: torch.dtype) -> None:
+def test_a_decoder_layer_is_transformers_own(
+    make_plan: Callable[..., Plan], family: str, dtype: torch.dtype
+) -> None:
     plan = make_plan(family=family, dtype="fp32" if dtype == torch.float32 else "bf16")
     model, templates, x = whole_model(plan, dtype), made(plan), hidden(plan).to(dtype)
     positions = torch.arange(plan.workload.sequence)[None]
     for layer in model.model.layers:
         weights = dict(layer.named_parameters())
         assert list(weights) == [tensor.name for tensor in plan.model.stack["0"].tensors]
-        assert [tuple(weight.shape) for weight in weights.values()] == [tensor.shape for tensor in plan.model.stack["0"].tensors]
-        theirs = layer(x, attention_mask=None, position_ids=positions, position_embeddings=model.model.rotary_emb(x, positions))
-        assert torch.equal(templates.decoder("0", {name: weight.detach() for name, weight in weights.items()}, x), theirs)
+        assert [tuple(weight.shape) for weight in weights.values()] == [
+            tensor.shape for tensor in plan.model.stack["0"].tensors
+        ]
+        theirs = layer(
+            x,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=model.model.rotary_emb(x, positions),
+        )
+        assert torch.equal(
+            templates.decoder("0", {name: weight.detach() for name, weight in weights.items()}, x),
+            theirs,
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], family: str) -> None:
-    """The whole forward pass, loss included: causal attention, positions and the shift of labels are nobody's invention."""
+    """The whole forward pass, loss included: causal attention, positions and the shift of labels
+    are nobody's invention.
+    """
     plan = make_plan(family=family, dtype="fp32")
     model, templates = whole_model(plan), made(plan)
-    ids = torch.randint(plan.model.vocabulary, (plan.workload.batch, plan.workload.sequence + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        plan.model.vocabulary,
+        (plan.workload.batch, plan.workload.sequence + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
     with torch.no_grad():
         x = templates.embed({"embed_tokens.weight": model.model.embed_tokens.weight}, ids[:, :-1])
         for layer in model.model.layers:
             x = templates.decoder("0", dict(layer.named_parameters()), x)
-    weights = {"norm.weight": model.model.norm.weight.detach(), "lm_head.weight": model.lm_head.weight.detach()}
+    weights = {
+        "norm.weight": model.model.norm.weight.detach(),
+        "lm_head.weight": model.lm_head.weight.detach(),
+    }
     labels = ids[:, 1:].contiguous()
     loss, _ = templates.head(weights, x, labels, 1 / labels.numel(), torch.empty_like(x))
     logits = model(ids[:, :-1]).logits
@@ -88,31 +123,50 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 31, 32, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(make_plan: Callable[..., Plan], chunk: int, dtype: torch.dtype) -> None:
-    """Tolerance: in fp32 1e-5; in bf16 2e-2 of the largest, since a chunk's gradient is rounded to 8 bits."""
+def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
+    make_plan: Callable[..., Plan], chunk: int, dtype: torch.dtype
+) -> None:
+    """Tolerance: in fp32 1e-5; in bf16 2e-2 of the largest, since a chunk's gradient is rounded to
+    8 bits.
+    """
     plan = make_plan(dtype="fp32" if dtype == torch.float32 else "bf16", loss_chunk=chunk)
     model, x = whole_model(plan, dtype), hidden(plan).to(dtype)
-    labels = torch.randint(plan.model.vocabulary, x.shape[:2], generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(
+        plan.model.vocabulary, x.shape[:2], generator=torch.Generator().manual_seed(1)
+    )
     labels[0, 3:9] = IGNORED
     scale = 1 / int((labels != IGNORED).sum())
     dx = torch.full_like(x, float("nan"))
-    weights = {"norm.weight": model.model.norm.weight.detach().clone(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    weights = {
+        "norm.weight": model.model.norm.weight.detach().clone(),
+        "lm_head.weight": model.lm_head.weight.detach().clone(),
+    }
     loss, gradients = made(plan).head(weights, x, labels, scale, dx)
 
     top = x.clone().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(model.lm_head(model.model.norm(top)).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    expected = torch.nn.functional.cross_entropy(
+        model.lm_head(model.model.norm(top)).float().flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORED,
+    )
     wanted = torch.autograd.grad(expected, (top, model.model.norm.weight, model.lm_head.weight))
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     for got, want in zip((dx, *gradients), wanted, strict=True):
         relative = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(got.float(), want.float(), rtol=relative, atol=relative * float(want.abs().max()))
+        torch.testing.assert_close(
+            got.float(), want.float(), rtol=relative, atol=relative * float(want.abs().max())
+        )
     assert not dx[0, 3:9].count_nonzero(), "an ignored label has no gradient"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(make_plan: Callable[..., Plan], dtype: torch.dtype) -> None:
+def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
+    make_plan: Callable[..., Plan], dtype: torch.dtype
+) -> None:
     plan = make_plan(dtype="fp32" if dtype == torch.float32 else "bf16", batch=4, sequence=256)
-    ids = torch.randint(3, (4, 256), generator=torch.Generator().manual_seed(0))  # each token some 340 times: bf16 sums would be far off
+    ids = torch.randint(
+        3, (4, 256), generator=torch.Generator().manual_seed(0)
+    )  # each token some 340 times: bf16 sums would be far off
     gradient = hidden(plan).to(dtype)
     table = torch.zeros(plan.model.vocabulary, plan.model.hidden, requires_grad=True)
     torch.nn.functional.embedding(ids, table).backward(gradient.float())
@@ -125,13 +179,27 @@ def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(make_plan: Callab
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slot_of_backward", SLOTS)
 def test_a_slot_may_be_reused_between_recompute_and_backward(
-    make_plan: Callable[..., Plan], slots: Arenas, family: str, dtype: torch.dtype, slot_of_backward: str
+    make_plan: Callable[..., Plan],
+    slots: Arenas,
+    family: str,
+    dtype: torch.dtype,
+    slot_of_backward: str,
 ) -> None:
-    """Recompute in one slot, overwrite it, have the layer in another (or the same) again: the same gradients, bit for bit."""
+    """Recompute in one slot, overwrite it, have the layer in another (or the same) again: the same
+    gradients, bit for bit.
+    """
     plan = make_plan(family=family, dtype="fp32" if dtype == torch.float32 else "bf16")
-    templates, layer, x, upper = made(plan), plan.model.stack["0"], hidden(plan).to(dtype), hidden(plan, 1).to(dtype)
+    templates, layer, x, upper = (
+        made(plan),
+        plan.model.stack["0"],
+        hidden(plan).to(dtype),
+        hidden(plan, 1).to(dtype),
+    )
     fill(slots, plan, SLOTS[0], 1, dtype)
-    weights = {name: tensor.clone().requires_grad_() for name, tensor in layer_tensors(slots, layer, SLOTS[0], dtype).items()}
+    weights = {
+        name: tensor.clone().requires_grad_()
+        for name, tensor in layer_tensors(slots, layer, SLOTS[0], dtype).items()
+    }
     inputs = (x.clone().requires_grad_(), *weights.values())
     wanted_output = templates.decoder("0", weights, inputs[0])
     wanted = torch.autograd.grad(wanted_output, inputs, upper)
@@ -144,8 +212,12 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
 
 
-def test_backward_reads_the_slot_that_it_is_told(make_plan: Callable[..., Plan], slots: Arenas) -> None:
-    """The counterpart: with another layer in the slot the gradients are others, so weights are not kept from the recompute."""
+def test_backward_reads_the_slot_that_it_is_told(
+    make_plan: Callable[..., Plan], slots: Arenas
+) -> None:
+    """The counterpart: with another layer in the slot the gradients are others, so weights are not
+    kept from the recompute.
+    """
     plan = make_plan(dtype="fp32")
     templates, layer, x = made(plan), plan.model.stack["0"], hidden(plan)
     gradients = []

@@ -1,4 +1,6 @@
-"""A safetensors file may come from anywhere: what is not exactly one is refused in one line, and a pickle is never opened."""
+"""A safetensors file may come from anywhere: what is not exactly one is refused in one line, and a
+pickle is never opened.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.runtime.files import tensor_stream
 from megatrain.runtime.files.tensor_file import LARGEST_HEADER_BYTES, MalformedFile, read_entries
-from megatrain.runtime.files.tensor_stream import Source, checksum_of, read_tensors, write_tensors
+from megatrain.runtime.files.tensor_stream import (
+    TensorSource,
+    checksum_of,
+    read_tensors,
+    write_tensors,
+)
 
-GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}}
+GOOD = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+}
 
 
 def file_of(path: Path, header: object, data: bytes = bytes(32), length: int | None = None) -> Path:
@@ -44,7 +54,12 @@ class Runs:
 
 
 def test_what_safetensors_writes_is_read(tmp_path: Path) -> None:
-    tensors = {"x": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 4), "y": torch.ones(3, dtype=torch.bfloat16), "scalar": torch.tensor(2)}
+    tensors = {
+        "x": torch.arange(6.0).view(2, 3),
+        "empty": torch.zeros(0, 4),
+        "y": torch.ones(3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2),
+    }
     save_file(tensors, tmp_path / "f", metadata={"format": "pt"})
     entries = read_entries(tmp_path / "f")
     assert {name: (entry.dtype, entry.shape, entry.bytes) for name, entry in entries.items()} == {
@@ -53,13 +68,23 @@ def test_what_safetensors_writes_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 2**25])
-def test_what_is_written_safetensors_reads_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_what_is_written_safetensors_reads_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
     monkeypatch.setattr(tensor_stream, "PIECE_BYTES", piece)
-    tensors = {"x": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "y": torch.arange(5, dtype=torch.int16)}
-    size, checksum = write_tensors(tmp_path / "f", {name: Source.of(tensor) for name, tensor in tensors.items()})
+    tensors = {
+        "x": torch.arange(6.0).view(2, 3),
+        "empty": torch.zeros(0),
+        "y": torch.arange(5, dtype=torch.int16),
+    }
+    size, checksum = write_tensors(
+        tmp_path / "f", {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
+    )
     assert size == (tmp_path / "f").stat().st_size
     assert checksum == checksum_of(tmp_path / "f")
-    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "f").items()} == {name: tensor.tolist() for name, tensor in tensors.items()}
+    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "f").items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
     back = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}
     assert read_tensors(tmp_path / "f", back) == checksum
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
@@ -67,39 +92,103 @@ def test_what_is_written_safetensors_reads_and_comes_back(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("length", [0x80, 0x280, 0x380, 0x480, 0x580, 0x4B50])
 def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path: Path, length: int) -> None:
-    assert read_entries(file_of(tmp_path / "f", json.dumps(GOOD).encode().ljust(length))).keys() == GOOD.keys()
+    assert (
+        read_entries(file_of(tmp_path / "f", json.dumps(GOOD).encode().ljust(length))).keys()
+        == GOOD.keys()
+    )
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), r"found a file that cannot be read \(0 bytes, cut off within its header\)"),
-    "short": (lambda path: path.write_bytes(b"abc"), r"cut off within its header"),
-    "cut off": (lambda path: file_of(path, GOOD, bytes(31)), r"found a file that cannot be read \(\d+ bytes, its header tells of \d+\)"),
-    "too long": (lambda path: file_of(path, GOOD, bytes(33)), r"its header tells of"),
-    "a header beyond the file": (lambda path: file_of(path, GOOD, length=2**63), r"cut off within its header"),
-    "a bit of the length's last byte": (lambda path: file_of(path, GOOD, length=len(json.dumps(GOOD)) + 2**56), r"cut off within its header"),
-    "no header": (lambda path: file_of(path, b"", bytes(32)), r"cut off within its header"),
-    "no JSON": (lambda path: file_of(path, b"{" * 50), r"its header is no JSON object"),
-    "no UTF-8": (lambda path: file_of(path, b'{"\xff": 1}'), r"its header is no JSON object"),
+    "empty": (
+        lambda path: path.write_bytes(b""),
+        r"found a file that cannot be read \(0 bytes, truncated within its header\)",
+    ),
+    "short": (lambda path: path.write_bytes(b"abc"), r"truncated within its header"),
+    "cut off": (
+        lambda path: file_of(path, GOOD, bytes(31)),
+        r"found a file that cannot be read \(\d+ bytes, but \d+ according to its header\)",
+    ),
+    "too long": (lambda path: file_of(path, GOOD, bytes(33)), r"according to its header"),
+    "a header beyond the file": (
+        lambda path: file_of(path, GOOD, length=2**63),
+        r"truncated within its header",
+    ),
+    "a bit of the length's last byte": (
+        lambda path: file_of(path, GOOD, length=len(json.dumps(GOOD)) + 2**56),
+        r"truncated within its header",
+    ),
+    "no header": (lambda path: file_of(path, b"", bytes(32)), r"truncated within its header"),
+    "no JSON": (lambda path: file_of(path, b"{" * 50), r"its header is not a JSON object"),
+    "no UTF-8": (lambda path: file_of(path, b'{"\xff": 1}'), r"its header is not a JSON object"),
     "deep JSON": (lambda path: file_of(path, b"[" * 100_000), r"found a file that cannot be read"),
-    "a list": (lambda path: file_of(path, []), r"found a header that is no JSON object"),
-    "a name twice": (lambda path: file_of(path, b'{"a":' + json.dumps(GOOD["a"]).encode() + b',"a":' + json.dumps(GOOD["a"]).encode() + b"}"), r"name stands there twice"),
-    "a path as name": (lambda path: file_of(path, {"../../x": GOOD["a"]}, bytes(24)), r"found a tensor named '\.\./\.\./x'; allowed: a name without a path in it"),
-    "a name of dots": (lambda path: file_of(path, {"..": GOOD["a"]}, bytes(24)), r"found a tensor named '\.\.'"),
+    "a list": (lambda path: file_of(path, []), r"found a header that is not a JSON object"),
+    "a name twice": (
+        lambda path: file_of(
+            path,
+            b'{"a":'
+            + json.dumps(GOOD["a"]).encode()
+            + b',"a":'
+            + json.dumps(GOOD["a"]).encode()
+            + b"}",
+        ),
+        r"it has a name twice",
+    ),
+    "a path as name": (
+        lambda path: file_of(path, {"../../x": GOOD["a"]}, bytes(24)),
+        r"found a tensor named '\.\./\.\./x'; allowed: a name that contains no path",
+    ),
+    "a name of dots": (
+        lambda path: file_of(path, {"..": GOOD["a"]}, bytes(24)),
+        r"found a tensor named '\.\.'",
+    ),
     "no name": (lambda path: file_of(path, {"": GOOD["a"]}, bytes(24)), r"found a tensor named ''"),
-    "an unknown dtype": (lambda path: file_of(path, changed(dtype="OBJECT")), r"found tensor 'b' of dtype 'OBJECT'; allowed: F64, F32"),
-    "another size": (lambda path: file_of(path, changed(shape=[5])), r"found tensor 'b' of 8 bytes; allowed: 10, for shape \[5\] of BF16"),
-    "an absurd shape": (lambda path: file_of(path, changed(shape=[2**59, 2**59])), r"found tensor 'b' of 8 bytes; allowed: \d+, for shape"),
-    "a negative shape": (lambda path: file_of(path, changed(shape=[-2, -2])), r"allowed: whole numbers from 0 on"),
-    "a shape of true": (lambda path: file_of(path, changed(shape=[True, 4])), r"allowed: whole numbers from 0 on"),
-    "many dimensions": (lambda path: file_of(path, changed(shape=[1] * 99 + [4])), r"allowed: whole numbers from 0 on"),
-    "an overlap": (lambda path: file_of(path, changed(data_offsets=[16, 24])), r"found tensor 'b' at byte \d+; allowed: byte \d+, where the one before it ends"),
-    "a gap": (lambda path: file_of(path, changed(data_offsets=[25, 33]), bytes(33)), r"where the one before it ends"),
-    "outside the file": (lambda path: file_of(path, changed(data_offsets=[2**40, 2**40 + 8])), r"where the one before it ends"),
-    "offsets backwards": (lambda path: file_of(path, changed(data_offsets=[32, 24])), r"found tensor 'b' of -8 bytes"),
-    "no offsets": (lambda path: file_of(path, {"a": {"dtype": "F32", "shape": [0]}}), r"without dtype, shape and data_offsets"),
-    "a pipe": (os.mkfifo, r"found a file that cannot be read \(no regular file\)"),
+    "an unknown dtype": (
+        lambda path: file_of(path, changed(dtype="OBJECT")),
+        r"found tensor 'b' of dtype 'OBJECT'; allowed: F64, F32",
+    ),
+    "another size": (
+        lambda path: file_of(path, changed(shape=[5])),
+        r"found tensor 'b' of 8 bytes; allowed: 10, for shape \[5\] of BF16",
+    ),
+    "an absurd shape": (
+        lambda path: file_of(path, changed(shape=[2**59, 2**59])),
+        r"found tensor 'b' of 8 bytes; allowed: \d+, for shape",
+    ),
+    "a negative shape": (
+        lambda path: file_of(path, changed(shape=[-2, -2])),
+        r"allowed: integers from 0",
+    ),
+    "a shape of true": (
+        lambda path: file_of(path, changed(shape=[True, 4])),
+        r"allowed: integers from 0",
+    ),
+    "many dimensions": (
+        lambda path: file_of(path, changed(shape=[1] * 99 + [4])),
+        r"allowed: integers from 0",
+    ),
+    "an overlap": (
+        lambda path: file_of(path, changed(data_offsets=[16, 24])),
+        r"found tensor 'b' at byte \d+; allowed: byte \d+, where the tensor before it ends",
+    ),
+    "a gap": (
+        lambda path: file_of(path, changed(data_offsets=[25, 33]), bytes(33)),
+        r"where the tensor before it ends",
+    ),
+    "outside the file": (
+        lambda path: file_of(path, changed(data_offsets=[2**40, 2**40 + 8])),
+        r"where the tensor before it ends",
+    ),
+    "offsets backwards": (
+        lambda path: file_of(path, changed(data_offsets=[32, 24])),
+        r"found tensor 'b' of -8 bytes",
+    ),
+    "no offsets": (
+        lambda path: file_of(path, {"a": {"dtype": "F32", "shape": [0]}}),
+        r"with other keys than dtype, shape and data_offsets",
+    ),
+    "a pipe": (os.mkfifo, r"found a file that cannot be read \(not a regular file\)"),
     "a folder": (lambda path: path.mkdir(), r"found a file that cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -117,7 +206,9 @@ def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "f").open("wb") as file:
         file.write((LARGEST_HEADER_BYTES + 1).to_bytes(8, "little"))
         file.truncate(LARGEST_HEADER_BYTES + 100)
-    with pytest.raises(MalformedFile, match=r"found a header of 100000001 bytes; allowed: at most 100000000"):
+    with pytest.raises(
+        MalformedFile, match=r"found a header of 100000001 bytes; allowed: at most 100000000"
+    ):
         read_entries(tmp_path / "f")
 
 
@@ -130,14 +221,22 @@ def test_a_pickle_is_never_opened(tmp_path: Path, zipped: bool) -> None:
         buffer = io.BytesIO()
         pickle.dump(victim, buffer)
         (tmp_path / "f").write_bytes(buffer.getvalue() + bytes(1000))
-    with pytest.raises(MalformedFile, match="found a pickle, which is never opened: it may run any program"):
+    with pytest.raises(
+        MalformedFile, match="found a pickle, which is never opened: it may run any program"
+    ):
         read_entries(tmp_path / "f")
     assert not (tmp_path / "it ran").exists()
 
 
 def test_another_file_leaves_the_tensors_alone(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "f", {"x": Source.of(torch.ones(4)), "y": Source.of(torch.ones(2))})
-    for tensors in ({"x": torch.zeros(4)}, {"x": torch.zeros(4), "y": torch.zeros(3)}, {"y": torch.zeros(2), "x": torch.zeros(4)}):
+    write_tensors(
+        tmp_path / "f", {"x": TensorSource.of(torch.ones(4)), "y": TensorSource.of(torch.ones(2))}
+    )
+    for tensors in (
+        {"x": torch.zeros(4)},
+        {"x": torch.zeros(4), "y": torch.zeros(3)},
+        {"y": torch.zeros(2), "x": torch.zeros(4)},
+    ):
         with pytest.raises(MalformedFile, match="fix: use a checkpoint of this run"):
             read_tensors(tmp_path / "f", tensors)
         assert not any(tensor.any() for tensor in tensors.values())
@@ -146,8 +245,15 @@ def test_another_file_leaves_the_tensors_alone(tmp_path: Path) -> None:
 # ---- fuzzing: anything but a MalformedFile is a failure ----
 
 TEXT = st.text("ab./\\\0é\ud800", max_size=4)
-SCALAR = st.sampled_from([None, True, -1, 0, 3, 2**65, -(2**65), 0.5, float("nan"), "F32", "BF16"]) | TEXT
-VALUES = SCALAR | st.lists(SCALAR, max_size=3) | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), SCALAR, max_size=4)
+SCALAR = (
+    st.sampled_from([None, True, -1, 0, 3, 2**65, -(2**65), 0.5, float("nan"), "F32", "BF16"])
+    | TEXT
+)
+VALUES = (
+    SCALAR
+    | st.lists(SCALAR, max_size=3)
+    | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), SCALAR, max_size=4)
+)
 ENTRY = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(["F32", "BF16", "I16", "U8", "X"]),
@@ -155,21 +261,36 @@ ENTRY = st.fixed_dictionaries(
         "data_offsets": st.lists(st.integers(-1, 40), min_size=2, max_size=2) | VALUES,
     }
 )
-HEADER = st.dictionaries(TEXT | st.sampled_from(["a", "__metadata__"]), ENTRY | VALUES, max_size=4) | VALUES
+HEADER = (
+    st.dictionaries(TEXT | st.sampled_from(["a", "__metadata__"]), ENTRY | VALUES, max_size=4)
+    | VALUES
+)
 
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """Bytes; or a header, sound or not, with data of about its size; or a good file with some bytes changed."""
+    """Bytes; or a header, sound or not, with data of about its size; or a good file with some bytes
+    changed.
+    """
     kind = draw(st.integers(0, 2))
     if kind == 0:
         return draw(st.binary(max_size=300))
     if kind == 1:
         text = json.dumps(draw(HEADER)).encode()
-        return (len(text) + draw(st.sampled_from([0, 0, 0, 1, -1, 2**40]))).to_bytes(8, "little", signed=True) + text + draw(st.binary(max_size=60))
+        return (
+            (len(text) + draw(st.sampled_from([0, 0, 0, 1, -1, 2**40]))).to_bytes(
+                8, "little", signed=True
+            )
+            + text
+            + draw(st.binary(max_size=60))
+        )
     text = json.dumps(GOOD).encode()
     data = bytearray(len(text).to_bytes(8, "little") + text + bytes(32))
-    for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)), min_size=1, max_size=4)):
+    for at, value in draw(
+        st.lists(
+            st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)), min_size=1, max_size=4
+        )
+    ):
         data[at] = value
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
 
@@ -195,5 +316,7 @@ def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, d
 @pytest.mark.nightly
 @hypothesis.settings(max_examples=5000, database=None)
 @hypothesis.given(data=files())
-def test_any_file_is_read_or_refused_nightly(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_file_is_read_or_refused_nightly(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     read_anything(tmp_path_factory.getbasetemp(), data)

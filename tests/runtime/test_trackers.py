@@ -1,4 +1,6 @@
-"""Trackers: each hears of steps and evaluations with their numbers, and is closed; one that is not installed is said before anything starts."""
+"""Trackers: each hears of steps and evaluations with their numbers, and is closed; one that is not
+installed is said before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,23 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.training import trackers as module
-from megatrain.runtime.training.callback import Evaluation, Step
-from megatrain.runtime.training.config import Config, Logging, Training
+from megatrain.runtime.training.callback import EvaluationResult, Step
+from megatrain.runtime.training.config import Config, Logging, TrainingSettings
 from megatrain.runtime.training.trackers import TensorBoard, Tracker, trackers
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
-STEP = Step(number=7, loss=2.5, gradient_norm=0.5, rate=1e-3, seconds=2.0, tokens_per_second=16.0, timeline=Timeline(name="measured", digest="", spans=()))
-EVALUATION = Evaluation(number=7, loss=1000.0, tokens=3, seconds=1.0)
+STEP = Step(
+    number=7,
+    loss=2.5,
+    gradient_norm=0.5,
+    rate=1e-3,
+    seconds=2.0,
+    tokens_per_second=16.0,
+    timeline=Timeline(name="measured", digest="", spans=()),
+)
+EVALUATION = EvaluationResult(number=7, loss=1000.0, tokens=3, seconds=1.0)
 
 
 class Fake:
@@ -30,7 +40,14 @@ class Fake:
         self.calls: list[Any] = []
 
     def init(self, **keywords: Any) -> Fake:
-        self.calls.append(("init", keywords["project"], keywords["name"], keywords["config"]["config"]["training"]["steps"]))
+        self.calls.append(
+            (
+                "init",
+                keywords["project"],
+                keywords["name"],
+                keywords["config"]["config"]["training"]["steps"],
+            )
+        )
         return self
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -43,11 +60,15 @@ class Fake:
 @pytest.fixture
 def trainer(make_plan: Any) -> Any:
     plan: Plan = make_plan()
-    return types.SimpleNamespace(config=Config(training=Training(steps=20)), plan=plan, first_step=1)
+    return types.SimpleNamespace(
+        config=Config(training=TrainingSettings(steps=20)), plan=plan, first_step=1
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_every_number(name: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_gets_every_number(
+    name: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake, installed = Fake(), types.ModuleType(name)
     installed.__spec__ = importlib.machinery.ModuleSpec(name, None)
     installed.init = fake.init  # type: ignore[attr-defined]
@@ -58,8 +79,18 @@ def test_a_tracker_gets_every_number(name: str, trainer: Any, monkeypatch: pytes
     tracker.on_step(trainer, STEP)
     tracker.on_evaluation(trainer, EVALUATION)
     tracker.on_end(trainer, None)
-    train = {"train/loss": 2.5, "train/learning_rate": 1e-3, "train/tokens_per_second": 16.0, "train/gradient_norm": 0.5}
-    assert fake.calls == [("init", "megatrain", "first", 20), ("log", train, 7), ("log", {"evaluation/loss": 1000.0}, 7), "finish"]
+    train = {
+        "train/loss": 2.5,
+        "train/learning_rate": 1e-3,
+        "train/tokens_per_second": 16.0,
+        "train/gradient_norm": 0.5,
+    }
+    assert fake.calls == [
+        ("init", "megatrain", "first", 20),
+        ("log", train, 7),
+        ("log", {"evaluation/loss": 1000.0}, 7),
+        "finish",
+    ]
 
 
 class Remembering:
@@ -68,7 +99,15 @@ class Remembering:
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.asked = name, dict[str, list[int]](), list[dict[str, Any]]()
 
-    def init(self, *, project: str, config: Any, name: str | None = None, resume: str = "never", **given: Any) -> Any:
+    def init(
+        self,
+        *,
+        project: str,
+        config: Any,
+        name: str | None = None,
+        resume: str = "never",
+        **given: Any,
+    ) -> Any:
         assert project == "mine"
         assert given.keys() <= ({"id"} if self.name == "wandb" else set())  # trackio knows no id
         key = given.get("id") if self.name == "wandb" else name
@@ -77,11 +116,15 @@ class Remembering:
             self.runs[key] = []
         self.asked.append(given)
         logged = self.runs[key]
-        return types.SimpleNamespace(id=f"{key}", name=key, log=lambda _, step: logged.append(step), finish=lambda: None)
+        return types.SimpleNamespace(
+            id=f"{key}", name=key, log=lambda _, step: logged.append(step), finish=lambda: None
+        )
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(name: str, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(
+    name: str, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package, installed = Remembering(name), types.ModuleType(name)
     installed.__spec__ = importlib.machinery.ModuleSpec(name, None)
     installed.init = package.init  # type: ignore[attr-defined]
@@ -108,15 +151,25 @@ def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(name: str, trainer
 
 def test_a_tracker_that_is_not_installed_is_said_at_once() -> None:
     with pytest.raises(
-        UserError, match=r"^logging: tracker: no_such_tracker: found no such package; allowed: an installed one; fix: pip install no_such_tracker"
+        UserError,
+        match=(
+            r"^logging: tracker: no_such_tracker: found no such package; allowed: an installed"
+            r" package; fix: pip install no_such_tracker"
+        ),
     ):
         Tracker("no_such_tracker", "project")
 
 
 def test_no_tensorboard_is_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    assert trackers(Logging(tensorboard=True), tmp_path) == ([], [f"no TensorBoard files: the package tensorboard is not installed ({INSTALL})"])
-    assert trackers(Logging(tensorboard=True), None) == ([], ["no TensorBoard files: there is no run folder"])
+    assert trackers(Logging(tensorboard=True), tmp_path) == (
+        [],
+        [f"no TensorBoard files: the package tensorboard is not installed ({INSTALL})"],
+    )
+    assert trackers(Logging(tensorboard=True), None) == (
+        [],
+        ["no TensorBoard files: there is no run folder"],
+    )
 
 
 INSTALL = "pip install 'megatrain[tensorboard]'"
@@ -129,11 +182,14 @@ def test_tensorboard_files_hold_every_number(tmp_path: Path, trainer: Any) -> No
     assert notes == []
     board.on_start(trainer)
     board.on_step(trainer, STEP)
-    board.on_evaluation(trainer, Evaluation(number=7, loss=2.0, tokens=3, seconds=1.0))
+    board.on_evaluation(trainer, EvaluationResult(number=7, loss=2.0, tokens=3, seconds=1.0))
     board.on_end(trainer, None)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    found = {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
     assert found["train/loss"] == [(7, 2.5)]
     assert found["evaluation/loss"] == [(7, 2.0)]
     assert len(found) == 6

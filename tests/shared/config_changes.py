@@ -1,4 +1,6 @@
-"""Every key of a family's config, each with other values than it has: what a config.json may say, one key at a time."""
+"""Every key of a family's config, each with other values than it has: what a config.json may say,
+one key at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,28 @@ from tiny_families import OWN, SMALL
 from tiny_families import config_of as tiny_config
 from whole_models import CHANGES, TINY
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "quick_gelu", "tanh", "of tomorrow")
+ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    "relu",
+    "relu2",
+    "quick_gelu",
+    "tanh",
+    "of tomorrow",
+)
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
     {"rope_type": "default", "partial_rotary_factor": 0.5},
     {"type": "linear", "factor": 2.0},
     {"rope_type": "of tomorrow"},
@@ -82,7 +100,10 @@ def _others(key: str, value: Any, config: dict[str, Any]) -> Iterator[Any]:
     if value is not None:
         yield None
     if key == "layer_types":
-        full, other = "full_attention", next((kind for kind in value or () if kind != "full_attention"), "sliding_attention")
+        full, other = (
+            "full_attention",
+            next((kind for kind in value or () if kind != "full_attention"), "sliding_attention"),
+        )
         yield from (
             [full] * layers,
             [other] * layers,

@@ -1,4 +1,6 @@
-"""Single decoder layers of transformers' models, run by themselves: the layer, what its model hands to it, and an attention of one kernel."""
+"""Single decoder layers of transformers' models, run by themselves: the layer, what its model hands
+to it, and an attention of one kernel.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,44 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from megatrain.simulator.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def layer_of(model: Any, name: str) -> Any:
     """A decoder layer of transformers' model, whatever it calls their list."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers]
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers
+    ]
     return lists[0][int(name)]
 
 
-def turns_of(model: Any, x: torch.Tensor, positions: torch.Tensor, attention: str) -> dict[str, Any]:
+def turns_of(
+    model: Any, x: torch.Tensor, positions: torch.Tensor, attention: str
+) -> dict[str, Any]:
     """What the model hands to its layers of positions."""
-    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    rotary = next(
+        (module for name, module in model.named_modules() if name.endswith("rotary_emb")), None
+    )
     if rotary is None and model.config.model_type == "bloom":
-        return {"alibi": model.transformer.build_alibi_tensor(torch.ones(x.shape[:2]), model.config.n_head, x.dtype)}
+        return {
+            "alibi": model.transformer.build_alibi_tensor(
+                torch.ones(x.shape[:2]), model.config.n_head, x.dtype
+            )
+        }
     if rotary is None:
-        return {"position_bias": model.transformer.build_mpt_alibi_tensor(model.config.n_heads, x.shape[1])} if model.config.model_type == "mpt" else {}
+        return (
+            {
+                "position_bias": model.transformer.build_mpt_alibi_tensor(
+                    model.config.n_heads, x.shape[1]
+                )
+            }
+            if model.config.model_type == "mpt"
+            else {}
+        )
     if model.config.model_type == "falcon":
         return {"position_embeddings": rotary(x, positions), "alibi": None}
     try:
@@ -36,17 +58,31 @@ def turns_of(model: Any, x: torch.Tensor, positions: torch.Tensor, attention: st
 
 def different_layers(spec: ModelSpec) -> list[LayerSpec]:
     """One decoder layer of each kind."""
-    return [layer for index, layer in enumerate(spec.decoders) if layer.signature not in {other.signature for other in spec.decoders[:index]}]
+    return [
+        layer
+        for index, layer in enumerate(spec.decoders)
+        if layer.signature not in {other.signature for other in spec.decoders[:index]}
+    ]
 
 
 def register_one_kernel() -> None:
-    """Makes `one_kernel` an attention of transformers: one kernel for every family. Softcaps and sinks would be another kernel's business, not another's memory."""
+    """Makes `one_kernel` an attention of transformers: one kernel for every family. Softcaps and
+    sinks would be another kernel's business, not another's memory.
+    """
 
     def attend(
-        _module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _mask: object, scaling: float | None = None, **_: object
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        _module: object,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        _mask: object,
+        scaling: float | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
         grouped = k.shape[1] != q.shape[1]
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("one_kernel", attend)
@@ -54,7 +90,9 @@ def register_one_kernel() -> None:
 
 def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
     """Bytes that autograd keeps of `forward`, besides the storages in `given`."""
-    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay alive, so that no address is used twice
+    kept: dict[
+        int, torch.Tensor
+    ] = {}  # by storage; the tensors stay alive, so that no address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in given:

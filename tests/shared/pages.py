@@ -1,4 +1,6 @@
-"""The pages of the documentation as the tests read them: README.md, CONTRIBUTING.md and docs/*.md."""
+"""The pages of the documentation as the tests read them: README.md, CONTRIBUTING.md and
+docs/*.md.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ def read(page: str) -> str:
 
 def blocks(page: str) -> list[Block]:
     """The fenced blocks of a page."""
-    return [Block(page, *found) for found in re.findall(r"^```([^\n]*)\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)]
+    return [
+        Block(page, *found)
+        for found in re.findall(r"^```([^\n]*)\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)
+    ]
+
+
+def saved_examples(page: str) -> dict[str, str]:
+    """The page's Python after which it says "Saved as `FILE`", by file."""
+    found = re.findall(r"```python\n(.*?)```\s+Saved as `(\w+\.py)`", read(page), re.DOTALL)
+    return {file: code.rpartition("```python\n")[2] for code, file in found}
 
 
 def name(page: Path) -> str:
@@ -34,11 +45,17 @@ def name(page: Path) -> str:
 
 
 def words(line: str) -> list[str]:
-    """The words of a command line `megatrain VERB ...` or `$ megatrain VERB ...`, without the comment after it and without `megatrain`."""
+    """The words of a command line `megatrain VERB ...` or `$ megatrain VERB ...`, without the
+    comment after it and without `megatrain`.
+    """
     return re.split(r" {3,}| +# ", line.removeprefix("$ "))[0].split()[1:]
 
 
 COMMANDS = [
-    (block.page, line) for page in PAGES for block in blocks(name(page)) for line in block.text.splitlines() if line.startswith(("megatrain ", "$ megatrain "))
+    (block.page, line)
+    for page in PAGES
+    for block in blocks(name(page))
+    for line in block.text.splitlines()
+    if line.startswith(("megatrain ", "$ megatrain "))
 ]
 """(page, line) of every command line in a fenced block that begins with `megatrain`"""

@@ -21,6 +21,13 @@ def with_other_pool_names(schedule: Schedule) -> Schedule:
     lists = ("reads", "writes", "acquires", "releases")
     return msgspec.structs.replace(
         schedule,
-        buffers=tuple([msgspec.structs.replace(each, id=renamed(each.id)) for each in schedule.buffers]),
-        ops=tuple([msgspec.structs.replace(op, **{key: all_renamed(getattr(op, key)) for key in lists}) for op in schedule.ops]),
+        buffers=tuple(
+            [msgspec.structs.replace(each, id=renamed(each.id)) for each in schedule.buffers]
+        ),
+        ops=tuple(
+            [
+                msgspec.structs.replace(op, **{key: all_renamed(getattr(op, key)) for key in lists})
+                for op in schedule.ops
+            ]
+        ),
     )

@@ -1,4 +1,6 @@
-"""Variable-length attention written out: stands in for `runtime/layers/lengths.py`'s kernel where there is no GPU, so that all around it is tried."""
+"""Variable-length attention written out: stands in for `runtime/layers/lengths.py`'s kernel where
+there is no GPU, so that all around it is tried.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megatrain.runtime.layers import lengths
 Tensor = torch.Tensor
 
 
-def _scores(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor) -> Tensor:
+def _scores(
+    starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor
+) -> Tensor:
     """[heads, tokens, tokens] fp64, -inf where nothing is seen."""
     index = torch.arange(query.shape[0], device=query.device)
     document = torch.searchsorted(starts.long(), index, right=True)
@@ -28,7 +32,9 @@ def _each_head(pairs: Tensor, query: Tensor) -> Tensor:
     return pairs.double().repeat_interleave(query.shape[1] // pairs.shape[1], 1)
 
 
-def forward(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def forward(
+    starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `lengths.forward`, whose shapes are checked here."""
     output, log_sum_exp = _Attention.apply(starts, longest, left, scale, query, key, value)
     return output, log_sum_exp
@@ -39,8 +45,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        starts: Tensor,
+        longest: int,
+        left: int,
+        scale: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         output, log_sum_exp = _computed(starts, longest, left, scale, query, key, value)
         ctx.mark_non_differentiable(log_sum_exp)
         ctx.save_for_backward(starts, query, key, value, output, log_sum_exp)
@@ -50,37 +63,65 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         starts, *saved = ctx.saved_tensors
-        return (None, None, None, None, *backward(starts, ctx.longest, ctx.left, ctx.scale, gradient, *saved))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *backward(starts, ctx.longest, ctx.left, ctx.scale, gradient, *saved),
+        )
 
 
-def _computed(starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _computed(
+    starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
     tokens, heads, size = query.shape
     assert starts.dtype == torch.int32
     assert key.shape == value.shape
     assert (key.shape[0], key.shape[2], heads % key.shape[1], size % 8) == (tokens, size, 0, 0)
     scores = _scores(starts, longest, left, scale, query, key)
     log_sum_exp = scores.logsumexp(-1)
-    output = torch.einsum("hqk,khd->qhd", (scores - log_sum_exp[..., None]).exp(), _each_head(value, query))
+    output = torch.einsum(
+        "hqk,khd->qhd", (scores - log_sum_exp[..., None]).exp(), _each_head(value, query)
+    )
     return output.to(query.dtype), log_sum_exp.float()
 
 
 def backward(
-    starts: Tensor, longest: int, left: int, scale: float, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor
+    starts: Tensor,
+    longest: int,
+    left: int,
+    scale: float,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
 ) -> tuple[Tensor, ...]:
     """As `lengths.backward`, from what a forward left (Dao, arXiv 2307.08691, section 2.3)."""
     assert output.shape == query.shape
     assert log_sum_exp.shape == (query.shape[1], query.shape[0])
     above = gradient.double()
-    shares = (_scores(starts, longest, left, scale, query, key) - log_sum_exp[..., None].double()).exp()
+    shares = (
+        _scores(starts, longest, left, scale, query, key) - log_sum_exp[..., None].double()
+    ).exp()
     of_shares = torch.einsum("qhd,khd->hqk", above, _each_head(value, query))
     of_scores = shares * (of_shares - (above * output.double()).sum(-1).T[..., None]) * scale
     of_query = torch.einsum("hqk,khd->qhd", of_scores, _each_head(key, query))
-    wide = torch.einsum("hqk,qhd->khd", of_scores, query.double()), torch.einsum("hqk,qhd->khd", shares, above)
-    return of_query.to(query.dtype), *(each.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for each in wide)
+    wide = (
+        torch.einsum("hqk,qhd->khd", of_scores, query.double()),
+        torch.einsum("hqk,qhd->khd", shares, above),
+    )
+    return of_query.to(query.dtype), *(
+        each.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for each in wide
+    )
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For models of which a fused kernel computes the scores, on any device and in any dtype; returns the sizes of `starts`, call by call."""
+    """For models of which a fused kernel computes the scores, on any device and in any dtype;
+    returns the sizes of `starts`, call by call.
+    """
     called: list[int] = []
 
     def counted(starts: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -88,7 +129,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             called.append(len(starts))
         return forward(starts, *others)
 
-    monkeypatch.setattr(lengths, "takes_lengths", lambda model, *_: model.documents_by("bf16") == "lengths")
+    monkeypatch.setattr(
+        lengths, "takes_lengths", lambda model, *_: model.documents_by("bf16") == "lengths"
+    )
     monkeypatch.setattr(lengths, "forward", counted)
     monkeypatch.setattr(lengths, "backward", backward)
     return called

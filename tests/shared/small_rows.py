@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatrain.runtime.batch import Batch
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.model.workload import Workload
 
 WORK = Workload(batch=2, sequence=48)
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
@@ -13,4 +13,8 @@ BOTTOM = [{"text": f"hello {number} world"} for number in range(50)]
 
 
 def same(left: list[Batch], right: list[Batch]) -> bool:
-    return all(a is b is None or torch.equal(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
+    return all(
+        a is b is None or torch.equal(a, b)
+        for x, y in zip(left, right, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )

@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 
-from megatrain.runtime.checkpoint.manifest import Run
+from megatrain.runtime.checkpoint.manifest import RunState
 
 SETTINGS = {"rate": 1e-2, "seed": 0}
 
 
-def run_of(step: int, loss: float | None = None) -> Run:
-    return Run(step=step, loss=loss, settings=SETTINGS, progress={"patience": 3})
+def run_of(step: int, loss: float | None = None) -> RunState:
+    return RunState(step=step, loss=loss, settings=SETTINGS, progress={"patience": 3})
 
 
 def everything(running: Any) -> dict[str, bytes]:
     """Bits of weights, low planes and moments, with nothing owed."""
     running.executor.flush_update()
-    return {name: tensor.clone().view(torch.uint8).numpy().tobytes() for name, tensor in running.state.tensors().items()}
+    return {
+        name: tensor.clone().view(torch.uint8).numpy().tobytes()
+        for name, tensor in running.state.tensors().items()
+    }

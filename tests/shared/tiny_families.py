@@ -8,13 +8,35 @@ import transformers
 from transformers import AutoConfig
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 352,
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 352,
     "pad_token_id": None,
-}  # fmt: skip
+}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
-GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_group": 2, "topk_group": 1}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_group": 2,
+    "topk_group": 1,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, **GROUPED, "first_k_dense_replace": 1},
     "glm4_moe": {**GROUPED, "n_group": 1},
@@ -24,27 +46,74 @@ OWN: dict[str, dict[str, Any]] = {
     "exaone_moe": {**EXPERTS, "sliding_window": 16},
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2},
     "glm4_moe_lite": {**LATENT, **GROUPED, "n_group": 1},
-    "llama4_text": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 224, "interleave_moe_layer_step": 2},
-    "mellum": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "llama4_text": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 224,
+        "interleave_moe_layer_step": 2,
+    },
+    "mellum": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+    },
     "minicpm3": {**LATENT},
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_5_moe_text": {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 160},
+    "qwen3_5_moe_text": {
+        **EXPERTS,
+        **DELTA,
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 160,
+    },
     "qwen3_5_text": {**DELTA, "head_dim": 16},
     "solar_open": {**GROUPED, "n_group": 1, "head_dim": 16},
     "youtu": {**LATENT},
     **{
-        family: {"num_key_value_heads": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_positions": 256}
+        family: {
+            "num_key_value_heads": None,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "n_positions": 256,
+        }
         for family in ("gpt2", "gpt_bigcode")
     },
-    "opt": {"ffn_dim": 352, "dropout": 0.0, "max_position_embeddings": 254, "word_embed_proj_dim": None},
-    "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
-    "biogpt": {"num_key_value_heads": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 254},
-    **{family: {"num_key_value_heads": None, "n_positions": 256, "rotary_dim": 8} for family in ("gptj", "codegen")},
+    "opt": {
+        "ffn_dim": 352,
+        "dropout": 0.0,
+        "max_position_embeddings": 254,
+        "word_embed_proj_dim": None,
+    },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
+    "biogpt": {
+        "num_key_value_heads": None,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 254,
+    },
+    **{
+        family: {"num_key_value_heads": None, "n_positions": 256, "rotary_dim": 8}
+        for family in ("gptj", "codegen")
+    },
     "falcon": {"num_key_value_heads": None},
     "mpt": {"num_key_value_heads": None, "max_seq_len": 256},
     "granite_swa": {"sliding_window": 16, "layer_rope_theta": [10000.0, 10000.0, 0.0] * 2},
     "granitemoe_swa": {"sliding_window": 16},
-    "mimo_v2_flash": {**GROUPED, "n_group": 1, "head_dim": 16, "v_head_dim": 24, "sliding_window": 17},
+    "mimo_v2_flash": {
+        **GROUPED,
+        "n_group": 1,
+        "head_dim": 16,
+        "v_head_dim": 24,
+        "sliding_window": 17,
+    },
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 16},
     "laguna": {**EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 160},
@@ -63,7 +132,13 @@ OWN: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "vaultgemma": {"head_dim": 16},
     "bloom": {"num_key_value_heads": None, "intermediate_size": None},
-    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 40, "mamba_chunk_size": 64},
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 40,
+        "mamba_chunk_size": 64,
+    },
     "gpt_neox": {"num_key_value_heads": None},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},

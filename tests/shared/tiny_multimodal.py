@@ -10,42 +10,97 @@ from tiny_families import DELTA, EXPERTS
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 16,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _QWEN_VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
-        "text_config": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "text_config": {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
         "vision_config": {**_VISION, "num_hidden_layers": 4},  # as many as the language model has
-        "mm_tokens_per_image": 4, "image_token_index": 400, "boi_token_index": 401, "eoi_token_index": 402,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 400,
+        "boi_token_index": 401,
+        "eoi_token_index": 402,
     },
     "gemma4": {
         "text_config": {
-            "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32, "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
         },
         "vision_config": {
-            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-            "patch_size": 4, "position_embedding_size": 16,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 16,
         },
     },
     "llama4": {
         "text_config": {
-            "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
         },
         "vision_config": {
-            **_VISION, "intermediate_size": 128, "num_hidden_layers": 2, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+            **_VISION,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
         },
     },
-    "qwen3_5": {"text_config": {**DELTA, "full_attention_interval": 2}, "vision_config": _QWEN_VISION},
-    "qwen3_5_moe": {
-        "text_config": {**DELTA, **EXPERTS, "full_attention_interval": 2, "shared_expert_intermediate_size": 160}, "vision_config": _QWEN_VISION,
+    "qwen3_5": {
+        "text_config": {**DELTA, "full_attention_interval": 2},
+        "vision_config": _QWEN_VISION,
     },
-}  # fmt: skip
+    "qwen3_5_moe": {
+        "text_config": {
+            **DELTA,
+            **EXPERTS,
+            "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 160,
+        },
+        "vision_config": _QWEN_VISION,
+    },
+}
 
 
 def config_of(kind: str) -> Any:
@@ -59,6 +114,8 @@ def save(kind: str, folder: Path) -> Any:
     model = AutoModelForImageTextToText.from_config(config_of(kind))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1 + (0.5 if parameter.ndim == 1 else 0))
+            parameter.copy_(
+                torch.randn(parameter.shape) * 0.1 + (0.5 if parameter.ndim == 1 else 0)
+            )
     model.save_pretrained(folder)
     return model

@@ -1,4 +1,6 @@
-"""Every family's tiny model, its weights and batches, and what tells a step of ours from one of transformers' whole model."""
+"""Every family's tiny model, its weights and batches, and what tells a step of ours from one of
+transformers' whole model.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,22 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack, settle
-from megatrain.runtime.layers.skeleton import widen_buffers
-from megatrain.runtime.optimizer import round_to_bf16
-from megatrain.simulator.families import FAMILIES, FROM_THE_ROW
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
+from megatrain.runtime.layers.meta_model import widen_buffers
+from megatrain.runtime.optimizer.adamw import round_to_bf16
+from megatrain.simulator.model.families import FAMILIES, FROM_THE_ROW
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 TINY: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 SEQUENCE = 24
 SLIDING = ["sliding_attention", "full_attention"] * 2
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
@@ -33,8 +41,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {**QWEN_WINDOW, "max_window_layers": 2},
     "qwen3": {**QWEN_WINDOW, "max_window_layers": 1, "head_dim": 16},
     "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": SLIDING,
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 3.0,
+    },
     "gemma4_text": {
         "sliding_window": 8,
         "layer_types": SLIDING,
@@ -50,8 +70,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
-    "granitemoe": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
+    "granitemoe": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "layer_types": SLIDING},
     "smollm3": {**QWEN_WINDOW, "no_rope_layer_interval": 2},
@@ -68,20 +98,50 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"sliding_window": 8, "max_window_layers": 2},
     "exaone_moe": {"sliding_window": 8, "layer_types": SLIDING},
     "glm4_moe_lite": {"num_key_value_heads": 4},
-    "granitemoeshared": {"shared_intermediate_size": 32, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
-    "llama4_text": {"attention_chunk_size": 8, "no_rope_layer_interval": 4, "floor_scale": SEQUENCE + 1},
+    "granitemoeshared": {
+        "shared_intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+    },
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "no_rope_layer_interval": 4,
+        "floor_scale": SEQUENCE + 1,
+    },
     "mellum": {"sliding_window": 8, "layer_types": SLIDING},
     "minicpm3": {"num_key_value_heads": 4},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
     "qwen3_5_text": {"full_attention_interval": 2},
     "youtu": {"num_key_value_heads": 4},
     "axk1": {"num_key_value_heads": 4},
-    "cohere2_moe": {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING, "num_shared_experts": 2, "first_k_dense_replace": 1},
-    "granite_swa": {"sliding_window": 8, "layer_rope_theta": [0.0, 10000.0] * 2, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
-    "granitemoe_swa": {"sliding_window": 8, "shared_intermediate_size": 32, "layer_rope_theta": [0.0, 10000.0] * 2, "residual_multiplier": 0.5},
+    "cohere2_moe": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": SLIDING,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+    "granite_swa": {
+        "sliding_window": 8,
+        "layer_rope_theta": [0.0, 10000.0] * 2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "granitemoe_swa": {
+        "sliding_window": 8,
+        "shared_intermediate_size": 32,
+        "layer_rope_theta": [0.0, 10000.0] * 2,
+        "residual_multiplier": 0.5,
+    },
     "mimo_v2_flash": {"sliding_window": 8, "layer_types": SLIDING},
     "ernie4_5_moe": {"head_dim": 16},
-    "laguna": {"sliding_window": 8, "layer_types": SLIDING, "moe_router_logit_softcapping": 3.0, "moe_routed_scaling_factor": 2.0},
+    "laguna": {
+        "sliding_window": 8,
+        "layer_types": SLIDING,
+        "moe_router_logit_softcapping": 3.0,
+        "moe_routed_scaling_factor": 2.0,
+    },
     "minimax": {"block_size": 16, "mlp_alpha_factor": 1.5, "linear_attn_beta_factor": 0.5},
     "falcon": {"bias": True},
     "falcon_h1": {
@@ -96,23 +156,37 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cwm": {"sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
     "helium": {"head_dim": 16},
-    "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "hyperclovax": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
     "ministral": {"sliding_window": 8, "layer_types": SLIDING},
     "ministral3": {"sliding_window": 8},
     "stablelm": {"use_parallel_residual": True, "qk_layernorm": True},
-    "vaultgemma": {"sliding_window": 8, "layer_types": SLIDING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    "vaultgemma": {
+        "sliding_window": 8,
+        "layer_types": SLIDING,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
 }
-"""on top of tiny_families: layers of several kinds, windows shorter than a row, caps and multipliers that matter"""
+"""on top of tiny_families: layers of several kinds, windows shorter than a row, caps and
+multipliers that matter"""
 BF16_BOUND = 0.02
-"""of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the head's summed chunk by chunk in fp32, so are
-the embedding's rows and the micro-batches
+"""of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the
+head's summed chunk by chunk in fp32, so are the embedding's rows and the micro-batches
 """
 
 
 ROUNDED = {"codegen": 0.025, "gptj": 0.025}
-"""bounds in bf16 where a bias of a norm, whose gradient is the sum over all tokens, is rounded more often than in other families"""
+"""bounds in bf16 where a bias of a norm, whose gradient is the sum over all tokens, is rounded more
+often than in other families"""
 CANCELLED = {"jais2": 2e-5, "persimmon": 5e-5, "stablelm": 2e-5}
-"""bounds in fp32 where gradients of norms of queries and keys, 1e-4 at most, are what is left of terms that cancel: 3e-9 off"""
+"""bounds in fp32 where gradients of norms of queries and keys, 1e-4 at most, are what is left of
+terms that cancel: 3e-9 off"""
 
 
 def model_of(family: str, **changes: Any) -> ModelSpec:
@@ -129,8 +203,8 @@ def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def as_loaded(model: Any) -> Any:
-    """The model with parameters and buffers as `from_pretrained` makes them: buffers computed in fp32, where `from_config` computes some in the model's
-    dtype.
+    """The model with parameters and buffers as `from_pretrained` makes them: buffers computed in
+    fp32, where `from_config` computes some in the model's dtype.
     """
     settle(model, model.dtype)
     for module in model.modules():
@@ -148,8 +222,12 @@ def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
     with torch.no_grad():
         for layer in plan.model.stack.values():
             for tensor in layer.tensors:
-                master = weights(layer.name, tensor.name, tensor.shape)  # its high plane is rounded with ties away from zero
-                model.get_parameter(hub_name(layer.name, tensor.name, stack)).copy_(master if dtype == torch.float32 else round_to_bf16(master))
+                master = weights(
+                    layer.name, tensor.name, tensor.shape
+                )  # its high plane is rounded with ties away from zero
+                model.get_parameter(hub_name(layer.name, tensor.name, stack)).copy_(
+                    master if dtype == torch.float32 else round_to_bf16(master)
+                )
         for index, layer in enumerate(stack.layers_of(model)):
             for name, buffer in layer.named_buffers():
                 if hub_name(str(index), name, stack) not in saved:
@@ -166,9 +244,13 @@ def gradients_of(running: Any) -> Tensors:
     found: Tensors = {}
     for layer in running.plan.model.stack.values():
         buffer, offset = running.executor.schedule.state["gradients", layer.name], 0
-        flat = running.executor._arenas.flat(buffer, running.executor._binder._dtype(buffer, layer.name), layer.elements)
+        flat = running.executor._arenas.flat(
+            buffer, running.executor._binder._dtype(buffer, layer.name), layer.elements
+        )
         for tensor in layer.tensors:
-            found[layer.name, tensor.name] = flat[offset : offset + tensor.elements].float().view(tensor.shape).clone()
+            found[layer.name, tensor.name] = (
+                flat[offset : offset + tensor.elements].float().view(tensor.shape).clone()
+            )
             offset += tensor.padded
     return found
 
@@ -177,22 +259,33 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
     found: Tensors = {}
     for layer in plan.model.stack.values():
         for tensor in layer.tensors:
-            gradient = model.get_parameter(hub_name(layer.name, tensor.name, DecoderStack.of(model))).grad
-            found[layer.name, tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.float()
+            gradient = model.get_parameter(
+                hub_name(layer.name, tensor.name, DecoderStack.of(model))
+            ).grad
+            found[layer.name, tensor.name] = (
+                torch.zeros(tensor.shape) if gradient is None else gradient.float()
+            )
     return found
 
 
 def difference(ours: Tensors, theirs: Tensors) -> float:
-    """The largest over the tensors of the largest difference, relative to the tensor's largest element, or to 1e-4 where that is less.
+    """The largest over the tensors of the largest difference, relative to the tensor's largest
+    element, or to 1e-4 where that is less.
 
-    A gradient that small is what is left of terms that cancel: without rotary positions that of a key's bias is zero but for rounding.
+    A gradient that small is what is left of terms that cancel: without rotary positions that of a
+    key's bias is zero but for rounding.
     """
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-4)) for name in theirs)
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-4))
+        for name in theirs
+    )
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def drawn(plan: Plan, seed: int = 0) -> list[Batch]:
@@ -200,7 +293,9 @@ def drawn(plan: Plan, seed: int = 0) -> list[Batch]:
     work, generator = plan.workload, torch.Generator().manual_seed(seed)
     batches = []
     for micro in range(work.accumulation):
-        ids, labels = torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)
+        ids, labels = torch.randint(
+            plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
+        )
         labels[0, : 3 + micro] = IGNORED
         batches.append(Batch(ids, labels))
     return batches
@@ -210,13 +305,20 @@ def scale_of(batches: Sequence[Batch]) -> float:
     return 1 / sum(int((batch.labels != IGNORED).sum()) for batch in batches)
 
 
-def compare(running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, bound: float) -> None:
+def compare(
+    running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, bound: float
+) -> None:
     """A step of ours against `loss` of theirs, whose backward is still to come."""
     result = running.executor.step(batches, rate=0.0, number=1)
     loss.backward()
     assert result.loss == pytest.approx(float(loss.detach()), rel=bound)
     found = difference(gradients_of(running), their_gradients(running.plan, model))
-    logging.getLogger(__name__).info("%s: loss %.1e, gradients %.1e", running.plan.model.family, abs(result.loss / float(loss.detach()) - 1), found)
+    logging.getLogger(__name__).info(
+        "%s: loss %.1e, gradients %.1e",
+        running.plan.model.family,
+        abs(result.loss / float(loss.detach()) - 1),
+        found,
+    )
     assert found < bound
 
 
@@ -224,13 +326,14 @@ PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] *
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
-"""families with linear attention, or a state-space mixer: transformers' own packing lets its state pass from document to document"""
+"""families with linear attention, or a state-space mixer: transformers' own packing lets its state
+pass from document to document"""
 DOCUMENTED = [family for family in FAMILIES if family not in FROM_THE_ROW]
 
 
 def packed_bound(family: str) -> float:
-    """Of a gradient in fp32 with documents. Linear attention and state-space mixers cut a row into other chunks than a document alone, so their sums
-    round otherwise.
+    """Of a gradient in fp32 with documents. Linear attention and state-space mixers cut a row into
+    other chunks than a document alone, so their sums round otherwise.
     """
     return 4e-5 if family in LINEAR else CANCELLED.get(family, 1e-5)
 

@@ -1,4 +1,6 @@
-"""Two calibrations of one machine: what agrees, what does not, and when the machine is called noisy."""
+"""Two calibrations of one machine: what agrees, what does not, and when the machine is called
+noisy.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,37 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.simulator import agreement as agreement_module
-from megatrain.simulator.agreement import agreement
-from megatrain.simulator.hardware import CostTable, FixedCosts, HardwareSpec, Turns, Workspace
+from megatrain.simulator.hardware import agreement as agreement_module
+from megatrain.simulator.hardware.agreement import agreement
+from megatrain.simulator.hardware.machine import (
+    CostTable,
+    FixedCosts,
+    HardwareSpec,
+    KernelInterleaving,
+    Workspace,
+)
 
 LIBRARY = HardwareSpec.load("h200")
-RUNS = Path(__file__).parents[2] / "experiments" / "results" / "h200-prove" / "runs"
+CALIBRATIONS = Path(__file__).parents[1] / "shared" / "calibrations"
 
 
 def machine(factor: float, stated: float, slow: int = 0, **changes: Any) -> HardwareSpec:
     """Twenty points of a curve and a layer; `slow` of the points take half as long again."""
-    points = tuple((size, round(1000 * size * factor * (1.5 if size <= slow else 1))) for size in range(1, 21))
-    spreads = {f"norm {size}": stated for size in range(1, 21)} | {"forward a/1x1-bf16": stated, "gone 7": 0.1}
+    points = tuple(
+        (size, round(1000 * size * factor * (1.5 if size <= slow else 1))) for size in range(1, 21)
+    )
+    spreads = {f"norm {size}": stated for size in range(1, 21)} | {
+        "forward a/1x1-bf16": stated,
+        "gone 7": 0.1,
+    }
     measured: dict[str, Any] = {
-        "curves": {"norm": points}, "compute": {"forward": {"a/1x1-bf16": (1, round(10**6 * factor))}}, "spread": spreads,
-    }  # fmt: skip
-    return msgspec.structs.replace(LIBRARY, costs=CostTable(measured_on="", date="", **{**measured, **changes}))
+        "curves": {"norm": points},
+        "compute": {"forward": {"a/1x1-bf16": (1, round(10**6 * factor))}},
+        "spread": spreads,
+    }
+    return msgspec.structs.replace(
+        LIBRARY, costs=CostTable(measured_on="", date="", **{**measured, **changes})
+    )
 
 
 def test_numbers_agree_within_both_spreads() -> None:
@@ -47,22 +64,58 @@ def test_a_part_is_noisy_by_its_own_numbers() -> None:
     shapes = {f"a/{rows}x1-bf16": (rows, 10**6 * rows) for rows in range(1, 101)}
     more: dict[str, Any] = {
         "compute": {"forward": shapes},
-        "spread": {f"norm {size}": 0.03 for size in range(1, 21)} | {f"forward {shape}": 0.0 for shape in shapes},
+        "spread": (
+            {f"norm {size}": 0.03 for size in range(1, 21)}
+            | {f"forward {shape}": 0.0 for shape in shapes}
+        ),
     }
     found = agreement(machine(1, 0.03, **more), machine(1, 0.03, slow=3, **more))
     assert (found.compared, len(found.differences), found.noisy) == (120, 3, ("host",))
 
 
 def test_whose_number_each_is() -> None:
-    names = {name: agreement_module._part(name) for name in agreement_module._numbers(HardwareSpec.load(str(RUNS / "seventh" / "hardware.toml")))}
-    of = {part: {name.split()[0] for name, whose in names.items() if whose == part} for part in ("host", "link", "device")}
-    assert of["host"] >= {"cpu_update", "cpu_update:wide", "norm", "ratios:wide", "accumulate_gradients:add", "fixed.first_touch_gb_per_s", "step_overhead_ns"}
-    assert of["link"] >= {"load_weights", "save_gradients", "duplex_curve", "contention.h2d.d2h+cpu", "dispatch_ns.d2h"}
-    assert of["device"] >= {"forward", "head", "norm@compute", "ratios:wide@update", "update", "workspace.layer", "peak_tflops.bf16", "contention.update.cpu"}
+    names = {
+        name: agreement_module._part(name)
+        for name in agreement_module._numbers(
+            HardwareSpec.load(str(CALIBRATIONS / "noisy-host.toml"))
+        )
+    }
+    of = {
+        part: {name.split()[0] for name, whose in names.items() if whose == part}
+        for part in ("host", "link", "device")
+    }
+    assert of["host"] >= {
+        "cpu_update",
+        "cpu_update:wide",
+        "norm",
+        "update_ratios:wide",
+        "accumulate_gradients:add",
+        "fixed.first_touch_gb_per_s",
+        "step_overhead_ns",
+    }
+    assert of["link"] >= {
+        "load_weights",
+        "save_gradients",
+        "duplex_curve",
+        "contention.h2d.d2h+cpu",
+        "dispatch_ns.d2h",
+    }
+    assert of["device"] >= {
+        "forward",
+        "head",
+        "norm@compute",
+        "update_ratios:wide@update",
+        "update",
+        "workspace.layer",
+        "peak_tflops.bf16",
+        "contention.update.cpu",
+    }
 
 
 def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
-    first, later = (HardwareSpec.load(str(RUNS / "seventh" / f"hardware{name}.toml")) for name in ("", "-later"))
+    first, later = (
+        HardwareSpec.load(str(CALIBRATIONS / f"noisy-host{name}.toml")) for name in ("", "-later")
+    )
     found = agreement(first, later)
     assert len(found.differences) < found.compared / 20
     assert "host" in found.noisy
@@ -70,36 +123,68 @@ def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
 
 
 LANES: dict[str, Any] = {
-    "contention": {"h2d": {"cpu": 0.5}}, "turns": Turns(wait_ns=1000, forward_loss=0.9, backward_loss=0.5), "dispatch_ns": {"cpu": 2000},
+    "contention": {"h2d": {"cpu": 0.5}},
+    "turns": KernelInterleaving(wait_ns=1000, forward_loss=0.9, backward_loss=0.5),
+    "dispatch_ns": {"cpu": 2000},
     "step_overhead_ns": 10**6,
-}  # fmt: skip
-FIXED = FixedCosts(launch_ns=5000, event_ns=4000, first_touch_gb_per_s=5.0, registration_gb_per_s=25.0)
-OF_LANES = ["contention.h2d.cpu", "dispatch_ns.cpu", "step_overhead_ns", "turns.backward_loss", "turns.forward_loss", "turns.wait_ns"]
+}
+FIXED = FixedCosts(
+    launch_ns=5000, event_ns=4000, first_touch_gb_per_s=5.0, registration_gb_per_s=25.0
+)
+OF_LANES = [
+    "contention.h2d.cpu",
+    "dispatch_ns.cpu",
+    "step_overhead_ns",
+    "turns.backward_loss",
+    "turns.forward_loss",
+    "turns.wait_ns",
+]
 OF_THE_MACHINE = [
-    "cpu_adam_per_s", "device_gb_per_s", "duplex_curve 1048576", "fixed.event_ns", "fixed.first_touch_gb_per_s", "fixed.launch_ns",
-    "fixed.registration_gb_per_s", "host_gb_per_s", "peak_tflops.bf16", "thread_gb_per_s",
-]  # fmt: skip
+    "cpu_adam_per_s",
+    "device_gb_per_s",
+    "duplex_curve 1048576",
+    "fixed.event_ns",
+    "fixed.first_touch_gb_per_s",
+    "fixed.launch_ns",
+    "fixed.registration_gb_per_s",
+    "host_gb_per_s",
+    "peak_tflops.bf16",
+    "thread_gb_per_s",
+]
 
 
 def everything(times: float = 1.0, **changes: Any) -> HardwareSpec:
     """Every number that has no op's size or shape, `times` as large."""
-    told: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(machine(1, 0.0), duplex_curve=((2**20, 20.0),)))
+    told: dict[str, Any] = msgspec.to_builtins(
+        msgspec.structs.replace(machine(1, 0.0), duplex_curve=((2**20, 20.0),))
+    )
     more: dict[str, Any] = msgspec.to_builtins({**LANES, "fixed": FIXED})
     for part, fields in (
-        (told, ("cpu_adam_per_s", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s")), (told["peak_tflops"], ("bf16",)), (more["turns"], more["turns"]),
-        (more["fixed"], more["fixed"]), (more["contention"]["h2d"], ("cpu",)), (more["dispatch_ns"], ("cpu",)), (more, ("step_overhead_ns",)),
-    ):  # fmt: skip
+        (told, ("cpu_adam_per_s", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s")),
+        (told["peak_tflops"], ("bf16",)),
+        (more["turns"], more["turns"]),
+        (more["fixed"], more["fixed"]),
+        (more["contention"]["h2d"], ("cpu",)),
+        (more["dispatch_ns"], ("cpu",)),
+        (more, ("step_overhead_ns",)),
+    ):
         for field in fields:
             part[field] = type(part[field])(part[field] * times)
     told["duplex_curve"] = [[2**20, 20.0 * times]]
-    told["costs"] |= {**more, "spread": dict.fromkeys([*OF_LANES, *OF_THE_MACHINE], 0.01), **changes}
+    told["costs"] |= {
+        **more,
+        "spread": dict.fromkeys([*OF_LANES, *OF_THE_MACHINE], 0.01),
+        **changes,
+    }
     return msgspec.convert(told, HardwareSpec)
 
 
 def test_every_kind_of_number_is_compared() -> None:
     assert agreement(everything(), everything(0.97)).differences == ()
     found = agreement(everything(), everything(0.9))
-    assert sorted(difference.name for difference in found.differences) == sorted(OF_LANES + OF_THE_MACHINE)
+    assert sorted(difference.name for difference in found.differences) == sorted(
+        OF_LANES + OF_THE_MACHINE
+    )
     assert found.compared == len(OF_LANES + OF_THE_MACHINE)
     assert found.differences[0].allowed == pytest.approx(0.04)
 
@@ -112,19 +197,34 @@ def test_what_was_measured_with_other_layers_is_not_compared() -> None:
 
 def test_zeros_stand_for_what_this_machine_has_not() -> None:
     """As without a GPU."""
-    nothing = FixedCosts(launch_ns=5000, event_ns=0, first_touch_gb_per_s=5.0, registration_gb_per_s=0.0)
+    nothing = FixedCosts(
+        launch_ns=5000, event_ns=0, first_touch_gb_per_s=5.0, registration_gb_per_s=0.0
+    )
     names = {name for name in OF_THE_MACHINE if name.startswith("fixed.")}
     only = dict.fromkeys(names, 0.01)
-    assert agreement(everything(fixed=nothing, spread=only), everything(fixed=nothing, spread=only)).compared == 2
+    assert (
+        agreement(
+            everything(fixed=nothing, spread=only), everything(fixed=nothing, spread=only)
+        ).compared
+        == 2
+    )
 
 
 def test_bytes_are_counted_and_may_differ_by_a_fiftieth() -> None:
     def counted(size: int) -> HardwareSpec:
-        return machine(1, 0, spread={}, activations={"a/1x1-bf16": (1, size)}, workspace={"a/1x1-bf16": Workspace(layer=size, head=size)})
+        return machine(
+            1,
+            0,
+            spread={},
+            activations={"a/1x1-bf16": (1, size)},
+            workspace={"a/1x1-bf16": Workspace(layer=size, head=size)},
+        )
 
     assert agreement(counted(1000), counted(1019)).differences == ()
     found = agreement(counted(1000), counted(1021))
-    assert {difference.name for difference in found.differences} == {f"{name} a/1x1-bf16" for name in ("activations", "workspace.layer", "workspace.head")}
+    assert {difference.name for difference in found.differences} == {
+        f"{name} a/1x1-bf16" for name in ("activations", "workspace.layer", "workspace.head")
+    }
     assert found.compared == 3
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from small_table import SHAPE, load, table
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.interpolation import interpolate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import COMPUTE_KINDS, HardwareSpec, Workspace
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware.machine import COMPUTE_KINDS, HardwareSpec, Workspace
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import DOCUMENTS, Workload
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import DOCUMENTS, Workload
+from megatrain.simulator.schedule.plan import Plan
 
 
 def forward(batch: int | str) -> Op:
@@ -31,14 +31,27 @@ def forward(batch: int | str) -> Op:
 
 @pytest.mark.parametrize(
     ("size", "duration", "flagged"),
-    [(1000, 110, False), (1500, 160, False), (2000, 210, False), (3000, 280, False), (4000, 350, False), (6000, 490, True), (500, 60, True)],
+    [
+        (1000, 110, False),
+        (1500, 160, False),
+        (2000, 210, False),
+        (3000, 280, False),
+        (4000, 350, False),
+        (6000, 490, True),
+        (500, 60, True),
+    ],
 )
-def test_curves_are_lines_between_points_and_beyond_the_ends(size: int, duration: int, flagged: bool) -> None:
+def test_curves_are_lines_between_points_and_beyond_the_ends(
+    size: int, duration: int, flagged: bool
+) -> None:
     costs = Calibrated(table())
     assert (costs.duration_ns(load(size)), costs.extrapolated(load(size))) == (duration, flagged)
 
 
-@given(st.dictionaries(st.integers(0, 1000), st.integers(0, 1000), min_size=2, max_size=6), st.integers(0, 1500))
+@given(
+    st.dictionaries(st.integers(0, 1000), st.integers(0, 1000), min_size=2, max_size=6),
+    st.integers(0, 1500),
+)
 def test_interpolation_stays_between_its_neighbours(points: dict[int, int], size: int) -> None:
     curve = tuple(sorted(points.items()))
     duration, flagged = interpolate(curve, size)
@@ -67,9 +80,20 @@ def test_a_lane_may_have_a_curve_of_its_own() -> None:
 def test_adding_may_have_a_curve_of_its_own() -> None:
     curves = {"accumulate_gradients": ((1000, 10),), "accumulate_gradients:add": ((1000, 15),)}
     costs, target = Calibrated(table(curves=curves)), "host.gradients:0"
-    first = Op(id="A0.m0", lane="cpu", reads=("host.slabs:0",), writes=(target,), parameters=1000)
+    first = Op(
+        id="A0.m0",
+        lane="cpu",
+        reads=("host.gradient_staging:0",),
+        writes=(target,),
+        parameters=1000,
+    )
     assert costs.duration_ns(first) == 10
-    assert costs.duration_ns(msgspec.structs.replace(first, id="A0.m1", reads=("host.slabs:0", target))) == 15
+    assert (
+        costs.duration_ns(
+            msgspec.structs.replace(first, id="A0.m1", reads=("host.gradient_staging:0", target))
+        )
+        == 15
+    )
 
 
 def test_a_single_point_stands_for_a_proportion() -> None:
@@ -83,11 +107,14 @@ def test_a_measured_shape_is_taken_as_it_is() -> None:
 
 
 def test_without_a_datasheet_rows_packed_the_other_way_take_as_long_and_are_flagged() -> None:
-    costs, packed = Calibrated(table()), msgspec.structs.replace(forward(8), shape=forward(8).shape + DOCUMENTS)
+    costs, packed = (
+        Calibrated(table()),
+        msgspec.structs.replace(forward(8), shape=forward(8).shape + DOCUMENTS),
+    )
     assert (costs.duration_ns(packed), costs.extrapolated(packed)) == (800, True)
 
 
-def test_between_two_measured_token_counts_is_a_line_and_beyond_them_the_nearest_is_scaled_by_flops_and_flagged() -> None:
+def test_token_counts_between_are_interpolated_and_others_scaled_and_flagged() -> None:
     costs = Calibrated(table())
     assert (costs.duration_ns(forward(12)), costs.extrapolated(forward(12))) == (1167, False)
     assert (costs.duration_ns(forward(64)), costs.extrapolated(forward(64))) == (6000, True)
@@ -95,10 +122,18 @@ def test_between_two_measured_token_counts_is_a_line_and_beyond_them_the_nearest
 
 
 def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> None:
-    """At 1,024 tokens a sequence 10 ns a sequence of them, at 2,048 1 ns a 1,024 tokens more, for whatever attends; the head does not."""
-    shapes = {SHAPE.format(8): (80, 80), SHAPE.format(32): (320, 320), SHAPE.format(8).replace("x1024-", "x2048-"): (200, 176)}
+    """At 1,024 tokens a sequence 10 ns a sequence of them, at 2,048 1 ns a 1,024 tokens more, for
+    whatever attends; the head does not.
+    """
+    shapes = {
+        SHAPE.format(8): (80, 80),
+        SHAPE.format(32): (320, 320),
+        SHAPE.format(8).replace("x1024-", "x2048-"): (200, 176),
+    }
     costs = Calibrated(table(compute={"forward": shapes, "head": shapes}))
-    half = Op(id="F0.m0", lane="compute", flops=1, shape=SHAPE.format(8).replace("x1024-", "x1536-"))  # 12 x 1,024 tokens
+    half = Op(
+        id="F0.m0", lane="compute", flops=1, shape=SHAPE.format(8).replace("x1024-", "x1536-")
+    )  # 12 x 1,024 tokens
     assert (costs.duration_ns(half), costs.extrapolated(half)) == (120 + 6, False)
     longer = msgspec.structs.replace(half, shape=SHAPE.format(8).replace("x1024-", "x4096-"))
     assert costs.extrapolated(longer)
@@ -108,22 +143,34 @@ def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> Non
 
 def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:
     model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
-    measured = table(compute={"head": {SHAPE.format(8): (80, 1_000_000)}}, workspace={SHAPE.format(8): Workspace(layer=1, head=1)}, loss_chunk=1024)
+    measured = table(
+        compute={"head": {SHAPE.format(8): (80, 1_000_000)}},
+        workspace={SHAPE.format(8): Workspace(layer=1, head=1)},
+        loss_chunk=1024,
+    )
     head = Op(id="H.m0", lane="compute", flops=80, shape=SHAPE.format(8))
 
     def costs(chunk: int) -> Any:
-        return cost_model(msgspec.structs.replace(hardware, costs=measured), model, Workload(batch=8, sequence=1024, loss_chunk=chunk))
+        return cost_model(
+            msgspec.structs.replace(hardware, costs=measured),
+            model,
+            Workload(batch=8, sequence=1024, loss_chunk=chunk),
+        )
 
     assert (costs(1024).duration_ns(head), costs(1024).extrapolated(head)) == (1_000_000, False)
     assert costs(4096).duration_ns(head) < 1_000_000
     assert costs(4096).extrapolated(head)
     assert costs(512).duration_ns(head) > 1_000_000
-    assert costs(1024).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=1024)) == Workspace(layer=1, head=1)
+    assert costs(1024).workspace(
+        model, Workload(batch=8, sequence=1024, loss_chunk=1024)
+    ) == Workspace(layer=1, head=1)
     assert costs(4096).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=4096)) is None
 
 
 def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
-    """80 us of 8,192 tokens at 1,024 tokens a sequence, 240 at 2,048: 160 between, of the full recompute's own time."""
+    """80 us of 8,192 tokens at 1,024 tokens a sequence, 240 at 2,048: 160 between, of the full
+    recompute's own time.
+    """
     full, long = SHAPE.format(8), SHAPE.format(4).replace("x1024-", "x2048-")
     shapes = {
         full: (80, 800_000),
@@ -133,10 +180,17 @@ def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
         long.replace("/", "-kept/"): (70, 660_000),
     }
     costs = cost_model(
-        msgspec.structs.replace(HardwareSpec.load("h200"), costs=table(compute={"recompute": shapes})), ModelSpec.load("qwen2.5-3b"), Workload(batch=16, sequence=1024)
-    )  # fmt: skip
+        msgspec.structs.replace(
+            HardwareSpec.load("h200"), costs=table(compute={"recompute": shapes})
+        ),
+        ModelSpec.load("qwen2.5-3b"),
+        Workload(batch=16, sequence=1024),
+    )
     kept = Op(id="R0.m0", lane="compute", flops=140, shape=SHAPE.format(16).replace("/", "-kept/"))
-    assert (costs.duration_ns(kept), costs.extrapolated(kept)) == (pytest.approx(1_440_000, abs=20), False)
+    assert (costs.duration_ns(kept), costs.extrapolated(kept)) == (
+        pytest.approx(1_440_000, abs=20),
+        False,
+    )
     between = msgspec.structs.replace(kept, shape=kept.shape.replace("16x1024", "8x1536"))
     assert costs.duration_ns(between) == pytest.approx(1_200_000 + 75_000 - 240_000, abs=20)
     beyond = msgspec.structs.replace(kept, shape=kept.shape.replace("16x1024", "16x512"))
@@ -144,31 +198,57 @@ def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
 
 
 def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
-    """A decoder layer's: 2 bytes more a parameter where it is the first of several, 6 where it is added; a tied table is always one of two."""
+    """A decoder layer's: 2 bytes more a parameter where it is the first of several, 6 where it is
+    added; a tied table is always one of two.
+    """
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b")
-    compute = {kind: {SHAPE.format(8): (80, 1_000_000)} for kind in ("backward", "head", "embed_backward", "forward")}
+    compute = {
+        kind: {SHAPE.format(8): (80, 1_000_000)}
+        for kind in ("backward", "head", "embed_backward", "forward")
+    }
     curves = {"norm": ((1, 10), (10**9, 10**9)), "norm:wide": ((1, 20), (10**9, 2 * 10**9))}
     machine = msgspec.structs.replace(hardware, costs=table(compute=compute, curves=curves))
-    one, two = (cost_model(machine, model, Workload(batch=8, sequence=1024, accumulation=count)) for count in (1, 2))
+    one, two = (
+        cost_model(machine, model, Workload(batch=8, sequence=1024, accumulation=count))
+        for count in (1, 2)
+    )
 
     def op(code: str, *reads: str, size: int = 0) -> Op:
-        return Op(id=code, lane="compute", flops=0 if size else 80, parameters=size, shape="" if size else SHAPE.format(8), reads=reads, writes=("device.g",))
+        return Op(
+            id=code,
+            lane="compute",
+            flops=0 if size else 80,
+            parameters=size,
+            shape="" if size else SHAPE.format(8),
+            reads=reads,
+            writes=("device.g",),
+        )
 
     layer, table_elements = model.stack["0"].elements, model.stack["e"].elements
     for code, reads, extra in (
-        ("B0.m0", (), 2 * layer), ("B0.m1", ("device.g",), 6 * layer), ("F0.m0", (), 0),
-        ("H.m0", (), 0), ("H.m1", ("device.g",), 4 * table_elements), ("EB.m0", ("device.g",), 0),
-    ):  # fmt: skip
+        ("B0.m0", (), 2 * layer),
+        ("B0.m1", ("device.g",), 6 * layer),
+        ("F0.m0", (), 0),
+        ("H.m0", (), 0),
+        ("H.m1", ("device.g",), 4 * table_elements),
+        ("EB.m0", ("device.g",), 0),
+    ):
         assert one.duration_ns(op(code, *reads)) == 1_000_000
-        assert two.duration_ns(op(code, *reads)) == 1_000_000 + round(extra / hardware.device_gb_per_s)
-    assert two.duration_ns(op("N0", size=1000)) == pytest.approx(2 * one.duration_ns(op("N0", size=1000)), rel=0.02)
+        assert two.duration_ns(op(code, *reads)) == 1_000_000 + round(
+            extra / hardware.device_gb_per_s
+        )
+    assert two.duration_ns(op("N0", size=1000)) == pytest.approx(
+        2 * one.duration_ns(op("N0", size=1000)), rel=0.02
+    )
 
 
 def test_workspace_is_a_line_over_the_tokens() -> None:
     small, large = Workspace(layer=100, head=50, update=7), Workspace(layer=300, head=50, update=7)
     costs = Calibrated(table(workspace={SHAPE.format(8): small, SHAPE.format(32): large}))
     model = ModelSpec.load("qwen2.5-3b")
-    assert costs.workspace(model, Workload(batch=20, sequence=1024)) == Workspace(layer=200, head=50, update=7)
+    assert costs.workspace(model, Workload(batch=20, sequence=1024)) == Workspace(
+        layer=200, head=50, update=7
+    )
     assert costs.workspace(model, Workload(batch=8, sequence=1024)) == small
     assert costs.workspace(model, Workload(batch=20, sequence=1024, dtype="fp32")) is None
     alone = Calibrated(table(workspace={SHAPE.format(8): small}))
@@ -176,36 +256,61 @@ def test_workspace_is_a_line_over_the_tokens() -> None:
 
 
 def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
-    """As on an H200, where chunks of 2,048 tokens were measured at 1, 3 and 6 of them: 4,096 tokens take what 6,144 do, to the slope of these two."""
+    """As on an H200, where chunks of 2,048 tokens were measured at 1, 3 and 6 of them: 4,096 tokens
+    take what 6,144 do, to the slope of these two.
+    """
     model = ModelSpec.load("qwen2.5-3b")
-    one, three, six = (Workspace(layer=tokens, head=head, update=7) for tokens, head in ((1024, 3_309), (3072, 5_677), (6144, 5_683)))
-    costs = Calibrated(table(workspace={SHAPE.format(1): one, SHAPE.format(3): three, SHAPE.format(6): six}))
-    assert costs.workspace(model, Workload(batch=2, sequence=1024)) == Workspace(layer=2048, head=5_675, update=7)
+    one, three, six = (
+        Workspace(layer=tokens, head=head, update=7)
+        for tokens, head in ((1024, 3_309), (3072, 5_677), (6144, 5_683))
+    )
+    costs = Calibrated(
+        table(workspace={SHAPE.format(1): one, SHAPE.format(3): three, SHAPE.format(6): six})
+    )
+    assert costs.workspace(model, Workload(batch=2, sequence=1024)) == Workspace(
+        layer=2048, head=5_675, update=7
+    )
 
 
 def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_formula() -> None:
-    """Of 151,936 words at 2,048: less logits, 12 bytes each, and where there are several chunks the sum of their gradients, 4 bytes each."""
+    """Of 151,936 words at 2,048: less logits, 12 bytes each, and where there are several chunks the
+    sum of their gradients, 4 bytes each.
+    """
     model, head = ModelSpec.load("qwen2.5-3b"), 6 * 10**9
-    known = {SHAPE.format(1): Workspace(layer=1, head=head, update=1), SHAPE.format(2): Workspace(layer=1, head=head + 10**9, update=1)}
+    known = {
+        SHAPE.format(1): Workspace(layer=1, head=head, update=1),
+        SHAPE.format(2): Workspace(layer=1, head=head + 10**9, update=1),
+    }
     costs = Calibrated(table(workspace=known))
-    half, twice = (costs.workspace(model, work) for work in (Workload(batch=1, sequence=512), Workload(batch=3, sequence=1024)))
+    half, twice = (
+        costs.workspace(model, work)
+        for work in (Workload(batch=1, sequence=512), Workload(batch=3, sequence=1024))
+    )
     assert half is not None
     assert twice is not None
     assert half.head == head - 512 * 151_936 * 12
     assert twice.head == head + 10**9
-    short = {shape: Workspace(layer=1, head=head, update=1) for shape in (SHAPE.format(1), SHAPE.format(1).replace("1x1024", "1x512"))}
+    short = {
+        shape: Workspace(layer=1, head=head, update=1)
+        for shape in (SHAPE.format(1), SHAPE.format(1).replace("1x1024", "1x512"))
+    }
     summing = Calibrated(table(workspace=short)).workspace(model, Workload(batch=3, sequence=1024))
     assert summing == Workspace(layer=1, head=head + 4 * 151_936 * 2048, update=1)
 
 
 def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:
     costs = Calibrated(table(compute={"embed": {SHAPE.format(8): (100, 70)}}))
-    assert costs.duration_ns(Op(id="E.m0", lane="compute", elements=300, shape=SHAPE.format(24))) == 210
+    assert (
+        costs.duration_ns(Op(id="E.m0", lane="compute", elements=300, shape=SHAPE.format(24)))
+        == 210
+    )
 
 
 def test_the_same_model_is_nearer_than_the_same_flops() -> None:
     other = SHAPE.replace("11008", "11009").format(16)
-    costs = Calibrated(table(compute={"forward": {SHAPE.format(8): (80, 800), other: (160, 10**9)}}))
+    costs = Calibrated(
+        table(compute={"forward": {SHAPE.format(8): (80, 800), other: (160, 10**9)}})
+    )
     assert costs.duration_ns(forward(16)) == 1600
 
 
@@ -219,14 +324,18 @@ def test_the_same_model_is_nearer_than_the_same_flops() -> None:
     ],
 )
 def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
-    with pytest.raises(UserError, match="run `megatrain calibrate` for this model and workload") as error:
+    with pytest.raises(
+        UserError, match="run `megatrain calibrate` for this model and workload"
+    ) as error:
         Calibrated(table()).duration_ns(op)
     assert op.kind in str(error.value)
 
 
 def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
     shape, tokens = SHAPE.format(8), 8 * 1024
-    costs = Calibrated(table(activations={shape: (tokens, 800)}, workspace={shape: Workspace(layer=70, head=9)}))
+    costs = Calibrated(
+        table(activations={shape: (tokens, 800)}, workspace={shape: Workspace(layer=70, head=9)})
+    )
     model, other = ModelSpec.load("qwen2.5-3b"), ModelSpec.load("qwen2.5-7b")
     works = [Workload(batch=batch, sequence=1024) for batch in (8, 32)]
     assert [costs.activations_bytes(model, work) for work in works] == [800, 3200]
@@ -241,14 +350,23 @@ def test_every_compute_op_has_an_amount(make_plan: Callable[..., Plan]) -> None:
     for op in policies.lower(plan).ops:
         assert (op.amount > 0) == (op.kind in COMPUTE_KINDS)
         if op.kind in COMPUTE_KINDS:
-            assert op.amount == (plan.model.work(op.kind, op.layer, plan.workload).flops or plan.workload.tokens * plan.model.hidden)
+            assert op.amount == (
+                plan.model.work(op.kind, op.layer, plan.workload).flops
+                or plan.workload.tokens * plan.model.hidden
+            )
 
 
-def test_layers_that_differ_are_looked_up_apart(make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec]) -> None:
+def test_layers_that_differ_are_looked_up_apart(
+    make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec]
+) -> None:
     """Every other layer slides over 4 tokens: fewer FLOPs, another shape; slots fit the largest."""
-    model = make_model(family="gemma2", hidden=32, head_dim=8, sliding_window=4, hidden_activation="silu")
+    model = make_model(
+        family="gemma2", hidden=32, head_dim=8, sliding_window=4, hidden_activation="silu"
+    )
     plan = make_plan("resident", model=model)
     ops = policies.lower(plan).by_id
-    assert (ops["F0.m0"].shape, ops["F1.m0"].shape) == tuple(f"{model.decoders[index].signature}/{plan.workload.shape}" for index in (0, 1))
+    assert (ops["F0.m0"].shape, ops["F1.m0"].shape) == tuple(
+        f"{model.decoders[index].signature}/{plan.workload.shape}" for index in (0, 1)
+    )
     assert ops["F0.m0"].flops < ops["F1.m0"].flops
     assert ops["F0.m0"].shape == ops["F2.m0"].shape

@@ -1,7 +1,7 @@
 """What fits at most, where the host is too small and state moves to the device.
 
-State that is there needs no slots to stream through; the vocabulary's gradient moves first, because its slot is as large. Of
-the checkpoints the host may hold only some.
+State that is there needs no slots to stream through; the vocabulary's gradient moves first, because
+its slot is as large. Of the checkpoints the host may hold only some.
 """
 
 from __future__ import annotations
@@ -9,32 +9,59 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from megatrain.simulator.assessment import assess
-from megatrain.simulator.capacity import largest_batch, usable
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.capacity import largest_batch, usable
+from megatrain.simulator.schedule.plan import Plan
 
 CASES = (
-    ("olmoe-1b-7b", "gb200", Workload(batch=2, sequence=4096, accumulation=2, loss_chunk=4096), (0.75, 0.25), 110),
-    ("llama-3.2-1b", "a100-40", Workload(batch=8, sequence=2048, accumulation=3, dtype="fp32", clipping="layer", loss_chunk=256), (1.0, 0.1), 38),
+    (
+        "olmoe-1b-7b",
+        "gb200",
+        Workload(batch=2, sequence=4096, accumulation=2, loss_chunk=4096),
+        (0.75, 0.25),
+        110,
+    ),
+    (
+        "llama-3.2-1b",
+        "a100-40",
+        Workload(
+            batch=8, sequence=2048, accumulation=3, dtype="fp32", clipping="layer", loss_chunk=256
+        ),
+        (1.0, 0.1),
+        38,
+    ),
     ("qwen2.5-0.5b", "h200", Workload(batch=1, sequence=256, loss_chunk=256), (0.75, 0.25), 3795),
 )
 
 
-@pytest.mark.parametrize(("name", "machine", "work", "shares", "most"), CASES, ids=[case[0] for case in CASES])
-def test_the_most_that_fits(name: str, machine: str, work: Workload, shares: tuple[float, float], most: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "machine", "work", "shares", "most"), CASES, ids=[case[0] for case in CASES]
+)
+def test_the_most_that_fits(
+    name: str, machine: str, work: Workload, shares: tuple[float, float], most: int
+) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
     plan = Plan(
-        policy="overlapped", hardware=hardware.name, source=model.name, model=model, workload=work,
-        device_limit_bytes=int(shares[0] * hardware.device_bytes), host_limit_bytes=int(shares[1] * hardware.host_bytes),
-    )  # fmt: skip
+        policy="overlapped",
+        hardware=hardware.name,
+        source=model.name,
+        model=model,
+        workload=work,
+        device_limit_bytes=int(shares[0] * hardware.device_bytes),
+        host_limit_bytes=int(shares[1] * hardware.host_bytes),
+    )
     costs = cost_model(hardware, model, work)
     assert largest_batch(usable(plan, hardware, costs, ["overlapped"]), work) == most
     wide = msgspec.structs.replace(plan, workload=msgspec.structs.replace(work, batch=most))
-    fitting = [footprint for footprint in usable(wide, hardware, costs, ["overlapped"]) if footprint.account().fits]
+    fitting = [
+        footprint
+        for footprint in usable(wide, hardware, costs, ["overlapped"])
+        if footprint.account().fits
+    ]
     assert fitting
     for footprint in fitting:
         assert assess(footprint.placed(), costs).feasible

@@ -1,4 +1,6 @@
-"""Cost models: the datasheet against figures that were measured, and what both kinds have in common."""
+"""Cost models: the datasheet against figures that were measured, and what both kinds have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,22 @@ from hypothesis import strategies as st
 from small_table import SHAPE, load, table
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.evaluator import evaluate
-from megatrain.simulator.hardware import HardwareSpec, HostMemory, Workspace
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.engine.evaluator import evaluate
+from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec, Workspace
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule import Op, OpId
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.timeline import Span, Timeline
-from megatrain.simulator.workload import Clipping, Workload
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 
 def datasheet(name: str) -> Datasheet:
-    return Datasheet(HardwareSpec.load(name), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024))
+    return Datasheet(
+        HardwareSpec.load(name), ModelSpec.load("qwen2.5-7b"), Workload(batch=32, sequence=1024)
+    )
 
 
 def forward(batch: int | str) -> Op:
@@ -35,13 +39,20 @@ def forward(batch: int | str) -> Op:
     return Op(id="F0.m0", lane="compute", flops=10 * batch, shape=SHAPE.format(batch))
 
 
-@pytest.mark.parametrize(("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)])
+@pytest.mark.parametrize(
+    ("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)]
+)
 def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float) -> None:
     """GB/s of pinned H2D copies of so many MiB, measured 2026-11-21 on an H200 (PCIe 5.0 x16)."""
-    assert size * 2**20 / datasheet("h200").duration_ns(load(size * 2**20)) == pytest.approx(rate, rel=0.001)
+    assert size * 2**20 / datasheet("h200").duration_ns(load(size * 2**20)) == pytest.approx(
+        rate, rel=0.001
+    )
 
 
-@pytest.mark.parametrize(("size", "rate"), [(0.25, 18.0), (1, 40.1), (4, 50.6), (16, 54.1), (64, 54.9), (256, 55.3), (2048, 55.4)])
+@pytest.mark.parametrize(
+    ("size", "rate"),
+    [(0.25, 18.0), (1, 40.1), (4, 50.6), (16, 54.1), (64, 54.9), (256, 55.3), (2048, 55.4)],
+)
 def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float) -> None:
     """GB/s of pinned D2H copies of so many MiB, likewise."""
     costs, op = datasheet("h200"), Op(id="G0.c0", lane="d2h", bytes=round(size * 2**20))
@@ -52,8 +63,13 @@ def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float
 def test_a_copy_beyond_the_curve_goes_on_along_its_end_and_is_flagged() -> None:
     costs = datasheet("h200")
     ends = [(2**18 - 1, 2**18), (2**31, 2**31 + 1)]
-    assert [tuple(costs.extrapolated(load(size)) for size in pair) for pair in ends] == [(True, False), (False, True)]
-    assert costs.duration_ns(load(2**32)) / costs.duration_ns(load(2**31)) == pytest.approx(2, rel=0.01)
+    assert [tuple(costs.extrapolated(load(size)) for size in pair) for pair in ends] == [
+        (True, False),
+        (False, True),
+    ]
+    assert costs.duration_ns(load(2**32)) / costs.duration_ns(load(2**31)) == pytest.approx(
+        2, rel=0.01
+    )
     assert 10_000 < costs.duration_ns(load(1)) < 12_000, "ns that a copy takes however small"
 
 
@@ -65,21 +81,32 @@ def test_a_link_without_a_curve_is_a_latency_and_a_rate() -> None:
 
 @pytest.mark.parametrize("name", ["h200", "gh200-96", "rtx3080-10gb"])
 @given(sizes=st.lists(st.integers(1, 2**34), min_size=2, max_size=6))
-def test_a_larger_copy_takes_no_less_time_and_none_beats_the_link(name: str, sizes: list[int]) -> None:
+def test_a_larger_copy_takes_no_less_time_and_none_beats_the_link(
+    name: str, sizes: list[int]
+) -> None:
     costs, machine = datasheet(name), HardwareSpec.load(name)
     durations = [costs.duration_ns(load(size)) for size in sorted(sizes)]
     assert durations == sorted(durations)
     fastest = max([machine.h2d_gb_per_s, *(rate for _, rate in machine.h2d_curve)])
-    assert all(size / duration <= 1.001 * fastest for size, duration in zip(sorted(sizes), durations, strict=True))
+    assert all(
+        size / duration <= 1.001 * fastest
+        for size, duration in zip(sorted(sizes), durations, strict=True)
+    )
 
 
-@pytest.mark.parametrize("name", ["dgx-spark", "apple-m3-ultra", "apple-m4-max", "ryzen-ai-max-395-128gb"])
-def test_nothing_is_copied_where_memory_is_unified(make_plan: Callable[..., Plan], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["dgx-spark", "apple-m3-ultra", "apple-m4-max", "ryzen-ai-max-395-128gb"]
+)
+def test_nothing_is_copied_where_memory_is_unified(
+    make_plan: Callable[..., Plan], name: str
+) -> None:
     plan = make_plan("double_buffer")
     costs = Datasheet(HardwareSpec.load(name), plan.model, plan.workload)
     schedule = policies.lower(plan)
     assert {costs.duration_ns(op) for op in schedule.ops if op.lane in ("h2d", "d2h")} == {0}
-    assert simulate(schedule, costs).makespan_ns >= sum(costs.duration_ns(op) for op in schedule.ops if op.lane == "compute")
+    assert simulate(schedule, costs).makespan_ns >= sum(
+        costs.duration_ns(op) for op in schedule.ops if op.lane == "compute"
+    )
 
 
 def test_two_memories_are_not_unified_however_fast_the_link() -> None:
@@ -91,34 +118,63 @@ def test_two_memories_are_not_unified_however_fast_the_link() -> None:
 @pytest.mark.parametrize(
     ("name", "batch", "measured_ms", "allowed"),
     [
-        ("7b", 8, (6.64, 20.13), 0.08), ("7b", 32, (28.04, 85.17), 0.02), ("7b", 64, (57.83, 174.3), 0.04),
-        ("14b", 8, (7.97, 25.14), 0.07), ("14b", 32, (32.88, 103.9), 0.03), ("14b", 64, (71.70, 210.7), 0.07),
+        ("7b", 8, (6.64, 20.13), 0.08),
+        ("7b", 32, (28.04, 85.17), 0.02),
+        ("7b", 64, (57.83, 174.3), 0.04),
+        ("14b", 8, (7.97, 25.14), 0.07),
+        ("14b", 32, (32.88, 103.9), 0.03),
+        ("14b", 64, (71.70, 210.7), 0.07),
     ],
-)  # fmt: skip
-def test_the_datasheet_gives_the_measured_time_of_a_layer(name: str, batch: int, measured_ms: tuple[float, float], allowed: float) -> None:
-    """Forward, and forward and backward, of one eager decoder layer, sequences of 1024, measured 2026-11-21 on an H200; no rate is fitted to them.
+)
+def test_the_datasheet_gives_the_measured_time_of_a_layer(
+    name: str, batch: int, measured_ms: tuple[float, float], allowed: float
+) -> None:
+    """Forward, and forward and backward, of one eager decoder layer, sequences of 1024, measured
+    2026-11-21 on an H200; no rate is fitted to them.
 
-    Per token a measured layer takes 5 to 12 % longer with 64 sequences than with 8, so that one rate of products cannot be within 5 % everywhere.
+    Per token a measured layer takes 5 to 12 % longer with 64 sequences than with 8, so that one
+    rate of products cannot be within 5 % everywhere.
     """
     model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=batch, sequence=1024)
     costs = cost_model(HardwareSpec.load("h200"), model, workload)
-    forward, backward = (costs.duration_ns(Op(id=f"{code}0.m0", lane="compute")) / 1e6 for code in "FB")
+    forward, backward = (
+        costs.duration_ns(Op(id=f"{code}0.m0", lane="compute")) / 1e6 for code in "FB"
+    )
     assert forward == pytest.approx(measured_ms[0], rel=allowed)
     assert backward == pytest.approx(measured_ms[1] - measured_ms[0], rel=allowed)
 
 
-@pytest.mark.parametrize(("op", "measured_ns"), [("F0.m0", 10_441_424), ("R0.m0", 10_520_768), ("B0.m0", 21_368_805), ("Hh.m0", 183_843_990)])
+@pytest.mark.parametrize(
+    ("op", "measured_ns"),
+    [("F0.m0", 10_441_424), ("R0.m0", 10_520_768), ("B0.m0", 21_368_805), ("Hh.m0", 183_843_990)],
+)
 def test_the_datasheet_gives_the_time_of_ops_in_a_run(op: str, measured_ns: int) -> None:
-    """Qwen2.5-3B, 32 x 1024 tokens on an H200, of the table in experiments/results/h200-qwen2.5-3b (2026-11-21)."""
-    costs = Datasheet(HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b"), Workload(batch=32, sequence=1024))
+    """Qwen2.5-3B, 32 x 1024 tokens on an H200, of the table in experiments/results/h200-qwen2.5-3b
+    (2026-11-21).
+    """
+    costs = Datasheet(
+        HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b"), Workload(batch=32, sequence=1024)
+    )
     assert costs.duration_ns(Op(id=op, lane="compute")) == pytest.approx(measured_ns, rel=0.06)
 
 
-@pytest.mark.parametrize(("sequence", "forward", "backward"), [(1024, 250, 152), (4096, 334, 253), (32768, 351, 314), (131072, 333, 326)])
-def test_the_datasheet_gives_the_measured_time_of_attention(sequence: int, forward: float, backward: float) -> None:
-    """Flash attention's TFLOP/s, causal, 28 heads of 128, measured 2026-11-21 on an H200, its backward counted as 2.5 forwards."""
+@pytest.mark.parametrize(
+    ("sequence", "forward", "backward"),
+    [(1024, 250, 152), (4096, 334, 253), (32768, 351, 314), (131072, 333, 326)],
+)
+def test_the_datasheet_gives_the_measured_time_of_attention(
+    sequence: int, forward: float, backward: float
+) -> None:
+    """Flash attention's TFLOP/s, causal, 28 heads of 128, measured 2026-11-21 on an H200, its
+    backward counted as 2.5 forwards.
+    """
     hardware = HardwareSpec.load("h200")
-    reached = hardware.peak_tflops["bf16"] * hardware.attention_efficiency * sequence / (sequence + hardware.attention_half_tokens)
+    reached = (
+        hardware.peak_tflops["bf16"]
+        * hardware.attention_efficiency
+        * sequence
+        / (sequence + hardware.attention_half_tokens)
+    )
     assert 3.5 / reached == pytest.approx(1 / forward + 2.5 / backward, rel=0.03)
 
 
@@ -131,7 +187,9 @@ def test_few_tokens_are_bound_by_reading_the_weights() -> None:
 
 @pytest.mark.parametrize("policy", policies.names())
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., Plan], policy: str, dtype: str) -> None:
+def test_the_datasheet_knows_every_op_of_every_policy(
+    make_plan: Callable[..., Plan], policy: str, dtype: str
+) -> None:
     for clipping in get_args(Clipping):
         plan = make_plan(policy, dtype=dtype, accumulation=2, clipping=clipping)
         costs = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
@@ -139,16 +197,29 @@ def test_the_datasheet_knows_every_op_of_every_policy(make_plan: Callable[..., P
             assert costs.duration_ns(op) > 0 or op.kind == "clip"
 
 
-def test_sums_of_ratios_read_the_gradient_and_the_second_moment(make_plan: Callable[..., Plan]) -> None:
-    """6 bytes a parameter with bf16 gradients, of which a norm reads 2; in a table that knows none, the datasheet's, flagged."""
+def test_sums_of_ratios_read_the_gradient_and_the_second_moment(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """6 bytes a parameter with bf16 gradients, of which a norm reads 2; in a table that knows none,
+    the datasheet's, flagged.
+    """
     plan = make_plan("resident", clipping="update")
     hardware = HardwareSpec.load("h200")
     costs = Datasheet(hardware, plan.model, plan.workload)
-    ratios, norm = Op(id="Q0", lane="update", parameters=3_990_000), Op(id="N0", lane="update", parameters=3_990_000)
+    ratios, norm = (
+        Op(id="Q0", lane="update", parameters=3_990_000),
+        Op(id="N0", lane="update", parameters=3_990_000),
+    )
     assert (costs.duration_ns(ratios), costs.duration_ns(norm)) == (6000, 2000)
     old = cost_model(msgspec.structs.replace(hardware, costs=table()), plan.model, plan.workload)
     assert (old.duration_ns(ratios), old.extrapolated(ratios)) == (6000, True)
-    new = cost_model(msgspec.structs.replace(hardware, costs=table(curves={"ratios@update": ((3_990_000, 7), (8_000_000, 9))})), plan.model, plan.workload)
+    new = cost_model(
+        msgspec.structs.replace(
+            hardware, costs=table(curves={"update_ratios@update": ((3_990_000, 7), (8_000_000, 9))})
+        ),
+        plan.model,
+        plan.workload,
+    )
     assert (new.duration_ns(ratios), new.extrapolated(ratios)) == (7, False)
 
 
@@ -170,40 +241,73 @@ def together(hardware: HardwareSpec, *ops: Op) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-@pytest.mark.parametrize("changes", [{}, {"tied": True, "accumulation": 2}, {"tied": True}], ids=str)
-def test_ops_of_one_size_cost_the_same(make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]) -> None:
-    """The players ask once a size; a difference that `Schedule.sizes` overlooked would be a wrong duration."""
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": True, "accumulation": 2}, {"tied": True}], ids=str
+)
+def test_ops_of_one_size_cost_the_same(
+    make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]
+) -> None:
+    """The players ask once a size; a difference that `Schedule.sizes` overlooked would be a wrong
+    duration.
+    """
     plan = make_plan(policy, **changes)
     schedule = policies.lower(plan)
-    costs = Datasheet(msgspec.structs.replace(HardwareSpec.load("h200"), host_memory=HostMemory(gb_per_s=50.0)), plan.model, plan.workload)
+    costs = Datasheet(
+        msgspec.structs.replace(
+            HardwareSpec.load("h200"), host_memory=HostMemorySpec(gb_per_s=50.0)
+        ),
+        plan.model,
+        plan.workload,
+    )
     sizes = costs.sizes(schedule)
     assert len(sizes.ops) < len(schedule.ops)
     for op, size in zip(schedule.ops, sizes.which, strict=True):
-        assert (costs.duration_ns(op), costs.demand(op)) == (costs.duration_ns(sizes.ops[size]), costs.demand(sizes.ops[size]))
+        assert (costs.duration_ns(op), costs.demand(op)) == (
+            costs.duration_ns(sizes.ops[size]),
+            costs.demand(sizes.ops[size]),
+        )
         assert (op.kind, op.lane) == (sizes.ops[size].kind, sizes.ops[size].lane)
     replayed = Replayed(evaluate(schedule, costs))
-    assert evaluate(schedule, replayed) == evaluate(schedule, costs), "a replayed op has a duration of its own"
+    assert evaluate(schedule, replayed) == evaluate(schedule, costs), (
+        "a replayed op has a duration of its own"
+    )
 
 
 def test_adding_to_a_gradient_takes_longer_than_writing_it(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan("double_buffer", accumulation=2)
-    costs, ops = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload), policies.lower(plan).by_id
-    assert costs.duration_ns(ops["A0b.m1"]) / costs.duration_ns(ops["A0b.m0"]) == pytest.approx(10 / 6, rel=0.01)
+    costs, ops = (
+        Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload),
+        policies.lower(plan).by_id,
+    )
+    assert costs.duration_ns(ops["A0b.m1"]) / costs.duration_ns(ops["A0b.m0"]) == pytest.approx(
+        10 / 6, rel=0.01
+    )
 
 
 def test_a_machine_without_a_rate_for_the_dtype_is_refused() -> None:
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), peak_tflops={"bf16": 989.0})
     with pytest.raises(UserError, match="no rate for fp32"):
-        cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=8, dtype="fp32"))
+        cost_model(
+            hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=8, dtype="fp32")
+        )
 
 
 def test_measured_costs_win_over_rates() -> None:
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), costs=table())
-    assert isinstance(cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=8)), Calibrated)
+    assert isinstance(
+        cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=8)),
+        Calibrated,
+    )
 
 
 def test_a_replay_of_another_schedule_is_refused() -> None:
-    costs = Replayed(Timeline(name="measured", digest="", spans=(Span(op="F0.m0", lane="compute", start_ns=3, end_ns=10),)))
+    costs = Replayed(
+        Timeline(
+            name="measured",
+            digest="",
+            spans=(Span(op="F0.m0", lane="compute", start_ns=3, end_ns=10),),
+        )
+    )
     assert costs.duration_ns(forward("any")) == 7
     with pytest.raises(UserError, match=r"no span of W0\.c0"):
         costs.duration_ns(load(1))
@@ -218,7 +322,12 @@ def packed_as(documents: bool, **changes: Any) -> Workload:
 
 def compute(kind: str, model: ModelSpec, work: Workload) -> Op:
     layer, op = model.decoders[0], str(OpId(kind, "" if kind == "head" else "0", "", 0))
-    return Op(id=op, lane="compute", flops=model.work(kind, "0", work).flops, shape=f"{layer.signature}/{work.shape}")
+    return Op(
+        id=op,
+        lane="compute",
+        flops=model.work(kind, "0", work).flops,
+        shape=f"{layer.signature}/{work.shape}",
+    )
 
 
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
@@ -226,7 +335,12 @@ def test_documents_cost_flash_attention_over_whole_rows(kind: str) -> None:
     """Not cuDNN's rate, where the machine names it for a plan without."""
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     packed, flash, cudnn = (
-        Datasheet(hardware, model, work) for work in (packed_as(True), packed_as(False, attention="flash"), packed_as(False, attention="cudnn"))
+        Datasheet(hardware, model, work)
+        for work in (
+            packed_as(True),
+            packed_as(False, attention="flash"),
+            packed_as(False, attention="cudnn"),
+        )
     )
     op = compute(kind, model, packed_as(True))
     assert packed.duration_ns(op) == flash.duration_ns(op) > cudnn.duration_ns(op)
@@ -235,36 +349,53 @@ def test_documents_cost_flash_attention_over_whole_rows(kind: str) -> None:
 
 def test_a_mask_for_documents_costs_the_hidden_pairs_too_and_is_flagged() -> None:
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
-    packed, plain = (Datasheet(hardware, model, packed_as(documents, dtype="fp32")) for documents in (True, False))
+    packed, plain = (
+        Datasheet(hardware, model, packed_as(documents, dtype="fp32"))
+        for documents in (True, False)
+    )
     op = compute("forward", model, packed_as(True, dtype="fp32"))
-    attention = model.work("forward", "0", packed_as(True)).attention_flops / plain._attention_flops_per_ns
+    attention = (
+        model.work("forward", "0", packed_as(True)).attention_flops / plain._attention_flops_per_ns
+    )
     assert packed.duration_ns(op) - plain.duration_ns(op) == pytest.approx(attention, rel=1e-3)
     assert (packed.extrapolated(op), plain.extrapolated(op)) == (True, False)
 
 
 def test_scores_that_are_written_out_cost_the_same_with_documents() -> None:
     model = ModelSpec.load("gemma-2-27b")
-    durations = {Datasheet(HardwareSpec.load("h200"), model, packed_as(documents))._compute_ns("forward", "0") for documents in (False, True)}
+    durations = {
+        Datasheet(HardwareSpec.load("h200"), model, packed_as(documents))._compute_ns(
+            "forward", "0"
+        )
+        for documents in (False, True)
+    }
     assert len(durations) == 1
 
 
 @pytest.mark.parametrize("measured_with", [False, True])
-def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flagged(measured_with: bool) -> None:
+def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flagged(
+    measured_with: bool,
+) -> None:
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     measured, wanted = packed_as(measured_with), packed_as(not measured_with)
     ops = {kind: compute(kind, model, measured) for kind in ("forward", "head")}
     shape = f"{model.shape}/{measured.shape}"
     costs = Calibrated(
         table(
-            compute={kind: {op.shape: (op.amount, 1000)} for kind, op in ops.items()}, activations={shape: (measured.tokens, 77)},
+            compute={kind: {op.shape: (op.amount, 1000)} for kind, op in ops.items()},
+            activations={shape: (measured.tokens, 77)},
             workspace={shape: Workspace(layer=5, head=6)},
-        ), Datasheet(hardware, model, wanted),
-    )  # fmt: skip
-    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in ops.values()] == [(1000, False)] * 2
-    others = [compute(kind, model, wanted) for kind in ops]
-    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in others] == [(1000, True), (1000, False)], (
-        "the usual attention is flash; the head has none"
+        ),
+        Datasheet(hardware, model, wanted),
     )
+    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in ops.values()] == [
+        (1000, False)
+    ] * 2
+    others = [compute(kind, model, wanted) for kind in ops]
+    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in others] == [
+        (1000, True),
+        (1000, False),
+    ], "the usual attention is flash; the head has none"
     assert costs.activations_bytes(model, wanted) == 77
     assert costs.workspace(model, wanted) == Workspace(layer=5, head=6)
     chosen = packed_as(False, attention="cudnn")

@@ -1,4 +1,6 @@
-"""Pictures: there, of the stated width, whole, different where what they show differs, and refused where there is nothing to show."""
+"""Pictures: there, of the stated width, whole, different where what they show differs, and refused
+where there is nothing to show.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatrain.simulator.canvas import WIDTH_PIXELS
-from megatrain.simulator.compare import compare
-from megatrain.simulator.draw import KIND_COLOURS, loss_png, memory_png, timeline_png
-from megatrain.simulator.draw_errors import errors_png
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.compare.compare import compare
+from megatrain.simulator.plots.canvas import WIDTH_PIXELS
+from megatrain.simulator.plots.error_pictures import errors_png
+from megatrain.simulator.plots.pictures import KIND_COLOURS, loss_png, memory_png, timeline_png
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import CODES
-from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 GIB = 2**30
-USAGE = {"device.weights": [(0, GIB), (5_000_000, 2 * GIB)], "device.hidden": [(0, 0), (1_000_000, GIB), (9_000_000, 0)], "host.moments": [(0, 40 * GIB)]}
+USAGE = {
+    "device.weights": [(0, GIB), (5_000_000, 2 * GIB)],
+    "device.hidden": [(0, 0), (1_000_000, GIB), (9_000_000, 0)],
+    "host.moments": [(0, 40 * GIB)],
+}
 
 
 def timeline(plan: Plan, name: str = "predicted", stretch: int = 1) -> Timeline:
@@ -43,17 +49,23 @@ def size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_timelines_are_drawn_with_a_panel_each(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_timelines_are_drawn_with_a_panel_each(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     predicted, measured = timeline(make_plan()), timeline(make_plan(), "measured", 2)
     timeline_png(tmp_path / "one.png", [predicted], "a step")
     timeline_png(tmp_path / "two.png", [predicted, measured], "a step", "of double_buffer")
     (width, one), (_, two) = size(tmp_path / "one.png"), size(tmp_path / "two.png")
     assert width == WIDTH_PIXELS
     assert one < two
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.png", "two.png"], "nothing is left aside"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.png", "two.png"], (
+        "nothing is left aside"
+    )
 
 
-def test_a_picture_depends_on_its_timeline_and_on_nothing_else(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_picture_depends_on_its_timeline_and_on_nothing_else(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     shown = timeline(make_plan())
     late = msgspec.structs.replace(shown.spans[3], end_ns=shown.spans[3].end_ns + 90_000)
     changed = msgspec.structs.replace(shown, spans=(*shown.spans[:3], late, *shown.spans[4:]))
@@ -65,7 +77,9 @@ def test_a_picture_depends_on_its_timeline_and_on_nothing_else(make_plan: Callab
 
 
 @pytest.mark.parametrize("policy", ["sequential", "k_buffer", "resident"])
-def test_every_policy_can_be_drawn(policy: str, make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_every_policy_can_be_drawn(
+    policy: str, make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     plan = make_plan(policy, layers=24, accumulation=3)
     assert len(timeline(plan).spans) > 200
     timeline_png(tmp_path / "step.png", [timeline(plan), timeline(plan, "measured", 2)], policy)
@@ -79,17 +93,36 @@ def test_every_kind_has_a_colour_of_its_own() -> None:
 
 def test_memory_has_a_panel_for_each_place_in_use(tmp_path: Path) -> None:
     device = {pool: points for pool, points in USAGE.items() if pool.startswith("device")}
-    memory_png(tmp_path / "both.png", USAGE, 4 * GIB, 64 * GIB, "memory", fixed={"device.workspace": GIB // 2}, step_ns=12_000_000)
+    memory_png(
+        tmp_path / "both.png",
+        USAGE,
+        4 * GIB,
+        64 * GIB,
+        "memory",
+        fixed={"device.workspace": GIB // 2},
+        step_ns=12_000_000,
+    )
     memory_png(tmp_path / "device.png", device, 4 * GIB, 64 * GIB, "memory")
     memory_png(tmp_path / "over.png", device, GIB, 64 * GIB, "memory")
     assert size(tmp_path / "both.png")[0] == size(tmp_path / "device.png")[0] == WIDTH_PIXELS
     assert size(tmp_path / "both.png")[1] > 1.5 * size(tmp_path / "device.png")[1]
-    assert (tmp_path / "device.png").read_bytes() != (tmp_path / "over.png").read_bytes(), "the limit is shown"
+    assert (tmp_path / "device.png").read_bytes() != (tmp_path / "over.png").read_bytes(), (
+        "the limit is shown"
+    )
 
 
 def test_many_pools_of_one_class_and_unknown_ones_are_drawn(tmp_path: Path) -> None:
-    many = {f"device.{name}": [(0, GIB), (10, 2 * GIB)] for name in ("weights", "weights_vocabulary", "weights_other", *"abcdefgh")}
-    memory_png(tmp_path / "many.png", {**many, "device.x": [(0, 1)], "device.y": [(0, 2)]}, 10 * GIB, 0, "memory")
+    many = {
+        f"device.{name}": [(0, GIB), (10, 2 * GIB)]
+        for name in ("weights", "weights_vocabulary", "weights_other", *"abcdefgh")
+    }
+    memory_png(
+        tmp_path / "many.png",
+        {**many, "device.x": [(0, 1)], "device.y": [(0, 2)]},
+        10 * GIB,
+        0,
+        "memory",
+    )
     assert size(tmp_path / "many.png")[0] == WIDTH_PIXELS
 
 
@@ -98,12 +131,20 @@ def test_a_place_of_many_pools_is_as_tall_as_its_legend(tmp_path: Path) -> None:
     heights = []
     for count in (3, 24):
         pools = {f"device.pool{number}": [(0, GIB), (10, 2 * GIB)] for number in range(count)}
-        memory_png(tmp_path / "many.png", {**pools, "host.moments": [(0, GIB)]}, 64 * GIB, 64 * GIB, "memory")
+        memory_png(
+            tmp_path / "many.png",
+            {**pools, "host.moments": [(0, GIB)]},
+            64 * GIB,
+            64 * GIB,
+            "memory",
+        )
         heights.append(size(tmp_path / "many.png")[1])
     assert heights[1] - heights[0] > (24 * 0.19 - 2.75) * 150
 
 
-def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     heights = []
     for policy in ("resident", "k_buffer"):
         plan = make_plan(policy)
@@ -111,10 +152,23 @@ def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(make_plan: Call
         report = compare(predicted, measured, lower(plan), replayed=measured)
         errors_png(tmp_path / "errors.png", report, policy)
         assert size(tmp_path / "errors.png")[0] == WIDTH_PIXELS
-        heights.append((size(tmp_path / "errors.png")[1], len(report.kinds) + 2 * len(report.lanes) + 2 * len(report.parts)))
-    lane = msgspec.structs.replace(report.lanes[0], predicted_busy_seconds=3 * report.lanes[0].predicted_busy_seconds)
-    errors_png(tmp_path / "other.png", msgspec.structs.replace(report, lanes=(lane, *report.lanes[1:])), policy)
-    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "errors.png").read_bytes(), "busy time of the lanes is drawn"
+        heights.append(
+            (
+                size(tmp_path / "errors.png")[1],
+                len(report.kinds) + 2 * len(report.lanes) + 2 * len(report.parts),
+            )
+        )
+    lane = msgspec.structs.replace(
+        report.lanes[0], predicted_busy_seconds=3 * report.lanes[0].predicted_busy_seconds
+    )
+    errors_png(
+        tmp_path / "other.png",
+        msgspec.structs.replace(report, lanes=(lane, *report.lanes[1:])),
+        policy,
+    )
+    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "errors.png").read_bytes(), (
+        "busy time of the lanes is drawn"
+    )
     (low, few), (high, many) = heights
     assert high - low == pytest.approx((many - few) * 0.27 * 150, abs=2)
 
@@ -122,12 +176,18 @@ def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(make_plan: Call
 @pytest.mark.parametrize("count", [1, 2, 40, 400])
 def test_loss_of_short_and_long_runs(count: int, tmp_path: Path) -> None:
     steps = list(range(10, 10 + count))
-    loss_png(tmp_path / "loss.png", steps, [10 / step for step in steps], [1000.0 + step for step in steps], "a run")
+    loss_png(
+        tmp_path / "loss.png",
+        steps,
+        [10 / step for step in steps],
+        [1000.0 + step for step in steps],
+        "a run",
+    )
     assert size(tmp_path / "loss.png")[0] == WIDTH_PIXELS
 
 
 def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no span"):
+    with pytest.raises(ValueError, match="spans have length 0"):
         timeline_png(tmp_path / "x.png", [Timeline(name="predicted", digest="", spans=())], "empty")
     with pytest.raises(ValueError, match="no pool"):
         memory_png(tmp_path / "x.png", {}, GIB, GIB, "empty")

@@ -1,4 +1,6 @@
-"""What the pictures say: names, numbers, bars and areas, read from the figure before it becomes a PNG."""
+"""What the pictures say: names, numbers, bars and areas, read from the figure before it becomes a
+PNG.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from megatrain.simulator import canvas
-from megatrain.simulator.draw import loss_png, memory_png, timeline_png
-from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.plots import canvas
+from megatrain.simulator.plots.pictures import loss_png, memory_png, timeline_png
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 GIB, MILLISECOND = 2**30, 10**6
-SPANS = (("W0f.m0.c0", "h2d", 0, 4), ("F0.m0", "compute", 4, 9), ("B0.m0", "compute", 9, 19), ("G0.c0", "d2h", 19, 20))
+SPANS = (
+    ("W0f.m0.c0", "h2d", 0, 4),
+    ("F0.m0", "compute", 4, 9),
+    ("B0.m0", "compute", 9, 19),
+    ("G0.c0", "d2h", 19, 20),
+)
 
 
 @pytest.fixture
@@ -27,12 +34,24 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def timeline(name: str, stretch: int = 1) -> Timeline:
-    spans = [Span(op=op, lane=lane, start_ns=start * stretch * MILLISECOND, end_ns=end * stretch * MILLISECOND) for op, lane, start, end in SPANS]
+    spans = [
+        Span(
+            op=op,
+            lane=lane,
+            start_ns=start * stretch * MILLISECOND,
+            end_ns=end * stretch * MILLISECOND,
+        )
+        for op, lane, start, end in SPANS
+    ]
     return Timeline(name=name, digest="", spans=tuple(spans))
 
 
 def texts(axes: Axes) -> list[str]:
-    return [child.get_text() for child in axes.get_children() if isinstance(child, Text) and child.get_text()]
+    return [
+        child.get_text()
+        for child in axes.get_children()
+        if isinstance(child, Text) and child.get_text()
+    ]
 
 
 def heights(axes: Axes, time: float) -> list[float]:
@@ -58,14 +77,18 @@ def test_a_timeline_names_its_lanes_with_their_shares_and_its_step(drawn: list[F
     assert upper.get_xlim()[1] == pytest.approx(40, rel=0.05)
     assert (upper.get_xlabel(), lower.get_xlabel()) == ("", "time from the start of the step (ms)")
     kinds = {"load_weights", "forward", "backward", "save_gradients"}
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == kinds | {"end of measured"}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == kinds | {
+        "end of measured"
+    }
 
 
 def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
     timeline_png(Path("step.png"), [timeline("predicted")], "a step")
     (axes,) = drawn[0].axes
     bars = {}
-    for path in next(found for found in axes.collections if len(found.get_paths()) == len(SPANS)).get_paths():
+    for path in next(
+        found for found in axes.collections if len(found.get_paths()) == len(SPANS)
+    ).get_paths():
         (left, low), (right, high) = path.vertices.min(axis=0), path.vertices.max(axis=0)
         assert (high - low) == pytest.approx(0.8)
         bars[round(left)] = (round(right), round((low + high) / 2))
@@ -82,15 +105,24 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
         (7 * GIB, "most held 3.00 GiB of 7.00 GiB (limit above the axis)", False),
     ],
 )
-def test_memory_is_stacked_to_its_peak_below_its_limit(drawn: list[Figure], limit: int, said: str, line: bool) -> None:
+def test_memory_is_stacked_to_its_peak_below_its_limit(
+    drawn: list[Figure], limit: int, said: str, line: bool
+) -> None:
     """A limit far above the peak is only said, so that the pools stay tall enough to be read."""
-    usage = {"device.weights": [(0, GIB), (5 * MILLISECOND, 2 * GIB)], "device.hidden": [(MILLISECOND, GIB), (9 * MILLISECOND, 0)]}
+    usage = {
+        "device.weights": [(0, GIB), (5 * MILLISECOND, 2 * GIB)],
+        "device.hidden": [(MILLISECOND, GIB), (9 * MILLISECOND, 0)],
+    }
     memory_png(Path("memory.png"), usage, limit, 64 * GIB, "memory", step_ns=12 * MILLISECOND)
     (axes,) = drawn[0].axes
     assert "device" in texts(axes)
     assert said in texts(axes)
     assert ("limit" in texts(axes)) is line
-    lines = [found.get_ydata()[0] for found in axes.lines if len(set(found.get_ydata())) == 1 and found.get_color() in (canvas.INK, canvas.ALARM)]
+    lines = [
+        found.get_ydata()[0]
+        for found in axes.lines
+        if len(set(found.get_ydata())) == 1 and found.get_color() in (canvas.INK, canvas.ALARM)
+    ]
     assert lines == ([pytest.approx(limit / GIB)] if line else [])
     assert axes.get_ylabel() == "GiB"
     assert axes.get_ylim()[0] == 0
@@ -99,30 +131,58 @@ def test_memory_is_stacked_to_its_peak_below_its_limit(drawn: list[Figure], limi
     assert max(heights(axes, 5)) == pytest.approx(3)
     assert max(heights(axes, 0)) == pytest.approx(1)
     assert max(heights(axes, 12)) == pytest.approx(2)
-    assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == ["hidden   1.00 GiB", "weights   2.00 GiB"]
+    assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [
+        "hidden   1.00 GiB",
+        "weights   2.00 GiB",
+    ]
 
 
 def test_small_pools_are_one_area(drawn: list[Figure]) -> None:
-    usage = {"host.moments": [(0, 100 * GIB)], "host.one": [(0, GIB // 8), (5, GIB // 4)], "host.two": [(0, GIB // 4)], "host.large": [(0, GIB)]}
+    usage = {
+        "host.moments": [(0, 100 * GIB)],
+        "host.one": [(0, GIB // 8), (5, GIB // 4)],
+        "host.two": [(0, GIB // 4)],
+        "host.large": [(0, GIB)],
+    }
     memory_png(Path("memory.png"), usage, GIB, 128 * GIB, "memory")
     (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == ["large   1.00 GiB", "moments   100.00 GiB"]
-    assert "other, 2 pools   512.00 MiB" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == [
+        "large   1.00 GiB",
+        "moments   100.00 GiB",
+    ]
+    assert "other, 2 pools   512.00 MiB" in [
+        text.get_text() for text in axes.get_legend().get_texts()
+    ]
 
 
 @pytest.mark.parametrize(("count", "window"), [(49, 0), (50, 2), (400, 16)])
 def test_a_long_run_s_loss_has_a_running_mean(drawn: list[Figure], count: int, window: int) -> None:
     steps, losses = list(range(1, count + 1)), [10 / step for step in range(1, count + 1)]
-    loss_png(Path("loss.png"), steps, losses, [1000.0] * count, "a run", evaluations=[(10, 0.5), (20, 0.25)])
+    loss_png(
+        Path("loss.png"),
+        steps,
+        losses,
+        [1000.0] * count,
+        "a run",
+        evaluations=[(10, 0.5), (20, 0.25)],
+    )
     upper, lower = drawn[0].axes
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in upper.lines]
     assert curves[0] == (steps, losses)
     assert curves[-1] == ([10, 20], [0.5, 0.25])
     assert len(curves) == (3 if window else 2)
     if window:
-        assert curves[1][1] == pytest.approx([float(np.mean(losses[first : first + window])) for first in range(count - window + 1)])
+        assert curves[1][1] == pytest.approx(
+            [float(np.mean(losses[first : first + window])) for first in range(count - window + 1)]
+        )
         assert curves[1][0][0] == 1 + window // 2
-        assert f"last {losses[-1]:.4f}, mean of the last {window} steps {np.mean(losses[-window:]):.4f}" in texts(upper)
+        assert (
+            f"last {losses[-1]:.4f}, mean of the last {window} steps"
+            f" {np.mean(losses[-window:]):.4f}" in texts(upper)
+        )
     assert "median 1,000.0" in texts(lower)
-    assert any(isinstance(child, Annotation) and child.get_text() == "evaluation" for child in upper.get_children())
+    assert any(
+        isinstance(child, Annotation) and child.get_text() == "evaluation"
+        for child in upper.get_children()
+    )
     assert lower.get_ylim() == (0, 1200)

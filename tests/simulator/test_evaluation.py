@@ -1,4 +1,6 @@
-"""Evaluation schedules: sound under every policy, each layer once a micro-batch, no byte loaded twice that a slot still holds, and predictable."""
+"""Evaluation schedules: sound under every policy, each layer once a micro-batch, no byte loaded
+twice that a slot still holds, and predictable.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import msgspec
 import pytest
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine import makespan_ns, simulate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.policies.building.evaluation import forward_only
-from megatrain.simulator.specs import DTYPE_BYTES
+from megatrain.simulator.schedule.plan import Plan
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
@@ -24,31 +26,39 @@ RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("policy", policies.names())
-def test_it_is_a_forward_of_every_micro_batch(make_plan: Callable[..., Plan], policy: str, accumulation: int, tied: bool) -> None:
+def test_it_is_a_forward_of_every_micro_batch(
+    make_plan: Callable[..., Plan], policy: str, accumulation: int, tied: bool
+) -> None:
     plan = make_plan(policy, accumulation=accumulation, tied=tied, chunk_bytes=5000)
     schedule = policies.evaluation(plan)
     schedule.check()
     computed = Counter((op.kind, op.layer) for op in schedule.lanes["compute"])
     layers = {("forward", str(index)): accumulation for index in range(plan.model.layers)}
     assert computed == {("embed", ""): accumulation, **layers, ("loss", ""): accumulation}
-    assert {name for op in schedule.ops for name in op.writes if schedule.buffer[name].persistent} == {
-        f"device.losses:{micro}" for micro in range(accumulation)
-    }
+    assert {
+        name for op in schedule.ops for name in op.writes if schedule.buffer[name].persistent
+    } == {f"device.losses:{micro}" for micro in range(accumulation)}
     bytes_of = Counter[str]()
     for op in schedule.lanes.get("h2d", ()):
-        assert op.offset == bytes_of[op.layer] % (DTYPE_BYTES["bf16"] * plan.model.stack[op.layer].elements), f"{op.id} leaves a gap"
+        assert op.offset == bytes_of[op.layer] % (
+            DTYPE_BYTES["bf16"] * plan.model.stack[op.layer].elements
+        ), f"{op.id} leaves a gap"
         bytes_of[op.layer] += op.bytes
     streamed = {layer for layer in plan.model.stack if f"host.weights:{layer}" in schedule.buffer}
     assert bytes_of.keys() == streamed
     for layer in streamed:
-        loads, rest = divmod(bytes_of[layer], DTYPE_BYTES["bf16"] * plan.model.stack[layer].elements)
+        loads, rest = divmod(
+            bytes_of[layer], DTYPE_BYTES["bf16"] * plan.model.stack[layer].elements
+        )
         kept = tied and layer == "e"  # the one user of its slot
         assert (loads, rest) == (1 if kept else accumulation, 0)
 
 
 @pytest.mark.parametrize("run", ["h200-qwen2.5-7b-24GiB", "h200-qwen2.5-7b-whole"])
 def test_its_time_is_predicted(run: str) -> None:
-    """Forward is a quarter of the compute of a step that recomputes: its FLOPs bound it below, the step above."""
+    """Forward is a quarter of the compute of a step that recomputes: its FLOPs bound it below, the
+    step above.
+    """
     plan = Plan.load(RESULTS / run / "plan.toml")
     hardware = HardwareSpec.load(str(RESULTS / run / "hardware.toml"))
     costs, schedule = cost_model(hardware, plan.model, plan.workload), policies.evaluation(plan)
@@ -56,14 +66,22 @@ def test_its_time_is_predicted(run: str) -> None:
     head = next(op for op in policies.lower(plan).ops if op.kind == "head")
     assert costs.duration_ns(loss) == pytest.approx(costs.duration_ns(head) / 3, rel=1e-6)
     assert costs.extrapolated(loss)
-    assert sum(costs.duration_ns(op) for op in schedule.lanes["compute"]) <= makespan_ns(schedule, costs) < 0.6 * makespan_ns(policies.lower(plan), costs)
+    assert (
+        sum(costs.duration_ns(op) for op in schedule.lanes["compute"])
+        <= makespan_ns(schedule, costs)
+        < 0.6 * makespan_ns(policies.lower(plan), costs)
+    )
 
 
 def test_a_datasheet_knows_the_loss(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan("overlapped")
     costs = cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)
     spans = simulate(policies.evaluation(plan), costs).by_op
-    assert 0 < spans["HL.m0"].duration_ns < simulate(policies.lower(plan), costs).by_op["H.m0"].duration_ns
+    assert (
+        0
+        < spans["HL.m0"].duration_ns
+        < simulate(policies.lower(plan), costs).by_op["H.m0"].duration_ns
+    )
 
 
 def test_a_schedule_that_streams_no_weights_is_refused(make_plan: Callable[..., Plan]) -> None:
@@ -71,5 +89,11 @@ def test_a_schedule_that_streams_no_weights_is_refused(make_plan: Callable[..., 
     plan = make_plan("k_buffer")
     schedule = policies.lower(plan)
     others = tuple([op for op in schedule.ops if op.kind != "load_weights"])
-    with pytest.raises(UserError, match=r"^policy k_buffer: evaluation: found no slot that the weights of e stream through; allowed: one for "):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^policy k_buffer: evaluation: found no slot that the weights of e stream through;"
+            r" allowed: one for "
+        ),
+    ):
         forward_only(plan, msgspec.structs.replace(schedule, ops=others))

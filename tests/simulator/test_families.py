@@ -1,4 +1,6 @@
-"""Families against transformers' own models: every tensor by name and shape, and the bytes that autograd really keeps of a layer."""
+"""Families against transformers' own models: every tensor by name and shape, and the bytes that
+autograd really keeps of a layer.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +9,59 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from decoder_layers import TORCH_DTYPE, different_layers, kept_bytes, layer_of, register_one_kernel, turns_of
+from decoder_layers import (
+    TORCH_DTYPE,
+    different_layers,
+    kept_bytes,
+    layer_of,
+    register_one_kernel,
+    turns_of,
+)
 from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
-from megatrain.simulator.workload import Dtype, Workload
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.workload import Dtype, Workload
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIASED = {"attention_bias": True}
-GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 96}
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 96,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 VARIATIONS: dict[str, list[dict[str, Any]]] = {
-    "llama": [BIASED, {"mlp_bias": True}, {"head_dim": 32}, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}],
+    "llama": [
+        BIASED,
+        {"mlp_bias": True},
+        {"head_dim": 32},
+        {"num_key_value_heads": 8},
+        {"num_key_value_heads": 1},
+    ],
     "mistral": [{"sliding_window": None}, {"sliding_window": 16}, {"head_dim": 32}],
     "qwen2": [{**WINDOW, "max_window_layers": 2}],
     "qwen3": [BIASED, {"head_dim": 64}, {**WINDOW, "max_window_layers": 3}],
     "gemma": [BIASED, {"head_dim": 32}],
-    "gemma2": [BIASED, {"head_dim": 32}, {"attn_logit_softcapping": None}, {"layer_types": ["full_attention"] * 6}],
+    "gemma2": [
+        BIASED,
+        {"head_dim": 32},
+        {"attn_logit_softcapping": None},
+        {"layer_types": ["full_attention"] * 6},
+    ],
     "gemma3_text": [{"head_dim": 32, "sliding_window_pattern": 3}, BIASED],
     "phi3": [{"sliding_window": 16}],
     "phi": [{"qk_layernorm": True}],
     "olmo2": [BIASED],
     "olmo3": [BIASED],
-    "glm4_moe": [{"first_k_dense_replace": 3, "use_qk_norm": True}, BIASED, {"n_shared_experts": 2}],
+    "glm4_moe": [
+        {"first_k_dense_replace": 3, "use_qk_norm": True},
+        BIASED,
+        {"n_shared_experts": 2},
+    ],
     "glm": [{"attention_bias": False}],
     "glm4": [{"attention_bias": False, "head_dim": 64}],
     "granite": [BIASED, {"mlp_bias": True}],
@@ -40,15 +69,38 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "cohere": [{"use_qk_norm": True}, BIASED],
     "cohere2": [{"sliding_window_pattern": 2}, BIASED],
     "smollm3": [BIASED, {**WINDOW, "no_rope_layer_interval": 2}, {"mlp_bias": True}],
-    "gpt_oss": [{"attention_bias": False}, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
+    "gpt_oss": [
+        {"attention_bias": False},
+        {"layer_types": ["full_attention", "sliding_attention"] * 3},
+    ],
     "mixtral": [{"sliding_window": 16}, {"num_local_experts": 4}],
-    "qwen2_moe": [{"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}, {"qkv_bias": False}, WINDOW],
+    "qwen2_moe": [
+        {"mlp_only_layers": [0, 3]},
+        {"decoder_sparse_step": 2},
+        {"qkv_bias": False},
+        WINDOW,
+    ],
     "qwen3_moe": [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 3}, BIASED, WINDOW],
-    "qwen3_next": [{"full_attention_interval": 2}, {"mlp_only_layers": [0, 5]}, {"linear_conv_kernel_dim": 3}],
-    "deepseek_v3": [{"q_lora_rank": None}, {"first_k_dense_replace": 0}, {"n_shared_experts": 2}, BIASED],
+    "qwen3_next": [
+        {"full_attention_interval": 2},
+        {"mlp_only_layers": [0, 5]},
+        {"linear_conv_kernel_dim": 3},
+    ],
+    "deepseek_v3": [
+        {"q_lora_rank": None},
+        {"first_k_dense_replace": 0},
+        {"n_shared_experts": 2},
+        BIASED,
+    ],
     "olmoe": [BIASED, {"num_experts_per_tok": 3}],
     "starcoder2": [{"use_bias": False}, {"sliding_window": 16}],
-    "falcon_h1": [BIASED, {"mlp_bias": True}, {"mamba_d_ssm": None}, {"mamba_rms_norm": True}, {"mamba_proj_bias": True, "projectors_bias": True}],
+    "falcon_h1": [
+        BIASED,
+        {"mlp_bias": True},
+        {"mamba_d_ssm": None},
+        {"mamba_rms_norm": True},
+        {"mamba_proj_bias": True, "projectors_bias": True},
+    ],
     "gpt_neox": [{"attention_bias": False}, {"use_parallel_residual": False}],
     "arcee": [BIASED, {"mlp_bias": True}],
     "cwm": [{"layer_types": ["full_attention"] * 6}],
@@ -58,17 +110,34 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "exaone4": [{"sliding_window_pattern": 2, "sliding_window": 16}],
     "exaone_moe": [{"first_k_dense_replace": 3}, {"num_shared_experts": 2}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense", "sparse"] * 3}],
-    "gemma4_text": [GEMMA4_EXPERTS, {"attention_k_eq_v": False}, {"layer_types": ["full_attention", "sliding_attention"] * 3}, BIASED],
+    "gemma4_text": [
+        GEMMA4_EXPERTS,
+        {"attention_k_eq_v": False},
+        {"layer_types": ["full_attention", "sliding_attention"] * 3},
+        BIASED,
+    ],
     "gpt2": [{"n_inner": 192}],
     "granitemoeshared": [{"shared_intermediate_size": 64}, BIASED],
     "helium": [BIASED, {"mlp_bias": True}],
     "hyperclovax": [{"use_post_norm": False}, BIASED],
     "jais2": [{"attention_bias": False}, {"mlp_bias": False}],
-    "llama4_text": [{"no_rope_layer_interval": 2}, {"interleave_moe_layer_step": 1}, {"moe_layers": [0, 4]}, {"no_rope_layers": [1, 0] * 3}, BIASED],
-    "mellum": [{"layer_types": ["full_attention", "sliding_attention"] * 3}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "llama4_text": [
+        {"no_rope_layer_interval": 2},
+        {"interleave_moe_layer_step": 1},
+        {"moe_layers": [0, 4]},
+        {"no_rope_layers": [1, 0] * 3},
+        BIASED,
+    ],
+    "mellum": [
+        {"layer_types": ["full_attention", "sliding_attention"] * 3},
+        {"mlp_layer_types": ["dense", "sparse"] * 3},
+    ],
     "minicpm3": [{"mlp_bias": True}, BIASED],
     "youtu": [{"mlp_bias": True}, BIASED],
-    "ministral": [{"sliding_window": None}, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
+    "ministral": [
+        {"sliding_window": None},
+        {"layer_types": ["full_attention", "sliding_attention"] * 3},
+    ],
     "ministral3": [{"sliding_window": 16}],
     "nemotron": [BIASED, {"mlp_bias": True}],
     "qwen3_5_text": [{"full_attention_interval": 2}, BIASED],
@@ -85,18 +154,43 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "granite_swa": [BIASED, {"mlp_bias": True}, {"layer_types": ["full_attention"] * 6}],
     "granitemoe_swa": [BIASED, {"shared_intermediate_size": 64}],
     "mimo_v2_flash": [BIASED, {"layer_types": ["full_attention", "sliding_attention"] * 3}],
-    "ernie4_5_moe": [{"use_bias": True}, {"moe_num_shared_experts": 0}, {"moe_layer_start_index": 2, "moe_layer_end_index": 4, "moe_layer_interval": 2}],
+    "ernie4_5_moe": [
+        {"use_bias": True},
+        {"moe_num_shared_experts": 0},
+        {"moe_layer_start_index": 2, "moe_layer_end_index": 4, "moe_layer_interval": 2},
+    ],
     "hunyuan_v1_moe": [BIASED, {"moe_topk": 1}],
-    "laguna": [BIASED, {"gating": "per-element"}, {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16}],
+    "laguna": [
+        BIASED,
+        {"gating": "per-element"},
+        {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16},
+    ],
     "minimax": [{"layer_types": ["full_attention", "full_attention", "linear_attention"] * 2}],
     "persimmon": [{"qk_layernorm": False}],
-    "hy_v3": [BIASED, {"mlp_bias": True}, {"num_shared_experts": 2}, {"mlp_layer_types": ["dense", "sparse"] * 3}],
+    "hy_v3": [
+        BIASED,
+        {"mlp_bias": True},
+        {"num_shared_experts": 2},
+        {"mlp_layer_types": ["dense", "sparse"] * 3},
+    ],
     "axk1": [{"first_k_dense_replace": 2, "moe_layer_freq": 2}, {"n_shared_experts": 2}, BIASED],
     "aria_text": [BIASED, {"mlp_bias": True}, {"moe_num_shared_experts": 1}],
-    "cohere2_moe": [BIASED, {"num_shared_experts": 2}, {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 64}, {"sliding_window_pattern": 2}],
+    "cohere2_moe": [
+        BIASED,
+        {"num_shared_experts": 2},
+        {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 64},
+        {"sliding_window_pattern": 2},
+    ],
 }
-CASES = [(family, changes) for family in FAMILIES for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))]
-NAMES = [f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}" for family, changes in CASES]
+CASES = [
+    (family, changes)
+    for family in FAMILIES
+    for changes in ({}, TIED, UNTIED, *VARIATIONS.get(family, []))
+]
+NAMES = [
+    f"{family}-{','.join(f'{key}={value}' for key, value in changes.items()) or 'plain'}"
+    for family, changes in CASES
+]
 
 
 def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
@@ -107,39 +201,77 @@ def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
 
 def compare(spec: ModelSpec, model: Any) -> None:
     """Every tensor: in decoder layers in transformers' order, outside them by name."""
-    ways = [prefix for prefix, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module) == spec.layers]
+    ways = [
+        prefix
+        for prefix, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == spec.layers
+    ]
     way = min(ways, key=lambda prefix: prefix.count("."))
     layers = {f"{way}.{index}.": [] for index in range(spec.layers)}
     outside = {}
-    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad):
+    for name, parameter in (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ):
         layer = next((prefix for prefix in layers if name.startswith(prefix)), None)
         if layer is None:
             outside[name.removeprefix(f"{way.rpartition('.')[0]}.")] = tuple(parameter.shape)
         else:
             layers[layer].append((name.removeprefix(layer), tuple(parameter.shape)))
     entrance = FAMILIES[spec.family].entrance
-    entered = [tensor for tensor in spec.decoders[0].tensors if entrance and tensor.name.startswith(f"{entrance}.")]
-    assert [[(tensor.name, tensor.shape) for tensor in layer.tensors if tensor not in entered] for layer in spec.decoders] == list(layers.values())
-    ours = entered + [tensor for layer in spec.stack.values() if layer.kind != "decoder" for tensor in layer.tensors]
+    entered = [
+        tensor
+        for tensor in spec.decoders[0].tensors
+        if entrance and tensor.name.startswith(f"{entrance}.")
+    ]
+    assert [
+        [(tensor.name, tensor.shape) for tensor in layer.tensors if tensor not in entered]
+        for layer in spec.decoders
+    ] == list(layers.values())
+    ours = entered + [
+        tensor
+        for layer in spec.stack.values()
+        if layer.kind != "decoder"
+        for tensor in layer.tensors
+    ]
     assert {tensor.name: tensor.shape for tensor in ours} == outside
     assert len(ours) == len(outside)
-    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert spec.parameters == sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=NAMES)
-def test_tensors_are_those_of_transformers_in_its_order(family: str, changes: dict[str, Any]) -> None:
+def test_tensors_are_those_of_transformers_in_its_order(
+    family: str, changes: dict[str, Any]
+) -> None:
     config = config_of(family, **changes)
-    given = {"model_type": family, **{key: value for key, value in {**SMALL, **OWN.get(family, {}), **changes}.items() if value is not None}}
+    given = {
+        "model_type": family,
+        **{
+            key: value
+            for key, value in {**SMALL, **OWN.get(family, {}), **changes}.items()
+            if value is not None
+        },
+    }
     if None in changes.values():
         given |= changes  # where null means something
     model = skeleton(config)
-    for content in (config.to_dict(), given):  # as transformers writes it, and as people do, without what has a default
+    for content in (
+        config.to_dict(),
+        given,
+    ):  # as transformers writes it, and as people do, without what has a default
         spec = ModelSpec.from_config(content, "config.json")
         compare(spec, model)
         types = getattr(config, "layer_types", None)
-        assert [layer.attention for layer in spec.decoders] == (types or [spec.decoders[0].attention] * 6)
-        sliding = bool(types and "sliding_attention" in types) or (not types and getattr(config, "sliding_window", None))
-        assert any(layer.attention == "sliding_attention" for layer in spec.decoders) == bool(sliding)
+        assert [layer.attention for layer in spec.decoders] == (
+            types or [spec.decoders[0].attention] * 6
+        )
+        sliding = bool(types and "sliding_attention" in types) or (
+            not types and getattr(config, "sliding_window", None)
+        )
+        assert any(layer.attention == "sliding_attention" for layer in spec.decoders) == bool(
+            sliding
+        )
 
 
 # ---- saved bytes
@@ -153,44 +285,93 @@ def one_kernel_attention() -> None:
 SHAPES: list[dict[str, Any]] = [
     {},
     {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
-    {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
+    {
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    },
 ]
 SAVED = (
     [(family, {}) for family in FAMILIES]
     + [("gemma4_text", GEMMA4_EXPERTS)]
-    + [(family, changes) for family in ("llama", "mistral", "qwen2", "qwen3") for changes in SHAPES[1:]]
+    + [
+        (family, changes)
+        for family in ("llama", "mistral", "qwen2", "qwen3")
+        for changes in SHAPES[1:]
+    ]
 )
 SAVED += [
-    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("falcon", {"multi_query": False}), ("mpt", {"attn_config": {"clip_qkv": 6.0}}),
-]  # fmt: skip
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"multi_query": False}),
+    ("mpt", {"attn_config": {"clip_qkv": 6.0}}),
+]
 BOUNDED = ("falcon", "codegen", "minimax")
 """of which the prediction is an upper bound, at most two fifths more than what autograd keeps"""
-SAVED += [("gemma2", {"attn_logit_softcapping": None}), ("stablelm", {"qk_layernorm": True}), ("cohere2_moe", {"num_shared_experts": 2})]
+SAVED += [
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("stablelm", {"qk_layernorm": True}),
+    ("cohere2_moe", {"num_shared_experts": 2}),
+]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(("family", "changes"), SAVED, ids=[f"{family}{index}" for index, (family, _) in enumerate(SAVED)])
-def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any], dtype: Dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    SAVED,
+    ids=[f"{family}{index}" for index, (family, _) in enumerate(SAVED)],
+)
+def test_saved_bytes_are_what_autograd_keeps(
+    family: str, changes: dict[str, Any], dtype: Dtype
+) -> None:
     config = config_of(family, **changes)
     batch, sequence = 1, 256
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
     torch.manual_seed(0)
-    attention = "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"  # falcon calls PyTorch's kernels itself
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(TORCH_DTYPE[dtype]).train()
+    attention = (
+        "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"
+    )  # falcon calls PyTorch's kernels itself
+    model: Any = (
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        .to(TORCH_DTYPE[dtype])
+        .train()
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.05)
     positions = torch.arange(sequence)[None]
     for layer in different_layers(spec):
-        x_BSH = torch.randn(batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
-        turns, module = turns_of(model, x_BSH, positions, layer.attention), layer_of(model, layer.name)
-        tensors = (tensor for turn in turns.values() if turn is not None for tensor in (turn if isinstance(turn, tuple) else (turn,)))
-        given = {tensor.untyped_storage().data_ptr() for tensor in (x_BSH, *tensors, *module.parameters(), *module.buffers())}
+        x_BSH = torch.randn(
+            batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True
+        )
+        turns, module = (
+            turns_of(model, x_BSH, positions, layer.attention),
+            layer_of(model, layer.name),
+        )
+        tensors = (
+            tensor
+            for turn in turns.values()
+            if turn is not None
+            for tensor in (turn if isinstance(turn, tuple) else (turn,))
+        )
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (x_BSH, *tensors, *module.parameters(), *module.buffers())
+        }
 
         entered = FAMILIES[family].entrance and layer.name == "0"
-        norm = getattr(model.get_decoder(), FAMILIES[family].entrance) if entered else torch.nn.Identity()
+        norm = (
+            getattr(model.get_decoder(), FAMILIES[family].entrance)
+            if entered
+            else torch.nn.Identity()
+        )
         given |= {parameter.untyped_storage().data_ptr() for parameter in norm.parameters()}
 
-        def forward(module: Any = module, norm: Any = norm, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns) -> object:
+        def forward(
+            module: Any = module,
+            norm: Any = norm,
+            x: torch.Tensor = x_BSH,
+            turns: dict[str, Any] = turns,
+        ) -> object:
             return module(norm(x), attention_mask=None, position_ids=positions, **turns)
 
         saved = spec.saved(layer.name, batch * sequence, sequence, dtype)
@@ -204,29 +385,55 @@ def test_saved_bytes_are_what_autograd_keeps(family: str, changes: dict[str, Any
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
-    """On the CPU, where torch counts every matrix product and no attention kernel. Experts one by one: it does not count grouped products."""
+    """On the CPU, where torch counts every matrix product and no attention kernel. Experts one by
+    one: it does not count grouped products.
+    """
     config, workload = config_of(family), Workload(batch=2, sequence=64)
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
-    attention = "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"  # falcon calls PyTorch's kernels itself
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
+    attention = (
+        "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"
+    )  # falcon calls PyTorch's kernels itself
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    )
     positions = torch.arange(workload.sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(workload.batch, workload.sequence, spec.hidden)
         turns = turns_of(model, x_BSH, positions, layer.attention)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             layer_of(model, layer.name)(x_BSH, attention_mask=None, position_ids=positions, **turns)
-        left_out = ("conv",) if family == "llama4_text" else ("bmm", "conv")  # its experts are batched products
-        products = sum(count for op, count in counter.get_flop_counts()["Global"].items() if not any(name in str(op) for name in left_out))
+        left_out = (
+            ("conv",) if family == "llama4_text" else ("bmm", "conv")
+        )  # its experts are batched products
+        products = sum(
+            count
+            for op, count in counter.get_flop_counts()["Global"].items()
+            if not any(name in str(op) for name in left_out)
+        )
         assert spec.work("forward", layer.name, workload).linear_flops == products, layer.signature
 
 
-@pytest.mark.parametrize(("sequence", "window"), [(64, None), (64, 16), (64, 63), (64, 64), (16, 64), (1, 16)])
+@pytest.mark.parametrize(
+    ("sequence", "window"), [(64, None), (64, 16), (64, 63), (64, 64), (16, 64), (1, 16)]
+)
 def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> None:
     """A query sees the tokens before it and half of itself, those inside its window alone."""
     config = config_of("mistral", sliding_window=window)
-    spec, workload = ModelSpec.from_config(config.to_dict(), "config.json"), Workload(batch=3, sequence=sequence)
-    pairs = sum(min(index, window or sequence) for index in range(1, sequence + 1)) - min(sequence, window or sequence) / 2
+    spec, workload = (
+        ModelSpec.from_config(config.to_dict(), "config.json"),
+        Workload(batch=3, sequence=sequence),
+    )
+    pairs = (
+        sum(min(index, window or sequence) for index in range(1, sequence + 1))
+        - min(sequence, window or sequence) / 2
+    )
     work = spec.work("forward", "0", workload)
-    assert work.attention_flops == pytest.approx(3 * pairs * 4 * config.num_attention_heads * config.head_dim)
+    assert work.attention_flops == pytest.approx(
+        3 * pairs * 4 * config.num_attention_heads * config.head_dim
+    )
     assert spec.layer_flops("0", workload.tokens, sequence) == work.flops
-    assert spec.work("backward", "0", workload).flops == 2 * spec.work("recompute", "0", workload).flops == 2 * work.flops
+    assert (
+        spec.work("backward", "0", workload).flops
+        == 2 * spec.work("recompute", "0", workload).flops
+        == 2 * work.flops
+    )

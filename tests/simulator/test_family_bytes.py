@@ -1,7 +1,10 @@
-"""Bytes that elementwise kernels move in a decoder layer, and bytes that autograd keeps of it: those that are predicted against PyTorch's, for every family.
+"""Bytes that elementwise kernels move in a decoder layer, and bytes that autograd keeps of it:
+those that are predicted against PyTorch's, for every family.
 
-`family_bytes.toml` has the first over the second in percent, for each kind of layer of a tiny model: moved in the forward, in the backward, and kept. A
-change of a family's parts, or of transformers' code, changes these. To write the file again: `PYTHONPATH=typings:tests/shared python tests/simulator/test_family_bytes.py`.
+`family_bytes.toml` has the first over the second in percent, for each kind of layer of a tiny
+model: moved in the forward, in the backward, and kept. A change of a family's parts, or of
+transformers' code, changes these. To write the file again: `PYTHONPATH=typings:tests/shared python
+tests/simulator/test_family_bytes.py`.
 """
 
 from __future__ import annotations
@@ -13,22 +16,46 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_layers import TORCH_DTYPE, different_layers, kept_bytes, layer_of, register_one_kernel, turns_of
+from decoder_layers import (
+    TORCH_DTYPE,
+    different_layers,
+    kept_bytes,
+    layer_of,
+    register_one_kernel,
+    turns_of,
+)
 from tiny_families import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from megatrain.simulator.families import FAMILIES
-from megatrain.simulator.specs import DTYPE_BYTES, ModelSpec
-from megatrain.simulator.workload import Dtype, Workload
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.workload import Dtype, Workload
 
 FILE = Path(__file__).with_name("family_bytes.toml")
 WORKLOAD = Workload(batch=1, sequence=128)
 NOT_COUNTED = (
-    "alias", "as_strided", "chunk", "detach", "empty", "expand", "new_empty", "permute", "reshape", "select", "slice", "split", "squeeze", "t.",
-    "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
-)  # fmt: skip
+    "alias",
+    "as_strided",
+    "chunk",
+    "detach",
+    "empty",
+    "expand",
+    "new_empty",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "t.",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+)
 """views, and memory that nobody has written yet"""
 PRODUCTS = ("mm.", "addmm", "bmm", "_scaled_dot", "grouped_mm", "linear", "convolution")
 
@@ -40,39 +67,74 @@ class Moved(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, kernel: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        kernel: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         made, name = kernel(*args, **(kwargs or {})), str(kernel).removeprefix("aten.")
         if not name.startswith(NOT_COUNTED) and not any(product in name for product in PRODUCTS):
-            self.bytes += sum(_bytes(leaf) for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, torch.Tensor))
+            self.bytes += sum(
+                _bytes(leaf)
+                for leaf in tree_leaves((args, kwargs, made))
+                if isinstance(leaf, torch.Tensor)
+            )
         return made
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     """Of its elements; those that an expanded tensor repeats count once."""
-    return tensor[tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())].numel() * tensor.element_size()
+    return (
+        tensor[tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())].numel()
+        * tensor.element_size()
+    )
 
 
 def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
-    """Predicted over counted bytes of each kind of layer, in percent: moved in the forward, in the backward, and kept."""
+    """Predicted over counted bytes of each kind of layer, in percent: moved in the forward, in the
+    backward, and kept.
+    """
     config, width = config_of(family), DTYPE_BYTES[dtype]
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
     work = Workload(batch=WORKLOAD.batch, sequence=WORKLOAD.sequence, dtype=dtype)
-    attention = "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"  # falcon calls PyTorch's kernels itself
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(TORCH_DTYPE[dtype]).train()
+    attention = (
+        "sdpa" if family == "falcon" else "eager" if spec.writes_scores else "one_kernel"
+    )  # falcon calls PyTorch's kernels itself
+    model: Any = (
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        .to(TORCH_DTYPE[dtype])
+        .train()
+    )
     positions = torch.arange(work.sequence)[None]
     for layer in different_layers(spec):
-        x_BSH = torch.randn(work.batch, work.sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True)
-        turns, forward, backward = turns_of(model, x_BSH, positions, layer.attention), Moved(), Moved()
+        x_BSH = torch.randn(
+            work.batch, work.sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True
+        )
+        turns, forward, backward = (
+            turns_of(model, x_BSH, positions, layer.attention),
+            Moved(),
+            Moved(),
+        )
         module, outputs = layer_of(model, layer.name), []
         entrance = FAMILIES[family].entrance if layer.name == "0" else ""
         norm = getattr(model.get_decoder(), entrance) if entrance else torch.nn.Identity()
         owned = [*module.parameters(), *module.buffers(), *norm.parameters()]
         tensors = tree_leaves((x_BSH, turns, owned))
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor)
+        }
 
         def run(
-            module: Any = module, norm: Any = norm, x: torch.Tensor = x_BSH, turns: dict[str, Any] = turns, outputs: list[Any] = outputs
-        ) -> None:  # fmt: skip
+            module: Any = module,
+            norm: Any = norm,
+            x: torch.Tensor = x_BSH,
+            turns: dict[str, Any] = turns,
+            outputs: list[Any] = outputs,
+        ) -> None:
             outputs.append(module(norm(x), attention_mask=None, position_ids=positions, **turns))
 
         with forward:
@@ -83,10 +145,17 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
         with backward:
             made.backward(gradient)
         moved = [
-            (spec.work(kind, layer.name, work).moved_bytes - passes * width * layer.parameters) / counted.bytes
+            (spec.work(kind, layer.name, work).moved_bytes - passes * width * layer.parameters)
+            / counted.bytes
             for kind, passes, counted in (("forward", 1, forward), ("backward", 2, backward))
         ]
-        yield [100 * share for share in (*moved, spec.saved_bytes(layer.name, work.tokens, work.sequence, dtype) / kept)]
+        yield [
+            100 * share
+            for share in (
+                *moved,
+                spec.saved_bytes(layer.name, work.tokens, work.sequence, dtype) / kept,
+            )
+        ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +165,9 @@ def one_kernel_attention() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_predicted_as_closely_as_before(family: str) -> None:
-    assert list(shares(family)) == [pytest.approx(known, abs=0.4) for known in tomllib.loads(FILE.read_text())[family]]
+    assert list(shares(family)) == [
+        pytest.approx(known, abs=0.4) for known in tomllib.loads(FILE.read_text())[family]
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -107,6 +178,14 @@ def test_bytes_of_the_usual_families_are_right_within_4_percent(family: str) -> 
 
 if __name__ == "__main__":
     register_one_kernel()
-    found = {family: [[round(share, 1) for share in layer] for layer in shares(family)] for family in FAMILIES}
-    head = "# Predicted over counted bytes of each kind of layer, in percent: [moved in the forward, moved in the backward, kept]."
-    FILE.write_text("\n".join([head, *(f"{family} = {layers}" for family, layers in found.items())]) + "\n")
+    found = {
+        family: [[round(share, 1) for share in layer] for layer in shares(family)]
+        for family in FAMILIES
+    }
+    head = (
+        "# Predicted over counted bytes of each kind of layer, in percent: [moved in the forward,"
+        " moved in the backward, kept]."
+    )
+    FILE.write_text(
+        "\n".join([head, *(f"{family} = {layers}" for family, layers in found.items())]) + "\n"
+    )

@@ -1,4 +1,6 @@
-"""Defaults of families against transformers' config classes: what a config.json may leave out, and which layers are of which kind then."""
+"""Defaults of families against transformers' config classes: what a config.json may leave out, and
+which layers are of which kind then.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ import pytest
 from tiny_families import OWN, SMALL
 from transformers import AutoConfig
 
-from megatrain.simulator.families import FAMILIES, Architecture
+from megatrain.simulator.model.families import FAMILIES, Architecture
 
 NO_ATTRIBUTE = ("first_k_dense_replace", "global_head_dim", "moe_layer_end_index", "moe_layer_freq")
-"""keys that some config classes read and do not keep: the kinds of layers below and `test_gemma4.py` show their defaults"""
+"""keys that some config classes read and do not keep: the kinds of layers below and
+`test_gemma4.py` show their defaults"""
 OTHER_NAME = {"n_embed": "hidden_size"}
 """key of a config.json -> the attribute in which the config class keeps it"""
 WINDOW = {"use_sliding_window": True, "sliding_window": 64}
@@ -23,25 +26,41 @@ LAYERS = 66
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
-    ours = {key: value for key, value in FAMILIES[family].defaults.items() if key not in NO_ATTRIBUTE}
+    ours = {
+        key: value for key, value in FAMILIES[family].defaults.items() if key not in NO_ATTRIBUTE
+    }
     theirs = AutoConfig.for_model(family)
     if "use_sliding_window" in ours:  # without it, the class says that there is no window
         assert theirs.use_sliding_window == ours.pop("use_sliding_window")
         theirs = AutoConfig.for_model(family, use_sliding_window=True)
     said = theirs.to_dict()
-    assert {key: said[key] if key in said else getattr(theirs, OTHER_NAME.get(key, key)) for key in ours} == ours
+    assert {
+        key: said[key] if key in said else getattr(theirs, OTHER_NAME.get(key, key)) for key in ours
+    } == ours
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOW], ids=["plain", "window"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_a_deep_model_are_of_transformers_kinds(family: str, changes: dict[str, Any]) -> None:
+def test_layers_of_a_deep_model_are_of_transformers_kinds(
+    family: str, changes: dict[str, Any]
+) -> None:
     """Without the keys that list them layer by layer."""
     if changes and family in NO_WINDOW:
         return
     left_out = ("first_k_dense_replace", "layer_rope_theta", "sliding_window")
-    small = {key: value for key, value in {**SMALL, **OWN.get(family, {})}.items() if key not in left_out and value is not None}
+    small = {
+        key: value
+        for key, value in {**SMALL, **OWN.get(family, {})}.items()
+        if key not in left_out and value is not None
+    }
     given = {**small, "num_hidden_layers": LAYERS, **changes}
-    theirs, kinds = AutoConfig.for_model(family, **given), Architecture({"model_type": family, **given}, "config.json").kinds
+    theirs, kinds = (
+        AutoConfig.for_model(family, **given),
+        Architecture({"model_type": family, **given}, "config.json").kinds,
+    )
     assert len(kinds) == LAYERS
-    for key, found in (("layer_types", [kind.attention for kind in kinds]), ("mlp_layer_types", [kind.mlp for kind in kinds])):
+    for key, found in (
+        ("layer_types", [kind.attention for kind in kinds]),
+        ("mlp_layer_types", [kind.mlp for kind in kinds]),
+    ):
         assert found == (getattr(theirs, key, None) or found)

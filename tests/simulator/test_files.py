@@ -1,4 +1,6 @@
-"""Files are written whole or not at all, and no content of a file does worse than a UserError of one line."""
+"""Files are written whole or not at all, and no content of a file does worse than a UserError of
+one line.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.experiments.options import check_writable
-from megatrain.simulator import files
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import read_json, read_text, read_toml, write_json, write_text
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.timeline import Span, Timeline
+from megatrain.simulator.base import files
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import read_json, read_text, read_toml, write_json, write_text
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 Make = Callable[..., Plan]
-fuzz = settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+fuzz = settings(
+    max_examples=400,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 # ---- writing
 
@@ -51,8 +56,14 @@ def test_a_written_file_has_the_permissions_that_the_user_s_mask_leaves(tmp_path
 
 
 @pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")], ids=str)
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failure: OSError) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")],
+    ids=str,
+)
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failure: OSError
+) -> None:
     path = tmp_path / "note.txt"
     write_text(path, "old")
 
@@ -63,22 +74,38 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path,
         patched.setattr(files.os, step, fail)
         with pytest.raises(UserError) as caught:
             write_text(path, "new")
-    assert str(caught.value) == f"{path}: found {failure.strerror.lower()}; allowed: a disk with room; fix: free some space or name another folder"
+    assert (
+        str(caught.value)
+        == f"{path}: found {failure.strerror.lower()}; allowed: a disk with room; fix: free some"
+        " space or name another folder"
+    )
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["note.txt"]
 
 
-@pytest.mark.parametrize("check", [lambda path: write_text(path, "x"), check_writable], ids=["write", "before work"])
-def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, check: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "check", [lambda path: write_text(path, "x"), check_writable], ids=["write", "before work"]
+)
+def test_what_is_no_file_is_not_replaced_by_one(
+    tmp_path: Path, check: Callable[[Path], None]
+) -> None:
     """A pipe stands for `/dev/null`, over which a rename would put a file."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=r"pipe: found a device, a pipe or a socket; allowed: a file to write; fix: name another place"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"pipe: found a device, a pipe or a socket; allowed: a file to write; fix: name another"
+            r" place"
+        ),
+    ):
         check(tmp_path / "pipe")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "note.txt"
     write_text(path, "old")
 
@@ -105,8 +132,8 @@ def test_a_text_that_is_not_unicode_leaves_the_old_file_and_nothing_else(tmp_pat
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import write_json
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_json
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
@@ -120,9 +147,19 @@ except UserError as error:
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     write_json(path, {"old": True})
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (2, "")
-    assert done.stdout == f"{path}: found file too large; allowed: a disk with room; fix: free some space or name another folder\n"
+    assert (
+        done.stdout
+        == f"{path}: found file too large; allowed: a disk with room; fix: free some space or name"
+        " another folder\n"
+    )
     assert read_json(path) == {"old": True}
     assert os.listdir(tmp_path) == ["timeline.json"]
 
@@ -160,7 +197,12 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         assert found in str(caught.value)
         assert "\n" not in str(caught.value)
     monkeypatch.setattr(files, "_LARGEST_BYTES", 100)
-    with pytest.raises(UserError, match=r"latin.txt: found bytes that are not utf-8 text; allowed: a readable text file; fix: "):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"latin.txt: found bytes that are not utf-8 text; allowed: a readable text file; fix: "
+        ),
+    ):
         read_text(tmp_path / "latin.txt")
 
 
@@ -180,11 +222,25 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_mistake_in_a_list_names_its_place() -> None:
     with pytest.raises(UserError) as caught:
-        files.convert({"name": "x", "digest": "", "spans": [{"op": "F0.m0", "lane": "compute", "start_ns": 0, "end_ns": "1"}]}, Timeline, "t.json")
-    assert str(caught.value) == "t.json: spans[0].end_ns: found `str`; allowed: `int`; fix: correct this value"
+        files.convert(
+            {
+                "name": "x",
+                "digest": "",
+                "spans": [{"op": "F0.m0", "lane": "compute", "start_ns": 0, "end_ns": "1"}],
+            },
+            Timeline,
+            "t.json",
+        )
+    assert (
+        str(caught.value)
+        == "t.json: spans[0].end_ns: found `str`; allowed: `int`; fix: correct this value"
+    )
     with pytest.raises(UserError) as caught:
         files.convert({"name": "x", "digest": "", "spans": [{"op": "F0.m0"}]}, Timeline, "t.json")
-    assert "t.json: spans[0]: found no key `lane`; allowed: end_ns, lane, op, start_ns; fix: add `lane`" in str(caught.value)
+    assert (
+        "t.json: spans[0]: found no key `lane`; allowed: end_ns, lane, op, start_ns; fix: add"
+        " `lane`" in str(caught.value)
+    )
 
 
 class Shelf(msgspec.Struct):
@@ -195,11 +251,22 @@ class Shelf(msgspec.Struct):
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        ({"books": [3, 12]}, "shelf.toml: books[1]: found 12; allowed: `int` <= 9; fix: correct this value"),
-        ({"heights": {"left": [2, 0]}}, "shelf.toml: heights[...][1]: found another value; allowed: `int` >= 1; fix: correct this value"),
+        (
+            {"books": [3, 12]},
+            "shelf.toml: books[1]: found 12; allowed: `int` <= 9; fix: correct this value",
+        ),
+        (
+            {"heights": {"left": [2, 0]}},
+            (
+                "shelf.toml: heights[...][1]: found another value; allowed: `int` >= 1; fix:"
+                " correct this value"
+            ),
+        ),
     ],
 )
-def test_a_value_out_of_range_is_shown_where_its_place_is_known(data: dict[str, Any], line: str) -> None:
+def test_a_value_out_of_range_is_shown_where_its_place_is_known(
+    data: dict[str, Any], line: str
+) -> None:
     with pytest.raises(UserError) as caught:
         files.convert(data, Shelf, "shelf.toml")
     assert str(caught.value) == line
@@ -230,7 +297,12 @@ def mutations(valid: bytes) -> st.SearchStrategy[bytes]:
     """Garbage, and `valid` with some of its bytes cut out or replaced."""
     place = st.integers(0, len(valid))
     cut = st.tuples(
-        place, st.integers(0, 40), st.binary(max_size=12) | st.sampled_from([b"9" * 5000, b"[" * 2000, b"-1", b"nan", b"1e999", b'"', b"null", b"{}", b"\n"])
+        place,
+        st.integers(0, 40),
+        st.binary(max_size=12)
+        | st.sampled_from(
+            [b"9" * 5000, b"[" * 2000, b"-1", b"nan", b"1e999", b'"', b"null", b"{}", b"\n"]
+        ),
     )
     edited = st.lists(cut, min_size=1, max_size=3).map(lambda cuts: apply(valid, cuts))
     return st.binary(max_size=200) | edited | edited
@@ -243,8 +315,15 @@ def apply(content: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([2**64, -(2**70), 10**400]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([2**64, -(2**70), 10**400]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -272,18 +351,33 @@ dtype = "bf16"
 [knobs]
 weight_slots = 2
 """
-VALID_TIMELINE = b'{"name":"measured","digest":"0123456789abcdef","spans":[{"op":"F0.m0","lane":"compute","start_ns":0,"end_ns":12},{"op":"H.m0","lane":"compute","start_ns":12,"end_ns":20}]}'
+VALID_TIMELINE = (
+    b'{"name":"measured","digest":"0123456789abcdef","spans":['
+    b'{"op":"F0.m0","lane":"compute","start_ns":0,"end_ns":12},{"op":"H.m0","lane":"compute","start_ns":12,"end_ns":20}]}'
+)
 VALID_CONFIG: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 100, "hidden_act": "silu", "head_dim": 16, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "hidden_act": "silu",
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
 
 
 def test_the_fuzz_starts_from_what_is_valid(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(VALID_PLAN)
     assert Plan.load(tmp_path / "plan.toml").knobs == Knobs()
     (tmp_path / "timeline.json").write_bytes(VALID_TIMELINE)
-    assert Timeline.load(tmp_path / "timeline.json").spans[1] == Span(op="H.m0", lane="compute", start_ns=12, end_ns=20)
+    assert Timeline.load(tmp_path / "timeline.json").spans[1] == Span(
+        op="H.m0", lane="compute", start_ns=12, end_ns=20
+    )
     (tmp_path / "config.json").write_text(json.dumps(VALID_CONFIG))
     assert ModelSpec.load(str(tmp_path)).layers == 2
 
@@ -310,7 +404,11 @@ def test_any_config_file(tmp_path: Path, content: bytes) -> None:
 
 
 @fuzz
-@given(changes=st.dictionaries(st.sampled_from(sorted(VALID_CONFIG)), json_values, min_size=1, max_size=3))
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(sorted(VALID_CONFIG)), json_values, min_size=1, max_size=3
+    )
+)
 def test_any_value_in_a_config_file(changes: dict[str, Any]) -> None:
     survives(lambda: ModelSpec.from_config({**VALID_CONFIG, **changes}, "config.json"))
 
@@ -319,12 +417,26 @@ def test_any_value_in_a_config_file(changes: dict[str, Any]) -> None:
 @given(value=json_values)
 def test_any_json_as_a_timeline(value: object) -> None:
     survives(lambda: files.convert(value, Timeline, "timeline.json"))
-    survives(lambda: files.convert({"name": "x", "digest": "", "spans": value}, Timeline, "timeline.json"))
+    survives(
+        lambda: files.convert(
+            {"name": "x", "digest": "", "spans": value}, Timeline, "timeline.json"
+        )
+    )
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"nul", b"[" * 100_000, b"{" * 1000, b'{"a": 1', b"\xef\xbb\xbf{}", b"9" * 5000, b"NaN", b'"\\ud800"'],
+    [
+        b"",
+        b"nul",
+        b"[" * 100_000,
+        b"{" * 1000,
+        b'{"a": 1',
+        b"\xef\xbb\xbf{}",
+        b"9" * 5000,
+        b"NaN",
+        b'"\\ud800"',
+    ],
     ids=lambda content: repr(content[:8]),
 )
 def test_a_corrupt_json_file_is_one_line_or_a_value(tmp_path: Path, content: bytes) -> None:

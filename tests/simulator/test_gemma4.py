@@ -9,17 +9,26 @@ import torch
 from tiny_families import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.families import with_nulls
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import with_nulls
+from megatrain.simulator.model.specs import ModelSpec
 
-TINY = {key: value for key, value in config_of("gemma4_text").to_dict().items() if key != "per_layer_config"}
+TINY = {
+    key: value
+    for key, value in config_of("gemma4_text").to_dict().items()
+    if key != "per_layer_config"
+}
 SIZES = {"global_head_dim": 32, "num_global_key_value_heads": 2}
 
 
 def test_both_forms_of_its_config_are_one_model() -> None:
-    """As published, with the sizes of full layers once; as transformers writes it, layer by layer."""
-    written, published = (ModelSpec.from_config(config, "config.json", "gemma4") for config in (config_of("gemma4_text").to_dict(), {**TINY, **SIZES}))
+    """As published, with the sizes of full layers once; as transformers writes it, layer by
+    layer.
+    """
+    written, published = (
+        ModelSpec.from_config(config, "config.json", "gemma4")
+        for config in (config_of("gemma4_text").to_dict(), {**TINY, **SIZES})
+    )
     assert written.stack == published.stack
     assert written.config == published.config
     assert "per_layer_config" not in written.config
@@ -28,7 +37,9 @@ def test_both_forms_of_its_config_are_one_model() -> None:
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
     """The last one is full, whatever it was."""
-    spec = ModelSpec.from_config(config_of("gemma4_text", num_hidden_layers=8).to_dict(), "config.json").with_layers(layers)
+    spec = ModelSpec.from_config(
+        config_of("gemma4_text", num_hidden_layers=8).to_dict(), "config.json"
+    ).with_layers(layers)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**with_nulls(spec.config)))
     assert spec.parameters == sum(parameter.numel() for parameter in whole.parameters())
@@ -38,22 +49,74 @@ def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 16}, r"hidden_size_per_layer_input: found 16; allowed: 0: layers that are given rows of another embedding table"),
-        ({"hidden_size_per_layer_input": None}, r"hidden_size_per_layer_input: found 256; allowed: 0: "),
-        ({"num_kv_shared_layers": 2}, r"num_kv_shared_layers: found 2; allowed: 0: layers that attend to keys and values of an earlier layer"),
-        ({"num_global_key_value_heads": 3}, r"num_global_key_value_heads: found 3; allowed: a divisor of the 8 attention heads"),
-        ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8}, r"top_k_experts: found 3; allowed: at most the 2"),
-        ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config: found .*; allowed: the same head_dim for every full_attention layer"),
-        ({"per_layer_config": {"5": {"sliding_window": 4}}}, r"per_layer_config: found .*; allowed: the same head_dim for every full_attention layer"),
+        (
+            {"hidden_size_per_layer_input": 16},
+            (
+                r"hidden_size_per_layer_input: found 16; allowed: 0, since layers that also read"
+                r" rows of a second embedding table"
+            ),
+        ),
+        (
+            {"hidden_size_per_layer_input": None},
+            r"hidden_size_per_layer_input: found 256; allowed: 0, since ",
+        ),
+        (
+            {"num_kv_shared_layers": 2},
+            (
+                r"num_kv_shared_layers: found 2; allowed: 0, since layers that attend to keys and"
+                r" values of an earlier layer"
+            ),
+        ),
+        (
+            {"num_global_key_value_heads": 3},
+            r"num_global_key_value_heads: found 3; allowed: a divisor of the 8 attention heads",
+        ),
+        (
+            {
+                "enable_moe_block": True,
+                "num_experts": 2,
+                "top_k_experts": 3,
+                "moe_intermediate_size": 8,
+            },
+            r"top_k_experts: found 3; allowed: at most the 2",
+        ),
+        (
+            {"per_layer_config": {"0": {"head_dim": 32}}},
+            (
+                r"per_layer_config: found .*; allowed: the same head_dim for every full_attention"
+                r" layer"
+            ),
+        ),
+        (
+            {"per_layer_config": {"5": {"sliding_window": 4}}},
+            (
+                r"per_layer_config: found .*; allowed: the same head_dim for every full_attention"
+                r" layer"
+            ),
+        ),
     ],
 )
-def test_what_is_no_stack_of_layers_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+def test_what_is_no_stack_of_layers_is_refused_by_its_key(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=f"config.json: {message}") as error:
-        ModelSpec.from_config({key: value for key, value in {**TINY, **SIZES, **changes}.items() if value is not None}, "config.json")
+        ModelSpec.from_config(
+            {
+                key: value
+                for key, value in {**TINY, **SIZES, **changes}.items()
+                if value is not None
+            },
+            "config.json",
+        )
     assert "\n" not in str(error.value)
 
 
 def test_gemma_3n_is_refused_with_its_reason() -> None:
-    reason = "layers that pass on four streams of hidden states, are given rows of another embedding table, and attend to keys and values of an earlier layer"
+    reason = (
+        "layers with four streams of hidden states, rows of a second embedding table, and attention"
+        " to keys and values of an earlier layer"
+    )
     with pytest.raises(UserError, match=rf"model_type: found 'gemma3n_text', {reason}; allowed: "):
-        ModelSpec.from_config({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, "config.json")
+        ModelSpec.from_config(
+            {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, "config.json"
+        )

@@ -11,40 +11,65 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import write_toml
-from megatrain.simulator.hardware import CostTable, HardwareSpec
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_toml
+from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 
 LIBRARY = Path(__file__).parents[2] / "simulator" / "library"
 
 
 def changed(**changes: Any) -> HardwareSpec:
-    return msgspec.convert({**msgspec.to_builtins(HardwareSpec.load("h200")), **changes}, HardwareSpec)
+    return msgspec.convert(
+        {**msgspec.to_builtins(HardwareSpec.load("h200")), **changes}, HardwareSpec
+    )
 
 
 def table(**changes: Any) -> CostTable:
-    base = {"measured_on": "here", "date": "2026-11-21", "curves": {"load_weights": [[1, 1], [2, 2]]}, "compute": {"forward": {"a": [5, 1]}}}
+    base = {
+        "measured_on": "here",
+        "date": "2026-11-21",
+        "curves": {"load_weights": [[1, 1], [2, 2]]},
+        "compute": {"forward": {"a": [5, 1]}},
+    }
     return msgspec.convert({**base, **changes}, CostTable)
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in (LIBRARY / "hardware").glob("*.toml")))
+@pytest.mark.parametrize(
+    "name", sorted(file.stem for file in (LIBRARY / "hardware").glob("*.toml"))
+)
 def test_the_library_s_machines_load_and_are_dated(name: str) -> None:
     hardware = HardwareSpec.load(name)
     assert "20" in hardware.source
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("1.5b", 1_543_714_304), ("3b", 3_085_938_688), ("7b", 7_615_616_512), ("14b", 14_770_033_664), ("32b", 32_763_876_352)]
+    ("name", "parameters"),
+    [
+        ("1.5b", 1_543_714_304),
+        ("3b", 3_085_938_688),
+        ("7b", 7_615_616_512),
+        ("14b", 14_770_033_664),
+        ("32b", 32_763_876_352),
+    ],
 )
 def test_the_library_s_models_have_their_published_size(name: str, parameters: int) -> None:
-    """The last two digits of a name's size are what the model cards say: 1.54, 3.09, 7.61 (7.62), 14.7 (14.8), 32.5 (32.8) billion."""
+    """The last two digits of a name's size are what the model cards say: 1.54, 3.09, 7.61 (7.62),
+    14.7 (14.8), 32.5 (32.8) billion.
+    """
     assert ModelSpec.load(f"qwen2.5-{name}").parameters == parameters
 
 
 def test_a_calibrated_file_reads_back(tmp_path: Path) -> None:
     hardware = msgspec.structs.replace(
-        changed(name="mine"), costs=table(curves={"norm@compute": [[0, 3]], "accumulate_gradients:add": [[1, 2]], "clip": [[0, 7]]})
+        changed(name="mine"),
+        costs=table(
+            curves={
+                "norm@compute": [[0, 3]],
+                "accumulate_gradients:add": [[1, 2]],
+                "clip": [[0, 7]],
+            }
+        ),
     )
     write_toml(tmp_path / "mine.toml", hardware)
     assert HardwareSpec.load(str(tmp_path / "mine.toml")) == hardware
@@ -61,21 +86,39 @@ def test_a_calibrated_file_reads_back(tmp_path: Path) -> None:
         ({"linear_efficiency": 1.2}, "linear_efficiency: found 1.2"),
         ({"attention_efficiency": 0.0}, "attention_efficiency: found 0.0"),
         ({"attention_half_tokens": -1}, "attention_half_tokens: found -1"),
-        ({"h2d_gb_per_s": 55.4e9}, "h2d_gb_per_s: found 55400000000.0; allowed: a positive number, 0.001 to 5000; fix: correct h2d_gb_per_s"),
+        (
+            {"h2d_gb_per_s": 55.4e9},
+            (
+                "h2d_gb_per_s: found 55400000000.0; allowed: a positive number, 0.001 to 5000; fix:"
+                " correct h2d_gb_per_s"
+            ),
+        ),
         ({"h2d_gb_per_s": 1e-300}, "h2d_gb_per_s: found 1e-300"),
         ({"watts": 0.0}, "watts: found 0.0"),
         ({"uncertainty": 1.0}, "uncertainty: found 1.0"),
         ({"uncertainty": math.nan}, "uncertainty: found nan"),
         ({"cpu_adam_per_s": -6.2e9}, "cpu_adam_per_s: found -6200000000.0"),
         ({"thread_gb_per_s": 0}, "thread_gb_per_s: found 0"),
-        ({"unified": True, "device_bytes": 2**40, "host_bytes": 2**39}, "device_bytes: found 1099511627776; allowed: at most host_bytes"),
+        (
+            {"unified": True, "device_bytes": 2**40, "host_bytes": 2**39},
+            "device_bytes: found 1099511627776; allowed: at most host_bytes",
+        ),
         ({"h2d_curve": [[2, 1.0], [2, 2.0]]}, "h2d_curve: found 2 bytes after 2"),
         ({"d2h_curve": [[0, 1.0]]}, "d2h_curve: found a copy of 0 bytes"),
         ({"d2h_curve": [[1, math.nan]]}, "d2h_curve: found nan"),
-        ({"h2d_curve": [[100, 1.0], [200, 3.0]]}, "h2d_curve: found 200 bytes in less time than 100"),
-        ({"duplex_curve": [[1024, 60.0]]}, "duplex_curve: found 60.0 GB/s each at 1024 bytes; allowed: at most the 55.4"),
+        (
+            {"h2d_curve": [[100, 1.0], [200, 3.0]]},
+            "h2d_curve: found 200 bytes in less time than 100",
+        ),
+        (
+            {"duplex_curve": [[1024, 60.0]]},
+            "duplex_curve: found 60.0 GB/s each at 1024 bytes; allowed: at most the 55.4",
+        ),
         ({"host_memory": {"gb_per_s": -1.0}}, "host_memory: gb_per_s: found -1.0"),
-        ({"host_memory": {"gb_per_s": 1.0, "cpu_weight": math.inf}}, "host_memory: cpu_weight: found inf"),
+        (
+            {"host_memory": {"gb_per_s": 1.0, "cpu_weight": math.inf}},
+            "host_memory: cpu_weight: found inf",
+        ),
         ({"peak_tflops": {}}, "peak_tflops: found no rate"),
         ({"peak_tflops": {"bf16": 989e12}}, "peak_tflops.bf16: found 989000000000000.0"),
         ({"duplex_fraction": 0.0}, "duplex_fraction: found 0.0"),
@@ -108,7 +151,10 @@ def test_a_wrong_number_is_refused_by_name(changes: dict[str, Any], complaint: s
         ({"curves": {"norm": [[1, -1]]}}, "costs.curves.norm: found a negative number"),
         ({"curves": {"norm": [[2, 1], [2, 3]]}}, "costs.curves.norm: found size 2 after 2"),
         ({"compute": {"norm": {"a": [5, 1]}}}, "costs.compute.norm"),
-        ({"compute": {"forward": {"a": [5, -1]}}}, "costs.compute.forward.a: duration_ns: found -1"),
+        (
+            {"compute": {"forward": {"a": [5, -1]}}},
+            "costs.compute.forward.a: duration_ns: found -1",
+        ),
         ({"compute": {"forward": {"a": [0, 1]}}}, "costs.compute.forward.a: amount: found 0"),
         ({"activations": {"a": [0, 1]}}, "costs.activations.a: tokens: found 0"),
         ({"workspace": {"a": {"layer": 1, "head": -1}}}, "costs.workspace.a.head: found -1"),
@@ -138,7 +184,9 @@ LINES = VALID.splitlines()
         ("unified = 1", "unified: found `int`; allowed: `bool`"),
     ],
 )
-def test_a_wrong_type_in_a_file_is_one_line_with_its_key(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_wrong_type_in_a_file_is_one_line_with_its_key(
+    tmp_path: Path, line: str, complaint: str
+) -> None:
     key = line.partition(" ")[0]
     kept = [other for other in LINES if not other.startswith(f"{key} =")]
     (tmp_path / "wrong.toml").write_text("\n".join([line, *kept]))
@@ -151,13 +199,31 @@ def test_a_wrong_type_in_a_file_is_one_line_with_its_key(tmp_path: Path, line: s
 VALUES = st.one_of(
     st.integers(),
     st.floats(),
-    st.sampled_from([2**63, 10**400, -(10**400), "inf", "nan", "-0.0", "1e400", '"16"', "[]", "[[1, 1]]", "{}", "true", "1979-05-27"]),
+    st.sampled_from(
+        [
+            2**63,
+            10**400,
+            -(10**400),
+            "inf",
+            "nan",
+            "-0.0",
+            "1e400",
+            '"16"',
+            "[]",
+            "[[1, 1]]",
+            "{}",
+            "true",
+            "1979-05-27",
+        ]
+    ),
 )
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> str:
-    """A valid file with a few lines changed, dropped, doubled or swapped, or a few characters overwritten."""
+    """A valid file with a few lines changed, dropped, doubled or swapped, or a few characters
+    overwritten.
+    """
     lines = list(LINES)
     for _ in range(draw(st.integers(1, 3))):
         index = draw(st.integers(0, len(lines) - 1))
@@ -173,13 +239,19 @@ def mutated(draw: st.DrawFn) -> str:
                 lines[index], lines[other] = lines[other], lines[index]
             case "cut":
                 at = draw(st.integers(0, len(lines[index])))
-                lines[index] = lines[index][:at] + draw(st.text(max_size=3)) + lines[index][at + 1 :]
+                lines[index] = (
+                    lines[index][:at] + draw(st.text(max_size=3)) + lines[index][at + 1 :]
+                )
             case _:
-                lines[index] = f"{draw(st.sampled_from(HardwareSpec.__struct_fields__))} = {draw(VALUES)}"
+                lines[index] = (
+                    f"{draw(st.sampled_from(HardwareSpec.__struct_fields__))} = {draw(VALUES)}"
+                )
     return "\n".join(lines)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.one_of(mutated(), mutated(), st.text(max_size=200)))
 def test_any_text_is_a_machine_or_one_line(tmp_path: Path, text: str) -> None:
     """Of a UserError the text is one line by construction."""
@@ -191,11 +263,21 @@ def test_any_text_is_a_machine_or_one_line(tmp_path: Path, text: str) -> None:
         return
     for field in ("h2d_gb_per_s", "device_gb_per_s", "host_gb_per_s", "linear_efficiency"):
         assert 0 < getattr(machine, field) < math.inf
-    assert all(0 < rate < math.inf for curve in (machine.h2d_curve, machine.d2h_curve, machine.duplex_curve) for _, rate in curve)
+    assert all(
+        0 < rate < math.inf
+        for curve in (machine.h2d_curve, machine.d2h_curve, machine.duplex_curve)
+        for _, rate in curve
+    )
 
 
 def test_a_missing_machine_names_those_like_it() -> None:
-    with pytest.raises(UserError, match=r"or one of the \d+ names in simulator/library/hardware, such as h200; fix: did you mean h200"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"or one of the \d+ names in simulator/library/hardware, such as h200; fix: did you"
+            r" mean h200"
+        ),
+    ):
         HardwareSpec.load("h300")
     with pytest.raises(UserError, match="no such file"):
         HardwareSpec.load("nowhere/h300.toml")

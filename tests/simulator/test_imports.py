@@ -1,4 +1,6 @@
-"""Planning needs no deep-learning framework: importing the simulator, or any module of it, loads neither torch nor transformers."""
+"""Planning needs no deep-learning framework: importing the simulator, or any module of it, loads
+neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,21 @@ PROGRAM = """
 import importlib, json, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-print(json.dumps([name for name in ("torch", "transformers", "safetensors") if name in sys.modules]))
+heavy = ("torch", "transformers", "safetensors")
+print(json.dumps([name for name in heavy if name in sys.modules]))
 """
 
 
 def loaded_by(tmp_path: Path, *names: str) -> list[str]:
     # elsewhere than the checkout, where `import simulator` would also work
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, check=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *names],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
     loaded: list[str] = json.loads(done.stdout)
     return loaded
 
@@ -30,7 +40,10 @@ def test_the_simulator_loads_no_framework(tmp_path: Path) -> None:
 
 
 def test_no_module_of_the_simulator_loads_a_framework(tmp_path: Path) -> None:
-    names = [module.name for module in pkgutil.walk_packages(megatrain.simulator.__path__, "megatrain.simulator.")]
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(megatrain.simulator.__path__, "megatrain.simulator.")
+    ]
     assert "megatrain.simulator.policies.double_buffer" in names
     assert loaded_by(tmp_path, *names) == []
 

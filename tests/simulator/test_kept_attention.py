@@ -1,4 +1,6 @@
-"""Kept attention: what the schedule says of it, what it costs, what it takes, and where the search chooses it."""
+"""Kept attention: what the schedule says of it, what it costs, what it takes, and where the search
+chooses it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,16 @@ import msgspec
 import pytest
 
 from megatrain.simulator import policies
-from megatrain.simulator.arithmetic import cost_keys
-from megatrain.simulator.assessment import assess, varied
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, cost_model
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import CostTable, HardwareSpec
-from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.planner import search
+from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess, with_knobs
+from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule import KEPT, Op
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.arithmetic import cost_keys
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 GIB = 2**30
 MODEL, H200 = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")
@@ -27,7 +29,15 @@ LONG = Workload(batch=1, sequence=131072, compiled=True)
 
 def planned(work: Workload, placement: Placement, **knobs: Any) -> Plan:
     limits = {"device_limit_bytes": H200.device_bytes, "host_limit_bytes": H200.host_bytes}
-    return Plan(policy="overlapped", hardware="h200", source="", model=MODEL, workload=work, knobs=Knobs(placement=placement, **knobs), **limits)
+    return Plan(
+        policy="overlapped",
+        hardware="h200",
+        source="",
+        model=MODEL,
+        workload=work,
+        knobs=Knobs(placement=placement, **knobs),
+        **limits,
+    )
 
 
 def recompute(plan: Plan, *, kept: bool) -> Op:
@@ -38,8 +48,15 @@ def recompute(plan: Plan, *, kept: bool) -> Op:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_forward_leaves_it_recompute_takes_it_backward_frees_it(make_plan: Callable[..., Plan], policy: str) -> None:
-    plan = make_plan(policy, accumulation=2, checkpoint_interval=2, placement=Placement(attention="0-2", stored="2"))
+def test_forward_leaves_it_recompute_takes_it_backward_frees_it(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
+    plan = make_plan(
+        policy,
+        accumulation=2,
+        checkpoint_interval=2,
+        placement=Placement(saved_attention="0-2", saved_activations="2"),
+    )
     schedule = policies.lower(plan)
     schedule.check()
     for layer, held in (("0", True), ("1", True), ("2", False), ("3", False)):
@@ -62,7 +79,7 @@ def test_forward_leaves_it_recompute_takes_it_backward_frees_it(make_plan: Calla
 def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> None:
     """Attention's FLOPs less, and a key of its own; the rest of the program costs what it did."""
     plan = make_plan()
-    kept = varied(plan, placement=Placement(attention="1"))
+    kept = with_knobs(plan, placement=Placement(saved_attention="1"))
     before, after = policies.lower(plan), policies.lower(kept)
     for op in before.ops:
         other = after.by_id[op.id]
@@ -75,17 +92,21 @@ def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> Non
 
 
 def test_it_takes_the_output_and_four_bytes_a_head_and_token() -> None:
-    choice = assess(planned(LONG, Placement(attention="0-9")), cost_model(H200, MODEL, LONG))
+    choice = assess(planned(LONG, Placement(saved_attention="0-9")), cost_model(H200, MODEL, LONG))
     assert choice.account.pools["device.attention"] == 10 * 131072 * 28 * (128 * 2 + 4)
 
 
 def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) -> None:
     for family, layer in (("gemma2", "0"), ("phi3", "1")):
-        with pytest.raises(UserError, match=rf"placement: attention: found layer {layer} of a {family} model"):
-            make_plan(family=family, placement=Placement(attention=layer)).placed("attention")
+        with pytest.raises(
+            UserError, match=rf"placement: saved_attention: found layer {layer} of a {family} model"
+        ):
+            make_plan(family=family, placement=Placement(saved_attention=layer)).placed(
+                "saved_attention"
+            )
     model = make_plan(family="mistral").model
     model = msgspec.structs.replace(model, config={**model.config, "sliding_window": 8})
-    windowed = make_plan(model=model, placement=Placement(attention="all"))
+    windowed = make_plan(model=model, placement=Placement(saved_attention="all"))
     with pytest.raises(UserError, match="sliding_attention"):
         policies.lower(windowed)
 
@@ -95,18 +116,34 @@ def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) ->
 
 def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
     work = Workload(batch=1, sequence=8)
-    assert [msgspec.structs.replace(work, attention=kernel).shape for kernel in (None, "flash", "cudnn")] == ["1x8-bf16", "1x8-bf16-flash", "1x8-bf16-cudnn"]
+    assert [
+        msgspec.structs.replace(work, attention=kernel).shape for kernel in (None, "flash", "cudnn")
+    ] == ["1x8-bf16", "1x8-bf16-flash", "1x8-bf16-cudnn"]
 
 
-@pytest.mark.parametrize(("kernel", "sequence", "measured"), [
-    ("flash", 32768, 351), ("flash", 131072, 333), ("cudnn", 32768, 620), ("cudnn", 131072, 563), ("cudnn", 524288, 483),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "sequence", "measured"),
+    [
+        ("flash", 32768, 351),
+        ("flash", 131072, 333),
+        ("cudnn", 32768, 620),
+        ("cudnn", 131072, 563),
+        ("cudnn", 524288, 483),
+    ],
+)
 def test_the_datasheet_has_each_kernel_s_rate(kernel: Any, sequence: int, measured: float) -> None:
-    """Forward alone, measured in TFLOP/s on an H200 on 2026-11-21; the model's rate is of forward and backward together."""
+    """Forward alone, measured in TFLOP/s on an H200 on 2026-11-21; the model's rate is of forward
+    and backward together.
+    """
     plan = planned(Workload(batch=1, sequence=sequence, attention=kernel), Placement())
     costs = Datasheet(H200, MODEL, plan.workload)
-    seconds = (costs.duration_ns(recompute(plan, kept=False)) - costs.duration_ns(recompute(plan, kept=True))) / 1e9
-    assert MODEL.work("recompute", "0", plan.workload).attention_flops / seconds / 1e12 == pytest.approx(measured, rel=0.15)
+    seconds = (
+        costs.duration_ns(recompute(plan, kept=False))
+        - costs.duration_ns(recompute(plan, kept=True))
+    ) / 1e9
+    assert MODEL.work(
+        "recompute", "0", plan.workload
+    ).attention_flops / seconds / 1e12 == pytest.approx(measured, rel=0.15)
 
 
 # ---- its costs
@@ -122,24 +159,32 @@ def table(plan: Plan, **durations: int) -> CostTable:
 def test_a_measured_recompute_without_attention_is_looked_up() -> None:
     plan = planned(LONG, Placement())
     costs = Calibrated(table(plan, full=1000, kept=300))
-    assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in (recompute(plan, kept=False), recompute(plan, kept=True))] == [
-        (1000, False),
-        (300, False),
-    ]
+    assert [
+        (costs.duration_ns(op), costs.extrapolated(op))
+        for op in (recompute(plan, kept=False), recompute(plan, kept=True))
+    ] == [(1000, False), (300, False)]
 
 
 def test_an_unmeasured_one_takes_the_datasheet_s_share_of_the_one_with_attention() -> None:
     plan = planned(LONG, Placement())
     sheet = Datasheet(H200, MODEL, LONG)
-    share = sheet.duration_ns(recompute(plan, kept=True)) / sheet.duration_ns(recompute(plan, kept=False))
+    share = sheet.duration_ns(recompute(plan, kept=True)) / sheet.duration_ns(
+        recompute(plan, kept=False)
+    )
     costs, op = Calibrated(table(plan, full=10**9), sheet), recompute(plan, kept=True)
-    assert (costs.duration_ns(op), costs.extrapolated(op)) == (pytest.approx(share * 1e9, abs=1), True)
+    assert (costs.duration_ns(op), costs.extrapolated(op)) == (
+        pytest.approx(share * 1e9, abs=1),
+        True,
+    )
     assert 0.1 < share < 0.5
 
 
 def test_a_recompute_with_attention_is_never_scaled_from_one_without() -> None:
-    plan, shorter = (planned(msgspec.structs.replace(LONG, sequence=sequence), Placement()) for sequence in (131072, 65536))
-    with pytest.raises(UserError, match="nothing for"):
+    plan, shorter = (
+        planned(msgspec.structs.replace(LONG, sequence=sequence), Placement())
+        for sequence in (131072, 65536)
+    )
+    with pytest.raises(UserError, match="no measurement for"):
         Calibrated(table(shorter, kept=300)).duration_ns(recompute(plan, kept=False))
 
 
@@ -156,22 +201,39 @@ def seconds(plan: Plan) -> float:
     return assess(plan, cost_model(H200, MODEL, plan.workload)).step_seconds
 
 
-@pytest.mark.parametrize("work", [LONG, msgspec.structs.replace(LONG, accumulation=2), Workload(batch=1, sequence=65536, attention="cudnn")])
+@pytest.mark.parametrize(
+    "work",
+    [
+        LONG,
+        msgspec.structs.replace(LONG, accumulation=2),
+        Workload(batch=1, sequence=65536, attention="cudnn"),
+    ],
+)
 def test_long_sequences_keep_it_and_gain_by_it(work: Workload) -> None:
     plan = chosen(work)
     placement = plan.knobs.placement
-    assert len(plan.placed("attention") | plan.placed("stored")) == 28
-    without = varied(plan, placement=msgspec.structs.replace(placement, attention=""))
+    assert len(plan.placed("saved_attention") | plan.placed("saved_activations")) == 28
+    without = with_knobs(plan, placement=msgspec.structs.replace(placement, saved_attention=""))
     assert seconds(plan) < 0.92 * seconds(without)
 
 
 def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -> None:
     plan = chosen(LONG, 90 * GIB)
-    assert plan.knobs.placement.parked == "all"
-    assert len(plan.placed("attention")) > 20
-    assert seconds(plan) < 0.9 * seconds(varied(plan, placement=msgspec.structs.replace(plan.knobs.placement, attention="")))
+    assert plan.knobs.placement.offloaded_inputs == "all"
+    assert len(plan.placed("saved_attention")) > 20
+    assert seconds(plan) < 0.9 * seconds(
+        with_knobs(
+            plan, placement=msgspec.structs.replace(plan.knobs.placement, saved_attention="")
+        )
+    )
 
 
-@pytest.mark.parametrize("work", [Workload(batch=32, sequence=1024), msgspec.structs.replace(LONG, sequence=32768, dtype="fp32")])
+@pytest.mark.parametrize(
+    "work",
+    [
+        Workload(batch=32, sequence=1024),
+        msgspec.structs.replace(LONG, sequence=32768, dtype="fp32"),
+    ],
+)
 def test_short_sequences_and_fp32_do_not(work: Workload) -> None:
-    assert not chosen(work).knobs.placement.attention
+    assert not chosen(work).knobs.placement.saved_attention

@@ -1,4 +1,6 @@
-"""The library of machines: every number names where it comes from and when, and none is in the wrong unit."""
+"""The library of machines: every number names where it comes from and when, and none is in the
+wrong unit.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,45 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
 
 LIBRARY = Path(__file__).parents[2] / "simulator" / "library" / "hardware"
 NAMES = sorted(file.stem for file in LIBRARY.glob("*.toml"))
-SOURCE = re.compile(r"\b(measured|fitted|datasheet|whitepaper|specification|database|derived|assumed|stated)\b", re.IGNORECASE)
+SOURCE = re.compile(
+    r"\b(measured|fitted|datasheet|whitepaper|specification|database|derived|assumed|stated)\b",
+    re.IGNORECASE,
+)
 YEAR = re.compile(r"\b20[12]\d\b")
 WANTED = {
-    "h200", "h200-4x", "h100-sxm", "h100-pcie", "gh200-96", "gh200-144", "gb200", "b200", "a100-80-sxm", "a100-80-pcie", "a100-40", "l40s", "a6000",
-    "rtx3080-10gb", "rtx3090", "rtx4090", "rtx5090", "rtx-pro-6000", "mi300x", "dgx-spark", "apple-m3-ultra", "apple-m4-max", "ryzen-ai-max-395-128gb",
-}  # fmt: skip
+    "h200",
+    "h200-4x",
+    "h100-sxm",
+    "h100-pcie",
+    "gh200-96",
+    "gh200-144",
+    "gb200",
+    "b200",
+    "a100-80-sxm",
+    "a100-80-pcie",
+    "a100-40",
+    "l40s",
+    "a6000",
+    "rtx3080-10gb",
+    "rtx3090",
+    "rtx4090",
+    "rtx5090",
+    "rtx-pro-6000",
+    "mi300x",
+    "dgx-spark",
+    "apple-m3-ultra",
+    "apple-m4-max",
+    "ryzen-ai-max-395-128gb",
+}
 
 
 def without_source(text: str) -> list[str]:
@@ -36,7 +62,9 @@ def without_source(text: str) -> list[str]:
         if setting.startswith("#") or "=" not in setting:
             continue
         (value,) = tomllib.loads(setting).values()
-        if not isinstance(value, str | bool) and not (SOURCE.search(comment) and YEAR.search(comment)):
+        if not isinstance(value, str | bool) and not (
+            SOURCE.search(comment) and YEAR.search(comment)
+        ):
             lines.append(line)
     return lines
 
@@ -51,13 +79,27 @@ def test_every_number_names_its_source_and_year(name: str) -> None:
 
 
 def test_a_number_without_its_source_is_found() -> None:
-    bad = ["watts = 350.0", "watts = 350.0 # as usual, 2024", "watts = 350.0 # datasheet", "h2d_curve = [[1, 2.0]] # 2026"]
-    assert without_source("\n".join(["# x = 1", 'name = "x"', "[peak_tflops]", "watts = 1 # datasheet 2024", *bad])) == bad
+    bad = [
+        "watts = 350.0",
+        "watts = 350.0 # as usual, 2024",
+        "watts = 350.0 # datasheet",
+        "h2d_curve = [[1, 2.0]] # 2026",
+    ]
+    assert (
+        without_source(
+            "\n".join(
+                ["# x = 1", 'name = "x"', "[peak_tflops]", "watts = 1 # datasheet 2024", *bad]
+            )
+        )
+        == bad
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_plausible(name: str) -> None:
-    """Ratios that hold on every machine sold so far: a number in the wrong unit (GiB for GB, Gbit for GB, sparse for dense) breaks one."""
+    """Ratios that hold on every machine sold so far: a number in the wrong unit (GiB for GB, Gbit
+    for GB, sparse for dense) breaks one.
+    """
     machine = HardwareSpec.load(name)
     assert machine.name == name
     assert 8 * 2**30 < machine.device_bytes < 2**39
@@ -73,7 +115,9 @@ def test_a_machine_is_plausible(name: str) -> None:
     assert machine.cpu_update_per_s < machine.cpu_adam_per_s
     assert machine.host_memory is not None
     assert machine.thread_gb_per_s < machine.host_memory.gb_per_s
-    assert 0.95 < 22 * machine.cpu_adam_per_s / 1e9 / machine.host_memory.gb_per_s < 1.05, "that AdamW moves 22 bytes a parameter and fills the DRAM"
+    assert 0.95 < 22 * machine.cpu_adam_per_s / 1e9 / machine.host_memory.gb_per_s < 1.05, (
+        "that AdamW moves 22 bytes a parameter and fills the DRAM"
+    )
     if machine.unified:
         assert machine.device_bytes <= machine.host_bytes
         assert machine.host_memory.gb_per_s < machine.device_gb_per_s
@@ -82,8 +126,15 @@ def test_a_machine_is_plausible(name: str) -> None:
         assert 10 < machine.d2h_gb_per_s < machine.device_gb_per_s / 5
         assert 10 < machine.h2d_gb_per_s < machine.device_gb_per_s / 5
         assert machine.link in ("PCIe 3.0 x16", "PCIe 4.0 x16", "PCIe 5.0 x16", "NVLink-C2C")
-        most = {"PCIe 3.0 x16": 15.8, "PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63.0, "NVLink-C2C": 450.0}[machine.link]
-        assert max(machine.h2d_gb_per_s, machine.d2h_gb_per_s) < most, "no link is faster than its signalling"
+        most = {
+            "PCIe 3.0 x16": 15.8,
+            "PCIe 4.0 x16": 31.5,
+            "PCIe 5.0 x16": 63.0,
+            "NVLink-C2C": 450.0,
+        }[machine.link]
+        assert max(machine.h2d_gb_per_s, machine.d2h_gb_per_s) < most, (
+            "no link is faster than its signalling"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,13 +142,31 @@ def test_every_machine_predicts_every_policy(make_plan: Callable[..., Plan], nam
     machine = HardwareSpec.load(name)
     for policy in policies.names():
         plan = make_plan(policy)
-        assert simulate(policies.lower(plan), cost_model(machine, plan.model, plan.workload)).makespan_ns > 0
+        assert (
+            simulate(
+                policies.lower(plan), cost_model(machine, plan.model, plan.workload)
+            ).makespan_ns
+            > 0
+        )
 
 
 def test_a_faster_gpu_computes_a_layer_sooner() -> None:
-    """Eager bf16 layers of 8 x 1024 tokens, machines in the order of their published matrix rates, without the DGX Spark, whose memory binds."""
-    order = ["apple-m4-max", "ryzen-ai-max-395-128gb", "rtx3090", "rtx4090", "l40s", "mi300x", "gh200-96", "b200"]
+    """Eager bf16 layers of 8 x 1024 tokens, machines in the order of their published matrix rates,
+    without the DGX Spark, whose memory binds.
+    """
+    order = [
+        "apple-m4-max",
+        "ryzen-ai-max-395-128gb",
+        "rtx3090",
+        "rtx4090",
+        "l40s",
+        "mi300x",
+        "gh200-96",
+        "b200",
+    ]
     model, workload = ModelSpec.load("qwen2.5-7b"), Workload(batch=8, sequence=1024)
     op = Op(id="F0.m0", lane="compute")
-    durations = [cost_model(HardwareSpec.load(name), model, workload).duration_ns(op) for name in order]
+    durations = [
+        cost_model(HardwareSpec.load(name), model, workload).duration_ns(op) for name in order
+    ]
     assert durations == sorted(durations, reverse=True)

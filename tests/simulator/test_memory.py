@@ -1,4 +1,6 @@
-"""Memory: every pool's bytes by hand, verdicts at the very limit, advice that holds when it is followed, usage over time."""
+"""Memory: every pool's bytes by hand, verdicts at the very limit, advice that holds when it is
+followed, usage over time.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,17 @@ import msgspec
 import pytest
 
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import plan_account
 from megatrain.simulator.costs import Replayed, cost_model
-from megatrain.simulator.evaluator import evaluate
-from megatrain.simulator.hardware import HardwareSpec, Workspace
-from megatrain.simulator.memory import account, usage, workspace_beside
-from megatrain.simulator.memory_formulas import activations_estimate, workspace_estimate
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.engine.evaluator import evaluate
+from megatrain.simulator.hardware.machine import HardwareSpec, Workspace
+from megatrain.simulator.memory.account import account, usage, workspace_beside
+from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.schedule import Buffer, Op, Schedule
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.timeline import Span, Timeline
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 SCHEDULE = Schedule(
     policy="test",
@@ -27,20 +29,45 @@ SCHEDULE = Schedule(
         Buffer(id="host.weights:0", bytes=5000, data="weights", dtype="bf16", persistent=True),
         Buffer(id="device.weights:0", bytes=300, data="weights", dtype="bf16", knob="weight_slots"),
         Buffer(id="device.weights:1", bytes=300, data="weights", dtype="bf16", knob="weight_slots"),
-        Buffer(id="device.activations:0", bytes=10_000, data="activations", dtype="mixed", dynamic=True, knob="checkpoint_interval"),
+        Buffer(
+            id="device.activations:0",
+            bytes=10_000,
+            data="activations",
+            dtype="mixed",
+            dynamic=True,
+            knob="checkpoint_interval",
+        ),
     ),
     ops=(
         Op(id="W0", lane="h2d", writes=("device.weights:0",), acquires=("device.weights:0",)),
         Op(id="W1", lane="h2d", writes=("device.weights:1",), acquires=("device.weights:1",)),
-        Op(id="F0", lane="compute", after=("W0",), reads=("device.weights:0",), releases=("device.weights:0",)),
-        Op(id="F1", lane="compute", after=("W1",), reads=("device.weights:1",), releases=("device.weights:1",)),
+        Op(
+            id="F0",
+            lane="compute",
+            after=("W0",),
+            reads=("device.weights:0",),
+            releases=("device.weights:0",),
+        ),
+        Op(
+            id="F1",
+            lane="compute",
+            after=("W1",),
+            reads=("device.weights:1",),
+            releases=("device.weights:1",),
+        ),
     ),
 )
 
 
 def test_buffers_are_rounded_up_and_pools_summed() -> None:
     verdict = account(SCHEDULE, 2**20, 2**20, None, 77, {"device.context": 5})
-    assert verdict.pools == {"device.activations": 10_240, "host.weights": 8192, "device.weights": 1024, "device.workspace": 77, "device.context": 5}
+    assert verdict.pools == {
+        "device.activations": 10_240,
+        "host.weights": 8192,
+        "device.weights": 1024,
+        "device.workspace": 77,
+        "device.context": 5,
+    }
     assert (verdict.device_peak_bytes, verdict.host_peak_bytes) == (10_240 + 1024 + 77 + 5, 8192)
     assert (verdict.fits, verdict.advice, verdict.excess_bytes) == (True, "", 0)
 
@@ -58,7 +85,9 @@ def test_measured_activations_win_over_the_estimate() -> None:
         (12_000, 8191, False, "host.weights"),
     ],
 )
-def test_the_limit_is_the_last_byte_that_fits(device: int, host: int, fits: bool, binding: str) -> None:
+def test_the_limit_is_the_last_byte_that_fits(
+    device: int, host: int, fits: bool, binding: str
+) -> None:
     verdict = account(SCHEDULE, device, host, None, 77)
     assert (verdict.fits, verdict.binding, verdict.advice == "") == (fits, binding, fits)
 
@@ -71,15 +100,19 @@ def test_advice_names_the_knob_that_gives_up_least() -> None:
 def test_advice_without_a_knob_names_the_memory_to_add() -> None:
     assert (
         account(SCHEDULE, 9000, 8000, None, 77).advice
-        == "2.29 KiB more of device memory (--device-memory) and 192 B more of host memory (--host-memory) would be enough"
+        == "2.29 KiB more of device memory (--device-memory) and 192 B more of host memory"
+        " (--host-memory) would be enough"
     )
 
 
-@pytest.mark.parametrize("knob", ["weight_slots", "gradient_slots", "gradient_slabs"])
+@pytest.mark.parametrize("knob", ["weight_slots", "gradient_slots", "gradient_staging"])
 def test_advice_holds_when_it_is_followed(make_plan: Callable[..., Plan], knob: str) -> None:
     plan = make_plan("k_buffer", **{"weight_slots": 1, "gradient_slots": 1, knob: 4})
     full = account(policies.lower(plan), 2**40, 2**40, None, 0)
-    device, host = full.device_peak_bytes - (knob != "gradient_slabs"), full.host_peak_bytes - (knob == "gradient_slabs")
+    device, host = (
+        full.device_peak_bytes - (knob != "gradient_staging"),
+        full.host_peak_bytes - (knob == "gradient_staging"),
+    )
     verdict = account(policies.lower(plan), device, host, None, 0)
     assert verdict.advice.startswith(f"{knob} = 3 ")
     better = msgspec.structs.replace(plan, knobs=msgspec.structs.replace(plan.knobs, **{knob: 3}))
@@ -87,7 +120,15 @@ def test_advice_holds_when_it_is_followed(make_plan: Callable[..., Plan], knob: 
 
 
 def costs(duration: int) -> Replayed:
-    return Replayed(Timeline(name="measured", digest="", spans=tuple(Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration) for op in SCHEDULE.ops)))
+    return Replayed(
+        Timeline(
+            name="measured",
+            digest="",
+            spans=tuple(
+                Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration) for op in SCHEDULE.ops
+            ),
+        )
+    )
 
 
 def test_slots_are_held_from_acquire_to_release() -> None:
@@ -98,10 +139,17 @@ def test_slots_are_held_from_acquire_to_release() -> None:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_usage_never_exceeds_the_account_and_ends_where_it_began(make_plan: Callable[..., Plan], policy: str) -> None:
+def test_usage_never_exceeds_the_account_and_ends_where_it_began(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
     schedule = policies.lower(make_plan(policy, checkpoint_interval=2))
     durations = Timeline(
-        name="measured", digest="", spans=tuple(Span(op=op.id, lane=op.lane, start_ns=0, end_ns=1 + index % 7) for index, op in enumerate(schedule.ops))
+        name="measured",
+        digest="",
+        spans=tuple(
+            Span(op=op.id, lane=op.lane, start_ns=0, end_ns=1 + index % 7)
+            for index, op in enumerate(schedule.ops)
+        ),
     )
     pools = account(schedule, 2**40, 2**40, 500, 0).pools
     steps = usage(schedule, evaluate(schedule, Replayed(durations)), 500)
@@ -110,63 +158,115 @@ def test_usage_never_exceeds_the_account_and_ends_where_it_began(make_plan: Call
         assert [time for time, _ in points] == sorted({time for time, _ in points})
         assert max(size for _, size in points) <= pools[pool]
         assert points[-1][1] == (pools[pool] if pool in persistent else 0)
-    assert max(size for _, size in steps["device.activations"]) == pools["device.activations"] == 1000
+    assert (
+        max(size for _, size in steps["device.activations"]) == pools["device.activations"] == 1000
+    )
 
 
-@pytest.mark.parametrize("stored", sorted((Path(__file__).parents[2] / "experiments" / "results").glob("*/hardware.toml")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "stored",
+    sorted((Path(__file__).parents[2] / "experiments" / "results").glob("*/hardware.toml")),
+    ids=lambda path: path.parent.name,
+)
 def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> None:
     """Compiled layers keep less; of those the formula is too much, and never too little."""
     table = HardwareSpec.load(str(stored)).costs
     assert table is not None
     for shape, (tokens, size) in table.activations.items():
-        names = [name for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "llama-3.2-3b", "qwen3-4b") if shape.startswith(ModelSpec.load(name).shape + "/")]
+        names = [
+            name
+            for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "llama-3.2-3b", "qwen3-4b")
+            if shape.startswith(ModelSpec.load(name).shape + "/")
+        ]
         assert names, shape
-        estimate = activations_estimate(ModelSpec.load(names[0]), Workload(batch=1, sequence=tokens))
+        estimate = activations_estimate(
+            ModelSpec.load(names[0]), Workload(batch=1, sequence=tokens)
+        )
         assert estimate >= size * 0.999
         if not shape.endswith("compiled"):
             assert estimate == pytest.approx(size, rel=0.001)
 
 
 def test_the_workspace_s_formula_in_figures() -> None:
-    """1024 x 152064 logits at 12 bytes, the 152064 x 3584 matrix's gradient at 2, and its sum at 4; a layer's gradients and three of the MLP's rows."""
+    """1024 x 152064 logits at 12 bytes, the 152064 x 3584 matrix's gradient at 2, and its sum at 4;
+    a layer's gradients and three of the MLP's rows.
+    """
     model = ModelSpec.load("qwen2.5-7b")
-    assert workspace_estimate(model, Workload(batch=4, sequence=1024)).head == 1024 * 152_064 * 12 + 152_064 * 3584 * 6
-    assert workspace_estimate(model, Workload(batch=1, sequence=1024)).head == 1024 * 152_064 * 12 + 152_064 * 3584 * 2
+    assert (
+        workspace_estimate(model, Workload(batch=4, sequence=1024)).head
+        == 1024 * 152_064 * 12 + 152_064 * 3584 * 6
+    )
+    assert (
+        workspace_estimate(model, Workload(batch=1, sequence=1024)).head
+        == 1024 * 152_064 * 12 + 152_064 * 3584 * 2
+    )
     many = Workload(batch=64, sequence=1024)
-    assert workspace_estimate(model, many).layer == model.stack["0"].elements * 2 + 3 * many.tokens * 18_944 * 2
+    assert (
+        workspace_estimate(model, many).layer
+        == model.stack["0"].elements * 2 + 3 * many.tokens * 18_944 * 2
+    )
 
 
 def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
-    """The schedule saves 10,240 bytes of activations, which are gone when head and update run; no moments are ever on the device."""
+    """The schedule saves 10,240 bytes of activations, which are gone when head and update run; no
+    moments are ever on the device.
+    """
     assert workspace_beside(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
     assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
     assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
     assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
     updating = msgspec.structs.replace(
-        SCHEDULE, buffers=(*SCHEDULE.buffers, Buffer(id="device.moments:0", bytes=8, data="moments", dtype="fp32", persistent=True))
+        SCHEDULE,
+        buffers=(
+            *SCHEDULE.buffers,
+            Buffer(id="device.moments:0", bytes=8, data="moments", dtype="fp32", persistent=True),
+        ),
     )
     assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
 
 
 @pytest.mark.parametrize("stored", ["", "3", "2-3", "all", "0", "0,2", "1-2"])
 @pytest.mark.parametrize("interval", [1, 2, 3])
-def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(make_plan: Callable[..., Plan], stored: str, interval: int) -> None:
-    """The account has room for as many layers' saved activations as ever are held at one time, in the order of the compute lane."""
-    plan = make_plan("overlapped", checkpoint_interval=interval, placement=Placement(stored=stored), accumulation=2)
+def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(
+    make_plan: Callable[..., Plan], stored: str, interval: int
+) -> None:
+    """The account has room for as many layers' saved activations as ever are held at one time, in
+    the order of the compute lane.
+    """
+    plan = make_plan(
+        "overlapped",
+        checkpoint_interval=interval,
+        placement=Placement(saved_activations=stored),
+        accumulation=2,
+    )
     schedule, held, most = policies.lower(plan), 0, 0
     for op in schedule.lanes["compute"]:
         held += sum(schedule.buffer[name].dynamic for name in op.acquires)
         most = max(most, held)
         held -= sum(schedule.buffer[name].dynamic for name in op.releases)
     assert held == 0
-    pools = plan_account(plan, schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)).pools
-    assert pools.get("device.stored", 0) + pools.get("device.activations", 0) == most * activations_estimate(plan.model, plan.workload)
+    pools = plan_account(
+        plan, schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)
+    ).pools
+    assert pools.get("device.saved_activations", 0) + pools.get(
+        "device.activations", 0
+    ) == most * activations_estimate(plan.model, plan.workload)
     if stored in ("3", "2-3", "all") and interval == 1:
         assert not pools.get("device.activations")
 
 
-def test_masks_are_counted_where_causality_alone_does_not_do(make_model: Callable[..., ModelSpec]) -> None:
-    plain, both = make_model(), make_model(family="qwen3", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True, sliding_window=8)
+def test_masks_are_counted_where_causality_alone_does_not_do(
+    make_model: Callable[..., ModelSpec],
+) -> None:
+    plain, both = (
+        make_model(),
+        make_model(
+            family="qwen3",
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            use_sliding_window=True,
+            sliding_window=8,
+        ),
+    )
     capped = make_model(family="gemma2", head_dim=16, sliding_window=16)
     work, pairs = Workload(batch=3, sequence=16, dtype="fp32"), 16 * 16
     packed = msgspec.structs.replace(work, documents=True)
@@ -178,7 +278,13 @@ def test_masks_are_counted_where_causality_alone_does_not_do(make_model: Callabl
     for model in (plain, both):
         grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
         assert grown == model.mask_bytes(packed) - model.mask_bytes(work)
-        assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, "lengths are told instead"
-    assert capped.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 2 * (3 * pairs + 3 * pairs * 2) + 3 * pairs * 2, (
-        "scores that no fused kernel computes: a mask of both forms for each type of attention, and one as it is added"
+        assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, (
+            "lengths are told instead"
+        )
+    assert (
+        capped.mask_bytes(msgspec.structs.replace(packed, dtype="bf16"))
+        == 2 * (3 * pairs + 3 * pairs * 2) + 3 * pairs * 2
+    ), (
+        "scores that no fused kernel computes: a mask of both forms for each type of attention, and"
+        " one as it is added"
     )

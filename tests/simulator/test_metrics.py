@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from megatrain.simulator.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 
 HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 64, 4, 256, 16
 DECODER = HIDDEN * (64 + 32 + 32) + 64 * HIDDEN + 3 * HIDDEN * 96
-"""elements of a decoder layer's matrices: q, k and v of 4 and 2 and 2 heads of 16, output, and an MLP of 96"""
+"""elements of a decoder layer's matrices: q, k and v of 4 and 2 and 2 heads of 16, output, and an
+MLP of 96"""
 NORMS = HIDDEN * (2 * LAYERS + 1)
 
 
@@ -26,15 +27,25 @@ def test_speed_counts_the_tokens_of_all_micro_batches(workload: Workload) -> Non
 
 
 @pytest.mark.parametrize(("tied", "embeddings"), [(False, 2), (True, 1)])
-def test_tflops_count_every_parameter_six_times(make_model: Callable[..., ModelSpec], workload: Workload, tied: bool, embeddings: int) -> None:
+def test_tflops_count_every_parameter_six_times(
+    make_model: Callable[..., ModelSpec], workload: Workload, tied: bool, embeddings: int
+) -> None:
     parameters = LAYERS * DECODER + NORMS + embeddings * VOCABULARY * HIDDEN
-    assert tflops_6n(make_model(tied=tied), workload, 0.5) == pytest.approx(6 * parameters * workload.step_tokens / 0.5 / 1e12, rel=1e-12)
+    assert tflops_6n(make_model(tied=tied), workload, 0.5) == pytest.approx(
+        6 * parameters * workload.step_tokens / 0.5 / 1e12, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_mfu_counts_the_head_and_the_seen_half_of_attention(make_model: Callable[..., ModelSpec], workload: Workload, tied: bool) -> None:
+def test_mfu_counts_the_head_and_the_seen_half_of_attention(
+    make_model: Callable[..., ModelSpec], workload: Workload, tied: bool
+) -> None:
     """The head multiplies, tied or not; an embedding's lookup and a norm do not."""
     multiplying = LAYERS * DECODER + VOCABULARY * HIDDEN
-    attention = LAYERS * 2 * (2 * 64) * SEQUENCE / 2  # scores and their sums, 4 heads of 16, half of the sequence on average
+    attention = (
+        LAYERS * 2 * (2 * 64) * SEQUENCE / 2
+    )  # scores and their sums, 4 heads of 16, half of the sequence on average
     flops = (6 * multiplying + 3 * attention) * workload.step_tokens
-    assert mfu(make_model(tied=tied), workload, 0.5, peak_tflops=0.25) == pytest.approx(flops / 0.5 / 0.25e12, rel=1e-12)
+    assert mfu(make_model(tied=tied), workload, 0.5, peak_tflops=0.25) == pytest.approx(
+        flops / 0.5 / 0.25e12, rel=1e-12
+    )

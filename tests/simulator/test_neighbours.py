@@ -1,66 +1,132 @@
-"""The end of a search: the choice is no slower than its neighbours, its runner-up, and what one more GiB is said to buy where that fits already."""
+"""The end of a search: the choice is no slower than its neighbours, its runner-up, and what one
+more GiB is said to buy where that fits already.
+"""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from megatrain.simulator.assessment import assess
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.filling import GIB, Filling
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.margins import one_more_gib
-from megatrain.simulator.planner import candidates
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.filling import GIB, Filling
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.verdict.marginal_memory import one_more_gib
 
 CASES = (
-    ("qwen2.5-7b", "a100-80-sxm", Workload(batch=1, sequence=512, accumulation=2), {"host_limit": 512 * GIB}),  # what the host updates needs no slots
+    (
+        "qwen2.5-7b",
+        "a100-80-sxm",
+        Workload(batch=1, sequence=512, accumulation=2),
+        {"host_limit": 512 * GIB},
+    ),  # what the host updates needs no slots
     ("gpt-oss-20b", "rtx4090", Workload(batch=8, sequence=1024), {"host_limit": 512 * GIB}),
-    ("qwen3-4b", "rtx-pro-6000", Workload(batch=1, sequence=8192), {"device_limit": 42 * GIB, "host_limit": 512 * GIB}),
+    (
+        "qwen3-4b",
+        "rtx-pro-6000",
+        Workload(batch=1, sequence=8192),
+        {"device_limit": 42 * GIB, "host_limit": 512 * GIB},
+    ),
 )
 
 
-@pytest.mark.parametrize(("name", "machine", "work", "limits"), CASES, ids=[case[0] for case in CASES])
-def test_no_plan_that_is_mentioned_and_fits_is_faster(name: str, machine: str, work: Workload, limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "machine", "work", "limits"), CASES, ids=[case[0] for case in CASES]
+)
+def test_no_plan_that_is_mentioned_and_fits_is_faster(
+    name: str, machine: str, work: Workload, limits: dict[str, int]
+) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
     choice = candidates(model, hardware, work, **limits)[0]  # type: ignore[arg-type]
     costs = cost_model(hardware, model, work)
     assert choice.runner_up is not None
-    others = [choice.runner_up.knobs, *(margin.knobs for margin in one_more_gib(choice, hardware, costs))]
+    others = [
+        choice.runner_up.knobs,
+        *(margin.knobs for margin in one_more_gib(choice, hardware, costs)),
+    ]
     others += [plan.knobs for plan in Filling(choice.plan, costs).neighbours(choice.plan)]
-    tried = [assess(msgspec.structs.replace(choice.plan, knobs=knobs), costs) for knobs in dict.fromkeys(others) if knobs]
+    tried = [
+        assess(msgspec.structs.replace(choice.plan, knobs=knobs), costs)
+        for knobs in dict.fromkeys(others)
+        if knobs
+    ]
     assert len([other for other in tried if other.feasible]) > 2
-    assert min(other.step_seconds for other in tried if other.feasible) >= 0.999 * choice.step_seconds
+    assert (
+        min(other.step_seconds for other in tried if other.feasible) >= 0.999 * choice.step_seconds
+    )
 
 
 def test_what_is_bought_by_one_more_gib_is_taken_where_it_fits_already() -> None:
     """One more layer's gradients take the place of the slots that gradients stream through."""
-    model, hardware, work = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("a100-80-sxm"), Workload(batch=1, sequence=512, accumulation=2)
+    model, hardware, work = (
+        ModelSpec.load("qwen2.5-7b"),
+        HardwareSpec.load("a100-80-sxm"),
+        Workload(batch=1, sequence=512, accumulation=2),
+    )
     choice = candidates(model, hardware, work, host_limit=512 * GIB, policies=["overlapped"])[0]
     assert choice.step_seconds < 1.94  # 2.007 s without
 
 
 SLOTS = (
-    ("gpt-oss-20b", "l40s", Workload(batch=1, sequence=4096, accumulation=2, clipping="update"), 512 * GIB, 14.32),  # 14.45 s with two slots
-    ("qwen2.5-7b", "a6000", Workload(batch=4, sequence=512, accumulation=4, clipping="update"), None, 9.95),  # 10.00 s with two slots
+    (
+        "gpt-oss-20b",
+        "l40s",
+        Workload(batch=1, sequence=4096, accumulation=2, clipping="update"),
+        512 * GIB,
+        14.32,
+    ),  # 14.45 s with two slots
+    (
+        "qwen2.5-7b",
+        "a6000",
+        Workload(batch=4, sequence=512, accumulation=4, clipping="update"),
+        None,
+        9.95,
+    ),  # 10.00 s with two slots
 )
 
 
-@pytest.mark.parametrize(("name", "machine", "work", "host", "seconds"), SLOTS, ids=[case[0] for case in SLOTS])
-def test_state_gives_way_to_a_third_weight_slot(name: str, machine: str, work: Workload, host: int | None, seconds: float) -> None:
-    """The device is filled with state to the last byte, so the slot is only taken where some of the state leaves."""
-    choice = candidates(ModelSpec.load(name), HardwareSpec.load(machine), work, host_limit=host, policies=["overlapped"])[0]
+@pytest.mark.parametrize(
+    ("name", "machine", "work", "host", "seconds"), SLOTS, ids=[case[0] for case in SLOTS]
+)
+def test_state_gives_way_to_a_third_weight_slot(
+    name: str, machine: str, work: Workload, host: int | None, seconds: float
+) -> None:
+    """The device is filled with state to the last byte, so the slot is only taken where some of the
+    state leaves.
+    """
+    choice = candidates(
+        ModelSpec.load(name),
+        HardwareSpec.load(machine),
+        work,
+        host_limit=host,
+        policies=["overlapped"],
+    )[0]
     assert choice.feasible
     assert choice.plan.knobs.weight_slots > 2
     assert choice.step_seconds < seconds
 
 
 def test_one_more_gib_is_no_slower_where_it_would_hold_all_weights() -> None:
-    """With all weights on the device and the moments on the host, the host's update of most layers is faster still."""
-    model, hardware, work = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("a6000"), Workload(batch=4, sequence=8192)
+    """With all weights on the device and the moments on the host, the host's update of most layers
+    is faster still.
+    """
+    model, hardware, work = (
+        ModelSpec.load("qwen2.5-0.5b"),
+        HardwareSpec.load("a6000"),
+        Workload(batch=4, sequence=8192),
+    )
     steps = [
-        candidates(model, hardware, work, device_limit=int(size * GIB), host_limit=int(125.5 * GIB), policies=["overlapped"])[0].step_seconds
+        candidates(
+            model,
+            hardware,
+            work,
+            device_limit=int(size * GIB),
+            host_limit=int(125.5 * GIB),
+            policies=["overlapped"],
+        )[0].step_seconds
         for size in (47.4, 48.4)
     ]
     assert steps[1] <= steps[0] < 2.57

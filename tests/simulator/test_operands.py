@@ -9,22 +9,33 @@ import msgspec
 import pytest
 
 from megatrain.simulator import policies
-from megatrain.simulator.plan import Placement, Plan
 from megatrain.simulator.schedule import Buffer, Op, Schedule, ScheduleError
 from megatrain.simulator.schedule.operands import OPERANDS
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 
 def with_pool(schedule: Schedule, pool: str, **changes: Any) -> Schedule:
     """`schedule` with other fields for the buffers of `pool`."""
     assert any(buffer.pool == pool for buffer in schedule.buffers)
     return msgspec.structs.replace(
-        schedule, buffers=tuple([msgspec.structs.replace(buffer, **changes) if buffer.pool == pool else buffer for buffer in schedule.buffers])
+        schedule,
+        buffers=tuple(
+            [
+                msgspec.structs.replace(buffer, **changes) if buffer.pool == pool else buffer
+                for buffer in schedule.buffers
+            ]
+        ),
     )
 
 
 def with_op(schedule: Schedule, name: str, **changes: Any) -> Schedule:
     assert name in schedule.by_id
-    return msgspec.structs.replace(schedule, ops=tuple([msgspec.structs.replace(op, **changes) if op.id == name else op for op in schedule.ops]))
+    return msgspec.structs.replace(
+        schedule,
+        ops=tuple(
+            [msgspec.structs.replace(op, **changes) if op.id == name else op for op in schedule.ops]
+        ),
+    )
 
 
 def refusal(schedule: Schedule) -> str:
@@ -36,23 +47,87 @@ def refusal(schedule: Schedule) -> str:
 @pytest.mark.parametrize(
     ("policy", "changes", "pool", "fields", "complaint"),
     [
-        ("k_buffer", {}, "device.weights", {"dtype": "fp32"}, "W0f.m0.c0: host.weights:0 bf16, device.weights:0 fp32: the dtypes differ"),
-        ("k_buffer", {}, "device.gradients", {"dtype": "fp32"}, "host.slabs:0 bf16: the dtypes differ"),
-        ("k_buffer", {}, "device.weights", {"data": "gradients"}, "load_weights writes gradients (device.weights:0), not weights"),
-        ("k_buffer", {}, "host.moments", {"dtype": "bf16"}, "host.moments:e: moments in bf16, not in fp32"),
-        ("k_buffer", {}, "host.weights", {"dtype": "int16"}, "host.weights:e: weights in int16, not in bf16 or fp32"),
-        ("k_buffer", {"accumulation": 2}, "host.gradients", {"dtype": "bf16"}, "in bf16; sums are kept in fp32"),
-        ("overlapped", {"accumulation": 2}, "device.streamed_sums", {"dtype": "bf16"}, "the dtypes differ"),
-        ("overlapped", {}, "device.moments_chunks", {"chunk": False}, "needs 32768 bytes of device.moments_chunks:"),
+        (
+            "k_buffer",
+            {},
+            "device.weights",
+            {"dtype": "fp32"},
+            "W0f.m0.c0: host.weights:0 bf16, device.weights:0 fp32: the dtypes differ",
+        ),
+        (
+            "k_buffer",
+            {},
+            "device.gradients",
+            {"dtype": "fp32"},
+            "host.gradient_staging:0 bf16: the dtypes differ",
+        ),
+        (
+            "k_buffer",
+            {},
+            "device.weights",
+            {"data": "gradients"},
+            "load_weights writes gradients (device.weights:0), not weights",
+        ),
+        (
+            "k_buffer",
+            {},
+            "host.moments",
+            {"dtype": "bf16"},
+            "host.moments:e: moments in bf16, not in fp32",
+        ),
+        (
+            "k_buffer",
+            {},
+            "host.weights",
+            {"dtype": "int16"},
+            "host.weights:e: weights in int16, not in bf16 or fp32",
+        ),
+        (
+            "k_buffer",
+            {"accumulation": 2},
+            "host.gradients",
+            {"dtype": "bf16"},
+            "in bf16; sums are kept in fp32",
+        ),
+        (
+            "overlapped",
+            {"accumulation": 2},
+            "device.streamed_sums",
+            {"dtype": "bf16"},
+            "the dtypes differ",
+        ),
+        (
+            "overlapped",
+            {},
+            "device.moments_chunks",
+            {"chunk": False},
+            "needs 32768 bytes of device.moments_chunks:",
+        ),
         ("overlapped", {}, "device.hidden", {"dtype": "fp32"}, "the dtypes differ"),
-        ("overlapped", {}, "device.hidden", {"dtype": "home"}, "only a chunk takes its dtype from its layer's buffer"),
-        ("resident", {}, "device.low", {"data": "moments", "dtype": "fp32"}, "two persistent buffers hold the same data"),
+        (
+            "overlapped",
+            {},
+            "device.hidden",
+            {"dtype": "home"},
+            "only a chunk takes its dtype from its layer's buffer",
+        ),
+        (
+            "resident",
+            {},
+            "device.master_low",
+            {"data": "moments", "dtype": "fp32"},
+            "two persistent buffers hold the same data",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_buffer_of_another_kind_is_found(
-    make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any], pool: str,
-    fields: dict[str, Any], complaint: str,
-) -> None:  # fmt: skip
+    make_plan: Callable[..., Plan],
+    policy: str,
+    changes: dict[str, Any],
+    pool: str,
+    fields: dict[str, Any],
+    complaint: str,
+) -> None:
     schedule = policies.lower(make_plan(policy, **changes))
     schedule.check()
     assert complaint in refusal(with_pool(schedule, pool, **fields))
@@ -65,10 +140,12 @@ def test_a_buffer_of_another_kind_is_found(
         ("k_buffer", {}, "device.weights"),
         ("overlapped", {}, "host.moments"),
         ("overlapped", {}, "device.gradients_chunks"),
-        ("resident", {}, "device.low"),
+        ("resident", {}, "device.master_low"),
     ],
 )
-def test_a_buffer_that_is_too_small_is_found(make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any], pool: str) -> None:
+def test_a_buffer_that_is_too_small_is_found(
+    make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any], pool: str
+) -> None:
     schedule = policies.lower(make_plan(policy, **changes))
     assert "bytes of" in refusal(with_pool(schedule, pool, bytes=64))
 
@@ -77,9 +154,14 @@ def test_an_op_with_an_operand_too_many_is_found(make_plan: Callable[..., Plan])
     schedule = policies.lower(make_plan("resident"))
     norm = schedule.by_id["N0"]
     more = with_op(schedule, "N0", reads=(*norm.reads, "device.tokens:0"))
-    assert refusal(more) == ("N0: norm reads gradients tokens (device.gradients:0, device.tokens:0), not gradients")
+    assert (
+        refusal(more)
+        == "N0: norm reads gradients tokens (device.gradients:0, device.tokens:0), not gradients"
+    )
     low = schedule.by_id["U0"]
-    less = with_op(schedule, "U0", writes=tuple(name for name in low.writes if ".low:" not in name))
+    less = with_op(
+        schedule, "U0", writes=tuple(name for name in low.writes if ".master_low:" not in name)
+    )
     assert refusal(less) == "U0: weights in bf16 without a low half"
 
 
@@ -87,20 +169,30 @@ def test_a_pool_holds_one_class_of_data(make_plan: Callable[..., Plan]) -> None:
     schedule = policies.lower(make_plan("resident"))
     odd = Buffer(id="device.tokens:9", bytes=64, data="losses", dtype="fp32", persistent=True)
     wrong = msgspec.structs.replace(schedule, buffers=(*schedule.buffers, odd))
-    assert refusal(wrong) == ("device.tokens:9 holds losses and device.tokens:0 tokens: the buffers of a pool hold one class of data")
+    assert (
+        refusal(wrong)
+        == "device.tokens:9 holds losses and device.tokens:0 tokens: the buffers of a pool hold one"
+        " class of data"
+    )
 
 
-def test_chunks_of_layers_with_different_dtypes_take_the_dtype_of_the_layer(make_plan: Callable[..., Plan]) -> None:
+def test_chunks_of_layers_with_different_dtypes_take_the_dtype_of_the_layer(
+    make_plan: Callable[..., Plan],
+) -> None:
     """A tied embedding's gradient is an fp32 sum, a decoder layer's is bf16; both stream."""
     schedule = policies.lower(make_plan("overlapped", tied=True))
-    chunk = next(buffer.id for buffer in schedule.buffers if buffer.pool == "device.gradients_chunks")
+    chunk = next(
+        buffer.id for buffer in schedule.buffers if buffer.pool == "device.gradients_chunks"
+    )
     assert schedule.buffer[chunk].dtype == "home"
     assert schedule.dtype_of(chunk, "e") == "fp32"
     assert schedule.dtype_of(chunk, "0") == "bf16"
     assert schedule.dtype_of("host.gradients:e#3", "e") == "fp32"
 
 
-def test_every_kind_of_ours_has_operands_and_peers_need_none(make_plan: Callable[..., Plan]) -> None:
+def test_every_kind_of_ours_has_operands_and_peers_need_none(
+    make_plan: Callable[..., Plan],
+) -> None:
     for policy in policies.names():
         assert policies.lower(make_plan(policy)).is_typed
     for policy in policies.peers():
@@ -109,14 +201,16 @@ def test_every_kind_of_ours_has_operands_and_peers_need_none(make_plan: Callable
         op.kind
         for policy in policies.names()
         for clipping in ("global", "update")
-        for placement in (Placement(), Placement(parked="0-2", host_updated="1"))
+        for placement in (Placement(), Placement(offloaded_inputs="0-2", host_updated="1"))
         for micros in (1, 2)
         for op in every_op(make_plan, policy, clipping, placement, micros)
     }
     assert used == set(OPERANDS)
 
 
-def every_op(make_plan: Callable[..., Plan], policy: str, clipping: str, placement: Placement, micros: int) -> list[Op]:
+def every_op(
+    make_plan: Callable[..., Plan], policy: str, clipping: str, placement: Placement, micros: int
+) -> list[Op]:
     place = placement if policies.places(policy) else Placement()
     plan = make_plan(policy, clipping=clipping, placement=place, accumulation=micros, hidden=64)
     return [*policies.lower(plan).ops, *policies.evaluation(plan).ops]

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.planner import search
-from megatrain.simulator.policies import registry
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import search
 from megatrain.simulator.policies.k_buffer import KBuffer
 from megatrain.simulator.policies.policy import Policy, PolicyWarning
+from megatrain.simulator.policies.registry import POLICIES
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.verdict import judge
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.verdict.verdict import judge
 
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=2, sequence=16)
 HEADER = """
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies.k_buffer import KBuffer
 from megatrain.simulator.policies.policy import Policy
 """
@@ -48,21 +48,24 @@ class Installed(KBuffer):
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that installs two policies, one of them under the name of a built-in one."""
     value = f"{__name__}:Installed"
-    points = [importlib.metadata.EntryPoint(name, value, registry.GROUP) for name in ("installed", "k_buffer")]
+    points = [
+        importlib.metadata.EntryPoint(name, value, POLICIES.group)
+        for name in ("installed", "k_buffer")
+    ]
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda _: Installed)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
-    for cached in (registry._entry_points, registry._from_entry_point):
-        cached.cache_clear()
+    POLICIES.forget()
 
 
 @pytest.fixture(autouse=True)
 def _no_entry_points_afterwards() -> object:
     yield
-    for cached in (registry._entry_points, registry._from_entry_point):
-        cached.cache_clear()
+    POLICIES.forget()
 
 
-def test_a_policy_in_a_file_is_searched_like_ours(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> None:
+def test_a_policy_in_a_file_is_searched_like_ours(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
     path = write("class Mine(KBuffer):\n    name = 'mine'\n")
     model = make_plan().model
     mine, ours = search(model, H200, WORK, policies=[path, "k_buffer"])
@@ -88,7 +91,9 @@ def test_an_installed_policy_is_among_the_contenders(make_plan: Callable[..., Pl
         ("class A(Policy): pass\nclass B(Policy): pass", "found 2 subclasses of Policy"),
     ],
 )
-def test_a_file_that_defines_no_policy_is_one_line(make_plan: Callable[..., Plan], write: Callable[[str], str], code: str, message: str) -> None:
+def test_a_file_that_defines_no_policy_is_one_line(
+    make_plan: Callable[..., Plan], write: Callable[[str], str], code: str, message: str
+) -> None:
     path = write(code)
     with pytest.raises(UserError) as caught:
         policies.lower(make_plan(path))
@@ -99,7 +104,9 @@ def test_a_file_that_defines_no_policy_is_one_line(make_plan: Callable[..., Plan
         policies.find("missing.py")
 
 
-def test_a_policy_that_fails_takes_down_only_itself(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> None:
+def test_a_policy_that_fails_takes_down_only_itself(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
     broken = write(
         """
         class Broken(KBuffer):
@@ -110,14 +117,18 @@ def test_a_policy_that_fails_takes_down_only_itself(make_plan: Callable[..., Pla
         """
     )
     model = make_plan().model
-    with pytest.warns(PolicyWarning, match=r"left out: policy .*: found KeyError in lower: 'weights'"):
+    with pytest.warns(
+        PolicyWarning, match=r"left out: policy .*: found KeyError in lower: 'weights'"
+    ):
         (choice,) = search(model, H200, WORK, policies=[broken, "k_buffer"])
     assert choice.plan.policy == "k_buffer"
     with pytest.raises(UserError, match=r"found KeyError in lower: 'weights'; allowed: a schedule"):
         search(model, H200, WORK, policies=[broken])
 
 
-def test_the_search_goes_on_without_knobs_that_a_policy_refuses(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> None:
+def test_the_search_goes_on_without_knobs_that_a_policy_refuses(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
     """Checkpoint intervals too: a policy may take one of them alone."""
     path = write(
         """
@@ -144,7 +155,9 @@ def test_the_search_goes_on_without_knobs_that_a_policy_refuses(make_plan: Calla
     assert verdict.knobs["weight_slots"] in (1, 2)
 
 
-def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(make_plan: Callable[..., Plan]) -> None:
+def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
+    make_plan: Callable[..., Plan],
+) -> None:
     model = make_plan().model
     for name in policies.names():
         choice = search(model, H200, WORK, policies=[name])[0]
@@ -158,7 +171,9 @@ def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(mak
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_knobs_and_placements_are_those_that_lowering_reads(make_plan: Callable[..., Plan], policy: str) -> None:
+def test_knobs_and_placements_are_those_that_lowering_reads(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
     """A knob that is not named makes no difference; one that is named makes one, or is refused."""
     usual = make_plan(policy, layers=6, accumulation=2)
 
@@ -169,9 +184,13 @@ def test_knobs_and_placements_are_those_that_lowering_reads(make_plan: Callable[
             return None
 
     others = {
-        "weight_slots": 3, "gradient_slots": 1, "gradient_slabs": 1, "state_slots": 3,
-        "checkpoint_interval": 2, "chunk_bytes": 8192,
-    }  # fmt: skip
+        "weight_slots": 3,
+        "gradient_slots": 1,
+        "gradient_staging": 1,
+        "state_slots": 3,
+        "checkpoint_interval": 2,
+        "chunk_bytes": 8192,
+    }
     for knob, value in others.items():
         found = varied(**{knob: value})
         changed = found is None or found.digest != policies.lower(usual).digest

@@ -1,8 +1,10 @@
-"""Other systems as policies: sound, with the bytes and FLOPs that were read and measured of them, and never executed.
+"""Other systems as policies: sound, with the bytes and FLOPs that were read and measured of them,
+and never executed.
 
-Measured on H200 machines, 2026-11-21, 32 x 1024 tokens, random weights and data: machine A is `library/hardware/h200.toml`, machine B has 64
-cores and 512 GiB. Bounds below are what the predictions reach from the datasheet's rates, none of which was fitted to these steps, but for the norm of
-the published code, whose time is observed in this very step.
+Measured on H200 machines, 2026-11-21, 32 x 1024 tokens, random weights and data: machine A is
+`library/hardware/h200.toml`, machine B has 64 cores and 512 GiB. Bounds below are what the
+predictions reach from the datasheet's rates, none of which was fitted to these steps, but for the
+norm of the published code, whose time is observed in this very step.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet, cost_model
-from megatrain.simulator.engine import simulate
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import CostTable, HardwareSpec
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.planner import Choice, assess, search
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Clipping, Workload
+from megatrain.simulator.planner.search import Choice, assess, search
 from megatrain.simulator.policies import megatrain_code
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Clipping, Workload
+from megatrain.simulator.schedule.plan import Plan
 
 Make = Callable[..., Plan]
 GIB = 2**30
@@ -34,7 +36,9 @@ PEERS = ["fsdp2_offload", "megatrain_code", "zero3_offload", "zero_offload"]
 A = HardwareSpec.load("h200")
 B = HardwareSpec.load("h200-4x")
 SEVEN = ModelSpec.load("qwen2.5-7b")
-THREE = ModelSpec(name="qwen2.5-3b", config=ModelSpec.load("qwen2.5-3b").config | {"vocab_size": 152_064})
+THREE = ModelSpec(
+    name="qwen2.5-3b", config=ModelSpec.load("qwen2.5-3b").config | {"vocab_size": 152_064}
+)
 """tied, with the vocabulary that was measured"""
 WORK = Workload(batch=32, sequence=1024)
 
@@ -49,10 +53,14 @@ def schedule_of(policy: str, model: ModelSpec = SEVEN) -> Schedule:
 
 def of_the_update(op: Op) -> bool:
     """After the last backward, on behalf of the whole model: its id names no micro-batch."""
-    return ".m" not in op.id and (op.kind in ("cpu_adam", "load_weights") or (op.kind.endswith("pass") and not op.layer))
+    return ".m" not in op.id and (
+        op.kind in ("cpu_adam", "load_weights") or (op.kind.endswith("pass") and not op.layer)
+    )
 
 
-def per_parameter(schedule: Schedule, model: ModelSpec, kind: str, layers: Callable[[str], bool] = str.isdigit) -> float:
+def per_parameter(
+    schedule: Schedule, model: ModelSpec, kind: str, layers: Callable[[str], bool] = str.isdigit
+) -> float:
     """Bytes that ops of a kind move per parameter of the layers, decoder layers by default."""
     moved = sum(op.bytes for op in schedule.ops if op.kind == kind and layers(op.layer))
     return moved / sum(layer.elements for name, layer in model.stack.items() if layers(name))
@@ -74,7 +82,9 @@ def test_their_schedules_are_sound_whatever_the_plan(make_plan: Make, data: st.D
         "clipping": data.draw(st.sampled_from(get_args(Clipping))),
         "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
         "checkpoint_interval": data.draw(st.integers(1, 8)),
-        "vocabulary": data.draw(st.sampled_from([64, 4096])),  # a table smaller and one larger than a decoder layer
+        "vocabulary": data.draw(
+            st.sampled_from([64, 4096])
+        ),  # a table smaller and one larger than a decoder layer
     }
     plan = make_plan(policy, **changes)
     schedule = policies.lower(plan)
@@ -82,31 +92,57 @@ def test_their_schedules_are_sound_whatever_the_plan(make_plan: Make, data: st.D
     assert Schedule.from_text(schedule.to_text()) == schedule
     for op in schedule.ops:
         if op.kind in ("load_weights", "save_gradients"):
-            assert all(op.bytes <= schedule.buffer[name].bytes for name in (op.reads[0], op.writes[0])), op
+            assert all(
+                op.bytes <= schedule.buffer[name].bytes for name in (op.reads[0], op.writes[0])
+            ), op
     costs = Datasheet(A, plan.model, plan.workload)
     assert all(costs.duration_ns(op) >= 0 for op in schedule.ops)
     micros = {str(index): plan.workload.accumulation for index in range(plan.model.layers)}
     for kind in ("forward", "backward"):
-        assert {layer: sum(op.kind == kind and op.layer == layer for op in schedule.ops) for layer in micros} == micros
+        assert {
+            layer: sum(op.kind == kind and op.layer == layer for op in schedule.ops)
+            for layer in micros
+        } == micros
 
 
 # ---- what they do, from the facts
 
 
-@pytest.mark.parametrize(("policy", "up", "down"), [("megatrain_code", 6, 2), ("fsdp2_offload", 8, 4), ("zero_offload", 2, 4), ("zero3_offload", 4, 2)])
-def test_bytes_on_the_link_per_parameter_of_the_decoder(policy: str, up: float, down: float) -> None:
+@pytest.mark.parametrize(
+    ("policy", "up", "down"),
+    [
+        ("megatrain_code", 6, 2),
+        ("fsdp2_offload", 8, 4),
+        ("zero_offload", 2, 4),
+        ("zero3_offload", 4, 2),
+    ],
+)
+def test_bytes_on_the_link_per_parameter_of_the_decoder(
+    policy: str, up: float, down: float
+) -> None:
     schedule = schedule_of(policy)
-    if policy == "zero3_offload":  # what is used again within 2e9 parameters, less embedding and head, is not released: three layers of 28
+    if (
+        policy == "zero3_offload"
+    ):  # not released if used again within 2e9 parameters, three layers of 28
         up -= 2 * 3 / 28
     assert per_parameter(schedule, SEVEN, "load_weights") == pytest.approx(up)
     assert per_parameter(schedule, SEVEN, "save_gradients") == pytest.approx(down)
 
 
-@pytest.mark.parametrize(("policy", "forwards"), [("megatrain_code", 3), ("fsdp2_offload", 2), ("zero3_offload", 2), ("zero_offload", 2)])
+@pytest.mark.parametrize(
+    ("policy", "forwards"),
+    [("megatrain_code", 3), ("fsdp2_offload", 2), ("zero3_offload", 2), ("zero_offload", 2)],
+)
 def test_flops_a_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
     """A forward is 2 N a token and backward 4 N."""
-    layers = sum(op.flops for op in schedule_of(policy).ops if op.kind in ("forward", "recompute", "backward"))
-    assert layers == (forwards + 2) * SEVEN.layers * SEVEN.layer_flops("0", WORK.tokens, WORK.sequence)
+    layers = sum(
+        op.flops
+        for op in schedule_of(policy).ops
+        if op.kind in ("forward", "recompute", "backward")
+    )
+    assert layers == (forwards + 2) * SEVEN.layers * SEVEN.layer_flops(
+        "0", WORK.tokens, WORK.sequence
+    )
 
 
 @pytest.mark.parametrize("policy", PEERS)
@@ -117,14 +153,19 @@ def test_nothing_overlaps_the_optimizer(policy: str, model: ModelSpec) -> None:
     update = [op.id for op in schedule.ops if of_the_update(op)]
     rest = [op.id for op in schedule.ops if not of_the_update(op)]
     assert min(spans[name].start_ns for name in update) >= max(spans[name].end_ns for name in rest)
-    assert sum(spans[name].duration_ns for name in update) == max(spans[name].end_ns for name in update) - min(spans[name].start_ns for name in update)
+    assert sum(spans[name].duration_ns for name in update) == max(
+        spans[name].end_ns for name in update
+    ) - min(spans[name].start_ns for name in update)
 
 
 @pytest.mark.parametrize(
     ("policy", "pools"),
     [
         ("megatrain_code", {"weights": 2, "gradients": 2, "moments": 8}),
-        ("zero3_offload", {"weights": 2, "gradients": 2, "gradients_fp32": 4, "master": 4, "moments": 8}),
+        (
+            "zero3_offload",
+            {"weights": 2, "gradients": 2, "gradients_fp32": 4, "master": 4, "moments": 8},
+        ),
         ("zero_offload", {"gradients": 4, "master": 4, "moments": 8, "converted": 2}),
         ("fsdp2_offload", {"weights": 4, "gradients": 4, "moments": 8}),
     ],
@@ -137,25 +178,45 @@ def test_host_bytes_a_parameter(policy: str, pools: dict[str, int]) -> None:
 
 def test_the_published_code_keeps_the_decoder_twice_and_twelve_slabs() -> None:
     pools, decoder = choice("megatrain_code", SEVEN, B).account.pools, SEVEN.stack["0"].elements
-    assert pools["host.flats"] == pytest.approx(2 * SEVEN.layers * decoder, rel=1e-4)  # in whole pages
-    slabs = [buffer for buffer in schedule_of("megatrain_code").buffers if buffer.pool == "host.gradient_slabs"]
+    assert pools["host.flats"] == pytest.approx(
+        2 * SEVEN.layers * decoder, rel=1e-4
+    )  # in whole pages
+    slabs = [
+        buffer
+        for buffer in schedule_of("megatrain_code").buffers
+        if buffer.pool == "host.gradient_staging"
+    ]
     assert [buffer.bytes for buffer in slabs] == 12 * [2 * decoder]
-    assert choice("megatrain_code", SEVEN, B).account.host_peak_bytes / SEVEN.parameters == pytest.approx(15.5, rel=0.01)  # measured
+    assert choice(
+        "megatrain_code", SEVEN, B
+    ).account.host_peak_bytes / SEVEN.parameters == pytest.approx(15.5, rel=0.01)  # measured
 
 
 @pytest.mark.parametrize("policy", ["fsdp2_offload", "zero3_offload"])
 def test_only_deepspeed_fetches_ahead_on_one_gpu(policy: str) -> None:
-    """FSDP2 of one rank copies on the compute stream: no load of a decoder layer runs beside a forward or a backward."""
+    """FSDP2 of one rank copies on the compute stream: no load of a decoder layer runs beside a
+    forward or a backward.
+    """
     schedule = schedule_of(policy)
     spans = simulate(schedule, cost_model(A, SEVEN, WORK)).by_op
-    computing = [spans[op.id] for op in schedule.ops if op.kind in ("forward", "recompute", "backward")]
-    loads = [spans[op.id] for op in schedule.ops if op.kind == "load_weights" and op.layer.isdigit()]
-    beside = [load for load in loads if any(load.start_ns < span.end_ns and span.start_ns < load.end_ns for span in computing)]
+    computing = [
+        spans[op.id] for op in schedule.ops if op.kind in ("forward", "recompute", "backward")
+    ]
+    loads = [
+        spans[op.id] for op in schedule.ops if op.kind == "load_weights" and op.layer.isdigit()
+    ]
+    beside = [
+        load
+        for load in loads
+        if any(load.start_ns < span.end_ns and span.start_ns < load.end_ns for span in computing)
+    ]
     assert bool(beside) == (policy == "zero3_offload")
 
 
 def ablated(**changes: Any) -> Schedule:
-    return megatrain_code.lower_ablated(choice("megatrain_code", SEVEN, B).plan, megatrain_code.Ablation(**changes))
+    return megatrain_code.lower_ablated(
+        choice("megatrain_code", SEVEN, B).plan, megatrain_code.Ablation(**changes)
+    )
 
 
 def pool_bytes(schedule: Schedule, pool: str) -> int:
@@ -165,11 +226,20 @@ def pool_bytes(schedule: Schedule, pool: str) -> int:
 def test_the_published_codes_versions_and_ablations() -> None:
     whole = ablated()
     assert whole == schedule_of("megatrain_code")
-    for changed in (ablated(copies=False), ablated(buffers=1), ablated(slabs=1), ablated(interval=1)):
+    for changed in (
+        ablated(copies=False),
+        ablated(buffers=1),
+        ablated(slabs=1),
+        ablated(interval=1),
+    ):
         changed.check()
     assert pool_bytes(ablated(copies=False), "host.flats") == 0
-    assert pool_bytes(ablated(slabs=1), "host.gradient_slabs") * 12 == pool_bytes(whole, "host.gradient_slabs")
-    assert pool_bytes(ablated(interval=1), "device.checkpoints") / pool_bytes(whole, "device.checkpoints") == pytest.approx(29 / 8)
+    assert pool_bytes(ablated(slabs=1), "host.gradient_staging") * 12 == pool_bytes(
+        whole, "host.gradient_staging"
+    )
+    assert pool_bytes(ablated(interval=1), "device.checkpoints") / pool_bytes(
+        whole, "device.checkpoints"
+    ) == pytest.approx(29 / 8)
     spans = simulate(ablated(buffers=1), cost_model(B, SEVEN, WORK)).by_op
     assert spans["W1f.m0.c0"].start_ns >= spans["F0.m0"].end_ns
     spans = simulate(whole, cost_model(B, SEVEN, WORK)).by_op
@@ -177,7 +247,9 @@ def test_the_published_codes_versions_and_ablations() -> None:
 
 
 def test_a_norm_is_bound_by_a_core_and_not_by_its_memory() -> None:
-    norm = next(op for op in schedule_of("megatrain_code").ops if op.kind == "thread_pass" and op.parameters)
+    norm = next(
+        op for op in schedule_of("megatrain_code").ops if op.kind == "thread_pass" and op.parameters
+    )
     faster = msgspec.structs.replace(B, thread_gb_per_s=40.0)
     times = [cost_model(hardware, SEVEN, WORK).duration_ns(norm) for hardware in (B, faster)]
     assert times[0] == times[1]
@@ -205,7 +277,9 @@ def test_the_runtime_refuses_each_by_name(make_plan: Make, policy: str) -> None:
 
 
 def test_a_search_leaves_them_out_unless_they_are_named() -> None:
-    assert {found.plan.policy for found in search(THREE, A, Workload(batch=1, sequence=256))} == set(policies.contenders())
+    assert {
+        found.plan.policy for found in search(THREE, A, Workload(batch=1, sequence=256))
+    } == set(policies.contenders())
     assert choice("zero3_offload", THREE, A).plan.policy == "zero3_offload"
 
 
@@ -219,13 +293,23 @@ def test_what_does_not_fit_says_why_and_names_no_knob() -> None:
     assert "--host-memory" in found.account.advice
 
 
-def test_on_a_measured_machine_their_passes_come_from_its_rates_and_are_flagged(make_plan: Make) -> None:
+def test_on_a_measured_machine_their_passes_come_from_its_rates_and_are_flagged(
+    make_plan: Make,
+) -> None:
     plan = make_plan("megatrain_code")
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     table = CostTable(
-        measured_on="x", date="2026-11-21", curves={"load_weights": ((1, 1), (2**30, 2**25)), "save_gradients": ((1, 1), (2**30, 2**25))},
-        compute={kind: {shape: (1, 1000)} for kind in ("embed", "forward", "head", "recompute", "backward", "embed_backward")},
-    )  # fmt: skip
+        measured_on="x",
+        date="2026-11-21",
+        curves={
+            "load_weights": ((1, 1), (2**30, 2**25)),
+            "save_gradients": ((1, 1), (2**30, 2**25)),
+        },
+        compute={
+            kind: {shape: (1, 1000)}
+            for kind in ("embed", "forward", "head", "recompute", "backward", "embed_backward")
+        },
+    )
     hardware = msgspec.structs.replace(A, costs=table)
     found = assess(plan, cost_model(hardware, plan.model, plan.workload))
     assert found.extrapolated == ("cpu_adam", "device_pass", "host_pass", "thread_pass")
@@ -237,7 +321,9 @@ def test_on_a_measured_machine_their_passes_come_from_its_rates_and_are_flagged(
 
 
 class Measured(NamedTuple):
-    """Seconds and GiB, and the bounds within which predicted / measured lies: parts, step, device, host."""
+    """Seconds and GiB, and the bounds within which predicted / measured lies: parts, step, device,
+    host.
+    """
 
     policy: str
     model: ModelSpec
@@ -253,9 +339,13 @@ class Measured(NamedTuple):
 
 
 ROWS = [
-    Measured("megatrain_code", SEVEN, B, 0.81, 3.56, 4.0, 8.43, 20, 112, (0.80, 1.10), (0.90, 1.05)),
+    Measured(
+        "megatrain_code", SEVEN, B, 0.81, 3.56, 4.0, 8.43, 20, 112, (0.80, 1.10), (0.90, 1.05)
+    ),
     Measured("zero3_offload", SEVEN, B, 1.0, 2.85, 1.7, 5.55, 67, 178, (0.88, 1.05), (0.90, 1.05)),
-    Measured("fsdp2_offload", SEVEN, B, 1.39, 2.94, 0.96, 5.29, 65, 166, (0.95, 1.10), (0.95, 1.08)),
+    Measured(
+        "fsdp2_offload", SEVEN, B, 1.39, 2.94, 0.96, 5.29, 65, 166, (0.95, 1.10), (0.95, 1.08)
+    ),
     # the datasheet's compute efficiency is a 7B layer's; a 3B layer reaches less of the peak
     Measured("zero3_offload", THREE, A, 0.55, 1.48, 1.1, 3.1, 66, 74, (0.70, 1.05), (0.80, 1.05)),
     Measured("fsdp2_offload", THREE, A, 0.68, 1.47, 0.74, 2.88, 61, 58, (0.80, 1.10), (0.95, 1.05)),
@@ -264,7 +354,9 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.policy}-{row.model.name}")
 def test_against_what_was_measured(row: Measured) -> None:
-    """`--log-cli-level=INFO` shows predicted / measured of each part. Forward ends with the loss; DeepSpeed's and FSDP2's has a third of the head."""
+    """`--log-cli-level=INFO` shows predicted / measured of each part. Forward ends with the loss;
+    DeepSpeed's and FSDP2's has a third of the head.
+    """
     found = choice(row.policy, row.model, row.hardware)
     schedule = policies.lower(found.plan)
     spans = simulate(schedule, cost_model(row.hardware, row.model, WORK)).by_op
@@ -274,11 +366,26 @@ def test_against_what_was_measured(row: Measured) -> None:
     seconds = (forward / 1e9, (optimizer - forward) / 1e9, found.step_seconds - optimizer / 1e9)
     parts = [predicted / measured for predicted, measured in zip(seconds, row[3:6], strict=True)]
     whole = found.step_seconds / row.step
-    device, host = found.account.device_peak_bytes / GIB / row.device, found.account.host_peak_bytes / GIB / row.host
+    device, host = (
+        found.account.device_peak_bytes / GIB / row.device,
+        found.account.host_peak_bytes / GIB / row.host,
+    )
     logging.getLogger(__name__).info(
-        "%s %s: forward %.2f s (%.2f of measured), backward %.2f (%.2f), optimizer %.2f (%.2f), step %.2f (%.2f); device (%.3f), host (%.3f)",
-        row.policy, row.model.name, seconds[0], parts[0], seconds[1], parts[1], seconds[2], parts[2], found.step_seconds, whole, device, host,
-    )  # fmt: skip
+        "%s %s: forward %.2f s (%.2f of measured), backward %.2f (%.2f), optimizer %.2f (%.2f),"
+        " step %.2f (%.2f); device (%.3f), host (%.3f)",
+        row.policy,
+        row.model.name,
+        seconds[0],
+        parts[0],
+        seconds[1],
+        parts[1],
+        seconds[2],
+        parts[2],
+        found.step_seconds,
+        whole,
+        device,
+        host,
+    )
     assert all(row.parts[0] <= part <= row.parts[1] for part in parts)
     assert row.whole[0] <= whole <= row.whole[1]
     assert device == pytest.approx(1, abs=0.035)

@@ -1,4 +1,6 @@
-"""Plan files: they read back as they were written, and whatever is wrong with one is said in one line that names the key."""
+"""Plan files: they read back as they were written, and whatever is wrong with one is said in one
+line that names the key.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import FORMAT, Knobs, Plan, Prediction
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.policies import lower
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Clipping, Workload
+from megatrain.simulator.schedule.plan import FORMAT, Knobs, Plan, Prediction
 
 Make = Callable[..., Plan]
 
@@ -26,10 +28,25 @@ text = st.text(st.characters(codec="utf-8"), max_size=20)
 seconds = st.floats(0, 1e9)
 heads = st.tuples(st.integers(1, 64), st.integers(1, 64))
 models = st.builds(
-    lambda groups, name, **config: ModelSpec(name=name, config={"num_key_value_heads": groups[0], "num_attention_heads": groups[0] * groups[1], **config}),
-    heads, name=text, model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), num_hidden_layers=st.integers(1, 1024), hidden_size=size,
-    intermediate_size=size, head_dim=size, vocab_size=size, tie_word_embeddings=st.booleans(), rms_norm_eps=st.floats(0, 1),
-)  # fmt: skip
+    lambda groups, name, **config: ModelSpec(
+        name=name,
+        config={
+            "num_key_value_heads": groups[0],
+            "num_attention_heads": groups[0] * groups[1],
+            **config,
+        },
+    ),
+    heads,
+    name=text,
+    model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    num_hidden_layers=st.integers(1, 1024),
+    hidden_size=size,
+    intermediate_size=size,
+    head_dim=size,
+    vocab_size=size,
+    tie_word_embeddings=st.booleans(),
+    rms_norm_eps=st.floats(0, 1),
+)
 workloads = st.builds(
     Workload,
     batch=size,
@@ -40,13 +57,34 @@ workloads = st.builds(
     loss_chunk=size,
 )
 knobs = st.builds(
-    Knobs, weight_slots=size, gradient_slots=size, gradient_slabs=st.integers(0, 99), chunk_bytes=st.integers(4096, 2**40), checkpoint_interval=size
+    Knobs,
+    weight_slots=size,
+    gradient_slots=size,
+    gradient_staging=st.integers(0, 99),
+    chunk_bytes=st.integers(4096, 2**40),
+    checkpoint_interval=size,
 )
-predictions = st.builds(Prediction, step_seconds=seconds, lower_bound_seconds=seconds, device_peak_bytes=size, host_peak_bytes=size, binding=text)
+predictions = st.builds(
+    Prediction,
+    step_seconds=seconds,
+    lower_bound_seconds=seconds,
+    device_peak_bytes=size,
+    host_peak_bytes=size,
+    binding=text,
+)
 plans = st.builds(
-    Plan, policy=text, digest=text, hardware=text, source=text, device_limit_bytes=size, host_limit_bytes=size, model=models, workload=workloads,
-    knobs=knobs, prediction=st.none() | predictions,
-)  # fmt: skip
+    Plan,
+    policy=text,
+    digest=text,
+    hardware=text,
+    source=text,
+    device_limit_bytes=size,
+    host_limit_bytes=size,
+    model=models,
+    workload=workloads,
+    knobs=knobs,
+    prediction=st.none() | predictions,
+)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -72,7 +110,9 @@ def table_of(plan: Plan) -> dict[str, Any]:
     return tomllib.loads(tomli_w.dumps(table))
 
 
-PREDICTION = Prediction(step_seconds=1.5, lower_bound_seconds=1.0, device_peak_bytes=5, host_peak_bytes=6, binding="h2d")
+PREDICTION = Prediction(
+    step_seconds=1.5, lower_bound_seconds=1.0, device_peak_bytes=5, host_peak_bytes=6, binding="h2d"
+)
 GONE = object()
 
 
@@ -80,10 +120,41 @@ GONE = object()
     ("key", "value", "words"),
     [
         # unknown
-        ("slots", 3, ["top level", "unknown key `slots`", "allowed: device_limit_bytes, digest, format", "fix: remove `slots`"]),
-        ("knobs.weight_slot", 3, ["knobs: ", "unknown key `weight_slot`", "allowed: checkpoint_interval, chunk_bytes", "fix: remove `weight_slot`"]),
-        ("model.experts", 8, ["model: ", "unknown key `experts`", "allowed: config, name", "fix: remove `experts`"]),
-        ("prediction.eta", 8, ["prediction: ", "unknown key `eta`", "allowed: binding, device_peak_bytes", "fix: remove `eta`"]),
+        (
+            "slots",
+            3,
+            [
+                "top level",
+                "unknown key `slots`",
+                "allowed: device_limit_bytes, digest, format",
+                "fix: remove `slots`",
+            ],
+        ),
+        (
+            "knobs.weight_slot",
+            3,
+            [
+                "knobs: ",
+                "unknown key `weight_slot`",
+                "allowed: checkpoint_interval, chunk_bytes",
+                "fix: remove `weight_slot`",
+            ],
+        ),
+        (
+            "model.experts",
+            8,
+            ["model: ", "unknown key `experts`", "allowed: config, name", "fix: remove `experts`"],
+        ),
+        (
+            "prediction.eta",
+            8,
+            [
+                "prediction: ",
+                "unknown key `eta`",
+                "allowed: binding, device_peak_bytes",
+                "fix: remove `eta`",
+            ],
+        ),
         # missing
         ("policy", GONE, ["top level", "no key `policy`", "fix: add `policy`"]),
         ("model.config", GONE, ["model: ", "no key `config`", "fix: add `config`"]),
@@ -91,32 +162,130 @@ GONE = object()
         # of a wrong type
         ("policy", 3, ["policy: ", "found `int`", "allowed: `str`", "fix: correct this value"]),
         ("knobs", 3, ["knobs: ", "found `int`", "allowed: `object`", "fix: correct this value"]),
-        ("knobs.weight_slots", "2", ["knobs.weight_slots: ", "found `str`", "allowed: `int`", "fix: correct this value"]),
-        ("knobs.weight_slots", 2.5, ["knobs.weight_slots: ", "found `float`", "allowed: `int`", "fix: correct this value"]),
-        ("knobs.weight_slots", True, ["knobs.weight_slots: ", "found `bool`", "allowed: `int`", "fix: correct this value"]),
-        ("model.config", "no", ["model.config: ", "found `str`", "allowed: `object`", "fix: correct this value"]),
-        ("model.config.tie_word_embeddings", "no", ["model small: tie_word_embeddings: ", "found 'no'", "allowed: true or false", "fix: "]),
-        ("device_limit_bytes", "24GiB", ["device_limit_bytes: ", "found `str`", "allowed: `int`", "fix: correct this value"]),
-        ("prediction.step_seconds", [1], ["prediction.step_seconds: ", "found `array`", "allowed: `float`", "fix: correct this value"]),
+        (
+            "knobs.weight_slots",
+            "2",
+            ["knobs.weight_slots: ", "found `str`", "allowed: `int`", "fix: correct this value"],
+        ),
+        (
+            "knobs.weight_slots",
+            2.5,
+            ["knobs.weight_slots: ", "found `float`", "allowed: `int`", "fix: correct this value"],
+        ),
+        (
+            "knobs.weight_slots",
+            True,
+            ["knobs.weight_slots: ", "found `bool`", "allowed: `int`", "fix: correct this value"],
+        ),
+        (
+            "model.config",
+            "no",
+            ["model.config: ", "found `str`", "allowed: `object`", "fix: correct this value"],
+        ),
+        (
+            "model.config.tie_word_embeddings",
+            "no",
+            ["model small: tie_word_embeddings: ", "found 'no'", "allowed: true or false", "fix: "],
+        ),
+        (
+            "device_limit_bytes",
+            "24GiB",
+            ["device_limit_bytes: ", "found `str`", "allowed: `int`", "fix: correct this value"],
+        ),
+        (
+            "prediction.step_seconds",
+            [1],
+            [
+                "prediction.step_seconds: ",
+                "found `array`",
+                "allowed: `float`",
+                "fix: correct this value",
+            ],
+        ),
         # out of range
-        ("format", FORMAT + 1, ["format: ", f"found {FORMAT + 1}", f"allowed: {FORMAT}", "megatrain plan"]),
-        ("workload.dtype", "fp8", ["workload.dtype: ", "found 'fp8'", "allowed: 'bf16', 'fp32'", "fix: "]),
-        ("workload.clipping", "value", ["workload.clipping: ", "found 'value'", "allowed: 'global', 'layer', 'update', 'none'", "fix: "]),
-        ("knobs.weights_ahead", 2, ["knobs: weights_ahead: ", "found 2", "allowed: 0 or 1", "fix: set weights_ahead = 1"]),
+        (
+            "format",
+            FORMAT + 1,
+            ["format: ", f"found {FORMAT + 1}", f"allowed: {FORMAT}", "megatrain plan"],
+        ),
+        (
+            "workload.dtype",
+            "fp8",
+            ["workload.dtype: ", "found 'fp8'", "allowed: 'bf16', 'fp32'", "fix: "],
+        ),
+        (
+            "workload.clipping",
+            "value",
+            [
+                "workload.clipping: ",
+                "found 'value'",
+                "allowed: 'global', 'layer', 'update', 'none'",
+                "fix: ",
+            ],
+        ),
+        (
+            "knobs.weights_ahead",
+            2,
+            ["knobs: weights_ahead: ", "found 2", "allowed: 0 or 1", "fix: set weights_ahead = 1"],
+        ),
         ("workload.batch", 0, ["workload: batch: ", "found 0", "allowed: 1 to ", "fix: set batch"]),
-        ("workload.sequence", -5, ["workload: sequence: ", "found -5", "allowed: 1 to ", "fix: set sequence"]),
-        ("knobs.weight_slots", 0, ["knobs: weight_slots: ", "found 0", "allowed: 1 to ", "fix: set weight_slots = 1"]),
-        ("knobs.gradient_slabs", -1, ["knobs: gradient_slabs: ", "found -1", "allowed: 0 to ", "fix: set gradient_slabs"]),
-        ("knobs.chunk_bytes", 1, ["knobs: chunk_bytes: ", "found 1", "allowed: 4096 to ", "fix: set chunk_bytes = 4096"]),
-        ("knobs.checkpoint_interval", 2**63, ["knobs: checkpoint_interval: ", "found 9223372036854775808", "allowed: 1 to ", "fix: set checkpoint_interval = 1"]),
-        ("model.config.num_hidden_layers", 0, ["model small: num_hidden_layers: ", "found 0", "allowed: 1 to", "fix: "]),
-        ("model.config.num_key_value_heads", 3, ["model small: num_key_value_heads: ", "found 3", "a divisor of the 4", "fix: "]),
-        ("model.config.model_type", "gpt5", ["model small: model_type: ", "found 'gpt5'", "did you mean", "gpt2"]),
+        (
+            "workload.sequence",
+            -5,
+            ["workload: sequence: ", "found -5", "allowed: 1 to ", "fix: set sequence"],
+        ),
+        (
+            "knobs.weight_slots",
+            0,
+            ["knobs: weight_slots: ", "found 0", "allowed: 1 to ", "fix: set weight_slots = 1"],
+        ),
+        (
+            "knobs.gradient_staging",
+            -1,
+            [
+                "knobs: gradient_staging: ",
+                "found -1",
+                "allowed: 0 to ",
+                "fix: set gradient_staging",
+            ],
+        ),
+        (
+            "knobs.chunk_bytes",
+            1,
+            ["knobs: chunk_bytes: ", "found 1", "allowed: 4096 to ", "fix: set chunk_bytes = 4096"],
+        ),
+        (
+            "knobs.checkpoint_interval",
+            2**63,
+            [
+                "knobs: checkpoint_interval: ",
+                "found 9223372036854775808",
+                "allowed: 1 to ",
+                "fix: set checkpoint_interval = 1",
+            ],
+        ),
+        (
+            "model.config.num_hidden_layers",
+            0,
+            ["model small: num_hidden_layers: ", "found 0", "allowed: 1 to", "fix: "],
+        ),
+        (
+            "model.config.num_key_value_heads",
+            3,
+            ["model small: num_key_value_heads: ", "found 3", "a divisor of the 4", "fix: "],
+        ),
+        (
+            "model.config.model_type",
+            "gpt5",
+            ["model small: model_type: ", "found 'gpt5'", "did you mean", "gpt2"],
+        ),
         ("device_limit_bytes", 0, ["device_limit_bytes: ", "found 0", "allowed: >= 1", "fix: "]),
         ("host_limit_bytes", -1, ["host_limit_bytes: ", "found -1", "allowed: >= 1", "fix: "]),
     ],
-)  # fmt: skip
-def test_a_wrong_key_is_one_line_that_names_it(tmp_path: Path, make_plan: Make, key: str, value: object, words: list[str]) -> None:
+)
+def test_a_wrong_key_is_one_line_that_names_it(
+    tmp_path: Path, make_plan: Make, key: str, value: object, words: list[str]
+) -> None:
     table = table_of(make_plan())
     *inner, last = key.split(".")
     target = table
@@ -138,9 +307,22 @@ def test_a_wrong_key_is_one_line_that_names_it(tmp_path: Path, make_plan: Make, 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\n", b"policy", b"policy = ", b"[knobs\n", b"\x00\xff\xfe", "policy = 'ä'".encode("latin-1"), b"{}", b"a = 1\na = 2\n", b"[[model]]\n", b"x = " + b"[" * 5000, b"x = " + b"9" * 5000],
+    [
+        b"",
+        b"\n",
+        b"policy",
+        b"policy = ",
+        b"[knobs\n",
+        b"\x00\xff\xfe",
+        "policy = 'ä'".encode("latin-1"),
+        b"{}",
+        b"a = 1\na = 2\n",
+        b"[[model]]\n",
+        b"x = " + b"[" * 5000,
+        b"x = " + b"9" * 5000,
+    ],
     ids=lambda content: repr(content[:12]),
-)  # fmt: skip
+)
 def test_a_corrupt_plan_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.toml"
     path.write_bytes(content)
@@ -154,24 +336,44 @@ def test_a_corrupt_plan_is_one_line(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in message
 
 
-def test_a_plan_without_documents_does_not_speak_of_them(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_plan_without_documents_does_not_speak_of_them(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     for documents in (False, True):
         plan = make_plan(documents=documents)
         plan.save(tmp_path / "plan.toml")
         assert ("documents" in (tmp_path / "plan.toml").read_text()) is documents
         assert Plan.load(tmp_path / "plan.toml") == plan
         assert plan.workload.shape == "2x16-bf16" + ("-documents" if documents else "")
-        assert lower(plan).buffer["device.tokens:0"].bytes == (3 if documents else 2) * 8 * 32, "ids, labels and documents"
+        assert lower(plan).buffer["device.tokens:0"].bytes == (3 if documents else 2) * 8 * 32, (
+            "ids, labels and documents"
+        )
 
 
 def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
-    """Plan files that people keep may leave a knob out: another default would make another plan of them."""
+    """Plan files that people keep may leave a knob out: another default would make another plan of
+    them.
+    """
     knobs = msgspec.to_builtins(Knobs())
     assert set(knobs.pop("placement").values()) == {""}
     assert knobs == {
-        "weight_slots": 2, "gradient_slots": 2, "gradient_slabs": 2, "chunk_bytes": 64 * 2**20, "checkpoint_interval": 1, "state_slots": 2, "weights_ahead": 0
-    }  # fmt: skip
+        "weight_slots": 2,
+        "gradient_slots": 2,
+        "gradient_staging": 2,
+        "chunk_bytes": 64 * 2**20,
+        "checkpoint_interval": 1,
+        "state_slots": 2,
+        "weights_ahead": 0,
+    }
     workload = msgspec.convert({"batch": 3, "sequence": 5}, Workload)
     assert workload == Workload(
-        batch=3, sequence=5, accumulation=1, dtype="bf16", clipping="global", compiled=False, attention=None, loss_chunk=1024, documents=False
+        batch=3,
+        sequence=5,
+        accumulation=1,
+        dtype="bf16",
+        clipping="global",
+        compiled=False,
+        attention=None,
+        loss_chunk=1024,
+        documents=False,
     )

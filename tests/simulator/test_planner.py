@@ -1,4 +1,6 @@
-"""The planner: what it chooses is the best of a brute-force search, fits, and says why where nothing fits."""
+"""The planner: what it chooses is the best of a brute-force search, fits, and says why where
+nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import pytest
 from small_model import SMALL
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.planner import Choice, assess, search
-from megatrain.simulator.slot_search import intervals
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import Choice, assess, search
+from megatrain.simulator.planner.slot_search import intervals
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
@@ -32,7 +34,9 @@ def test_resident_wins_where_it_fits() -> None:
     assert choices[0].plan.policy in ("resident", "overlapped")
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choices[0].plan).ops)
     assert all(choice.feasible for choice in choices)
-    assert [choice.step_seconds for choice in choices] == sorted(choice.step_seconds for choice in choices)
+    assert [choice.step_seconds for choice in choices] == sorted(
+        choice.step_seconds for choice in choices
+    )
     assert {choice.plan.policy for choice in choices} == set(policies.contenders())
 
 
@@ -53,23 +57,37 @@ def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path) -> No
         prediction = choice.plan.prediction
         assert prediction is not None
         assert prediction.step_seconds == choice.step_seconds >= prediction.lower_bound_seconds > 0
-        assert (prediction.device_peak_bytes, prediction.host_peak_bytes) == (choice.account.device_peak_bytes, choice.account.host_peak_bytes)
+        assert (prediction.device_peak_bytes, prediction.host_peak_bytes) == (
+            choice.account.device_peak_bytes,
+            choice.account.host_peak_bytes,
+        )
         choice.plan.save(tmp_path / "plan.toml")
         assert type(choice.plan).load(tmp_path / "plan.toml") == choice.plan
 
 
 @pytest.mark.parametrize("clipping", ["layer", "update"])
 def test_what_is_clipped_by_layer_is_updated_behind_backward(clipping: Any) -> None:
-    """Faster than with the global norm, where the update has the forward pass alone to hide behind; the next layer's weights go ahead."""
+    """Faster than with the global norm, where the update has the forward pass alone to hide behind;
+    the next layer's weights go ahead.
+    """
     work = msgspec.structs.replace(WORK, batch=16, clipping=clipping)
-    by_layer, by_norm = (find(SMALL, found, device_limit=6 * GIB)[0] for found in (work, msgspec.structs.replace(work, clipping="global")))
+    by_layer, by_norm = (
+        find(SMALL, found, device_limit=6 * GIB)[0]
+        for found in (work, msgspec.structs.replace(work, clipping="global"))
+    )
     assert by_layer.feasible
-    assert (by_layer.plan.policy, by_layer.plan.knobs.weights_ahead, by_norm.plan.knobs.weights_ahead) == ("overlapped", 1, 0)
+    assert (
+        by_layer.plan.policy,
+        by_layer.plan.knobs.weights_ahead,
+        by_norm.plan.knobs.weights_ahead,
+    ) == ("overlapped", 1, 0)
     assert by_layer.step_seconds < 0.97 * by_norm.step_seconds
 
 
 @pytest.mark.parametrize(("updates_per_s", "some"), [(20e9, True), (0.5e9, False)])
-def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(updates_per_s: float, some: bool) -> None:
+def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(
+    updates_per_s: float, some: bool
+) -> None:
     memory = msgspec.structs.replace(H200.host_memory, gb_per_s=500.0)
     machine = msgspec.structs.replace(H200, cpu_update_per_s=updates_per_s, host_memory=memory)
     choice = search(SMALL, machine, WORK, device_limit=8 * GIB, policies=["overlapped"])[0]
@@ -77,16 +95,32 @@ def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(update
     assert bool(choice.plan.knobs.placement.host_updated) is some
 
 
-@pytest.mark.parametrize("work", [Workload(batch=4, sequence=512), Workload(batch=2, sequence=256, accumulation=3, clipping="none")])
+@pytest.mark.parametrize(
+    "work",
+    [
+        Workload(batch=4, sequence=512),
+        Workload(batch=2, sequence=256, accumulation=3, clipping="none"),
+    ],
+)
 def test_the_choice_is_within_two_per_cent_of_every_other(work: Workload) -> None:
-    """Against the whole product of knobs, each played by the engine, on a machine where copies and the CPU are the bottleneck."""
+    """Against the whole product of knobs, each played by the engine, on a machine where copies and
+    the CPU are the bottleneck.
+    """
     limit = 4 * GIB
     chosen = find(SMALL, work, device_limit=limit, policies=["k_buffer"])[0]
     costs, best = cost_model(H200, SMALL, work), float("inf")
-    for slots, gradients, slabs, interval in itertools.product((1, 2, 4), (1, 2), (0, 2), (1, 2, 4)):
+    for slots, gradients, slabs, interval in itertools.product(
+        (1, 2, 4), (1, 2), (0, 2), (1, 2, 4)
+    ):
         if slabs == 0 and work.accumulation > 1:
             continue
-        knobs = msgspec.structs.replace(chosen.plan.knobs, weight_slots=slots, gradient_slots=gradients, gradient_slabs=slabs, checkpoint_interval=interval)
+        knobs = msgspec.structs.replace(
+            chosen.plan.knobs,
+            weight_slots=slots,
+            gradient_slots=gradients,
+            gradient_staging=slabs,
+            checkpoint_interval=interval,
+        )
         other = assess(msgspec.structs.replace(chosen.plan, knobs=knobs), costs)
         best = min(best, other.step_seconds if other.feasible else best)
     assert chosen.feasible
@@ -94,7 +128,10 @@ def test_the_choice_is_within_two_per_cent_of_every_other(work: Workload) -> Non
 
 
 def test_less_memory_takes_fewer_slots_and_more_time() -> None:
-    roomy, tight = (find(SMALL, device_limit=limit, policies=["k_buffer"])[0] for limit in (16 * GIB, 683 * GIB // 100))
+    roomy, tight = (
+        find(SMALL, device_limit=limit, policies=["k_buffer"])[0]
+        for limit in (16 * GIB, 683 * GIB // 100)
+    )
     assert roomy.feasible
     assert tight.feasible
     assert tight.account.device_peak_bytes <= 683 * GIB // 100 < roomy.account.device_peak_bytes
@@ -111,7 +148,12 @@ def test_what_does_not_fit_names_the_pool_and_a_batch_that_would() -> None:
     assert choice.account.advice.startswith("batch = ")
     batch = int(choice.account.advice.split()[2])
     assert 0 < batch < WORK.batch
-    assert find(SMALL, msgspec.structs.replace(WORK, batch=batch), device_limit=3 * GIB, policies=["double_buffer"])[0].feasible
+    assert find(
+        SMALL,
+        msgspec.structs.replace(WORK, batch=batch),
+        device_limit=3 * GIB,
+        policies=["double_buffer"],
+    )[0].feasible
 
 
 def test_too_little_host_memory_is_said_in_bytes() -> None:
@@ -130,7 +172,10 @@ def test_an_unknown_policy_is_refused() -> None:
         find(SMALL, policies=["triple_buffer"])
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(1, (1,)), (2, (1,)), (4, (1, 2)), (28, (1, 2, 4, 6, 8)), (48, (1, 2, 4, 7, 8, 16))])
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(1, (1,)), (2, (1,)), (4, (1, 2)), (28, (1, 2, 4, 6, 8)), (48, (1, 2, 4, 7, 8, 16))],
+)
 def test_checkpoint_intervals(layers: int, expected: tuple[int, ...]) -> None:
     assert intervals(layers) == expected
 

@@ -1,4 +1,6 @@
-"""Every policy: it lowers over a grid of knobs, its schedules are sound, and they do the work that the step consists of."""
+"""Every policy: it lowers over a grid of knobs, its schedules are sound, and they do the work that
+the step consists of.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.order import Order
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.workload import Clipping
 from megatrain.simulator.schedule import Schedule, ScheduleError, whole
-from megatrain.simulator.specs import DTYPE_BYTES
-from megatrain.simulator.workload import Clipping
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FIXED_SLOTS = {"sequential": 1, "double_buffer": 2}
@@ -36,7 +38,9 @@ def layers_of(schedule: Schedule, kind: str) -> Counter[str]:
 
 
 def verify_step(plan: Plan, schedule: Schedule) -> None:
-    """The schedule is sound, and computes, counts and updates each layer exactly as often as one optimizer step must."""
+    """The schedule is sound, and computes, counts and updates each layer exactly as often as one
+    optimizer step must.
+    """
     schedule.check()
     micros, model = plan.workload.accumulation, plan.model
     decoders = {str(index): micros for index in range(model.layers)}
@@ -50,15 +54,26 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
     updated, summed, clipped = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
         clipped[op.layer] += op.kind == "clip"
-        if op.kind == "ratios":
-            assert (op.offset, clipped[op.layer]) == (summed[op.layer], 0), f"{op.id} leaves a gap, or comes too late"
+        if op.kind == "update_ratios":
+            assert (op.offset, clipped[op.layer]) == (summed[op.layer], 0), (
+                f"{op.id} leaves a gap, or comes too late"
+            )
             summed[op.layer] += op.parameters
         if op.kind in ("update", "cpu_update"):
-            assert clipping in ("global", "none") or clipped[op.layer], f"{op.id} comes before what it is clipped by"
+            assert clipping in ("global", "none") or clipped[op.layer], (
+                f"{op.id} comes before what it is clipped by"
+            )
             assert op.offset == updated[op.layer], f"{op.id} leaves a gap"
             updated[op.layer] += op.parameters
-        elif op.kind not in ("load_state", "save_state", "load_second", "ratios"):  # copies stay inside their buffers
-            assert all(op.offset + op.bytes <= schedule.buffer[whole(name)].bytes for name in op.buffers), op
+        elif op.kind not in (
+            "load_state",
+            "save_state",
+            "load_second_moment",
+            "update_ratios",
+        ):  # copies stay inside their buffers
+            assert all(
+                op.offset + op.bytes <= schedule.buffer[whole(name)].bytes for name in op.buffers
+            ), op
     assert updated == {layer.name: layer.elements for layer in model.stack.values()}
     assert +summed == (updated if clipping == "update" else {})
     used = {whole(name) for op in schedule.ops for name in op.buffers}
@@ -67,10 +82,19 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("policy", policies.names())
 def test_it_lowers_over_a_grid(make_plan: Make, policy: str) -> None:
-    for interval, slots, micros, tied, clipping in itertools.product((1, 2, 3, 4, 9), (1, 2, 3, 6), (1, 3), (False, True), get_args(Clipping)):
+    for interval, slots, micros, tied, clipping in itertools.product(
+        (1, 2, 3, 4, 9), (1, 2, 3, 6), (1, 3), (False, True), get_args(Clipping)
+    ):
         if slots != FIXED_SLOTS.get(policy, slots):
             continue
-        plan = make_plan(policy, checkpoint_interval=interval, weight_slots=slots, accumulation=micros, tied=tied, clipping=clipping)
+        plan = make_plan(
+            policy,
+            checkpoint_interval=interval,
+            weight_slots=slots,
+            accumulation=micros,
+            tied=tied,
+            clipping=clipping,
+        )
         verify_step(plan, policies.lower(plan))
 
 
@@ -81,7 +105,7 @@ def test_it_lowers_whatever_the_plan(make_plan: Make, data: st.DataObject) -> No
     changes: dict[str, Any] = {
         "checkpoint_interval": data.draw(st.integers(1, 8)),
         "gradient_slots": data.draw(st.integers(1, 4)),
-        "gradient_slabs": data.draw(st.integers(1, 4)),
+        "gradient_staging": data.draw(st.integers(1, 4)),
         "chunk_bytes": data.draw(st.sampled_from([4096, 5000, 2**14, 2**26])),
         "layers": data.draw(st.integers(1, 7)),
         "accumulation": data.draw(st.integers(1, 4)),
@@ -105,11 +129,18 @@ def test_the_chunks_of_a_copy_cover_its_layer_once(make_plan: Make, policy: str)
         copies: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for op in schedule.ops:
             if op.kind == kind:
-                copies.setdefault((op.layer, op.id.partition(".c")[0]), []).append((op.offset, op.bytes))
+                copies.setdefault((op.layer, op.id.partition(".c")[0]), []).append(
+                    (op.offset, op.bytes)
+                )
         assert {layer for layer, _ in copies} == set(plan.model.stack)
         for (layer, _), chunks in copies.items():
-            assert [offset for offset, _ in chunks] == list(itertools.accumulate((size for _, size in chunks[:-1]), initial=0))
-            assert sum(size for _, size in chunks) == DTYPE_BYTES[plan.workload.dtype] * plan.model.stack[layer].elements
+            assert [offset for offset, _ in chunks] == list(
+                itertools.accumulate((size for _, size in chunks[:-1]), initial=0)
+            )
+            assert (
+                sum(size for _, size in chunks)
+                == DTYPE_BYTES[plan.workload.dtype] * plan.model.stack[layer].elements
+            )
             assert max(size for _, size in chunks) <= 5000
 
 
@@ -117,12 +148,18 @@ def test_the_chunks_of_a_copy_cover_its_layer_once(make_plan: Make, policy: str)
 def test_every_gradient_reaches_the_host(make_plan: Make, policy: str) -> None:
     plan = make_plan(policy, accumulation=2, chunk_bytes=2**26)
     assert layers_of(policies.lower(plan), "save_gradients") == dict.fromkeys(plan.model.stack, 2)
-    assert layers_of(policies.lower(plan), "accumulate_gradients") == dict.fromkeys(plan.model.stack, 2)
+    assert layers_of(policies.lower(plan), "accumulate_gradients") == dict.fromkeys(
+        plan.model.stack, 2
+    )
 
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
 def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str) -> None:
-    for changes in ({}, {"accumulation": 2, "tied": True}, {"clipping": "update", "checkpoint_interval": 2}):
+    for changes in (
+        {},
+        {"accumulation": 2, "tied": True},
+        {"clipping": "update", "checkpoint_interval": 2},
+    ):
         plan = make_plan(policy, **changes)
         assert policies.outline(plan).buffers == policies.lower(plan).buffers
 
@@ -135,9 +172,12 @@ def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str
         ({"weights_ahead": 1, "weight_slots": 1}, ("B2.m0", "W1r.m0.c0")),
     ],
 )
-def test_an_update_stands_before_the_next_weights_or_right_behind_them(make_plan: Make, knobs: dict[str, int], around: tuple[str, str]) -> None:
-    """With `weights_ahead` the next layer's weights are copied first; its recompute need not wait for the copies of an update's state. Not with one slot,
-    from which the update reads the old weights.
+def test_an_update_stands_before_the_next_weights_or_right_behind_them(
+    make_plan: Make, knobs: dict[str, int], around: tuple[str, str]
+) -> None:
+    """With `weights_ahead` the next layer's weights are copied first; its recompute need not wait
+    for the copies of an update's state. Not with one slot, from which the update reads the old
+    weights.
     """
     schedule = policies.lower(make_plan("overlapped", clipping="layer", chunk_bytes=2**20, **knobs))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
@@ -149,8 +189,12 @@ def test_resident_copies_nothing(make_plan: Make) -> None:
 
 
 def test_sequential_is_totally_ordered(make_plan: Make) -> None:
-    for changes in ({}, {"accumulation": 3, "tied": True}, {"checkpoint_interval": 2, "clipping": "none"}):
-        schedule, order = policies.lower(make_plan("sequential", **changes)), Order()
+    for changes in (
+        {},
+        {"accumulation": 3, "tied": True},
+        {"checkpoint_interval": 2, "clipping": "none"},
+    ):
+        schedule, order = policies.lower(make_plan("sequential", **changes)), VectorClocks()
         place = {op.id: index for index, op in enumerate(schedule.ops)}
         for op in schedule.ops:
             order.add(op.lane, [place[name] for name in op.after])
@@ -161,7 +205,18 @@ def test_sequential_is_totally_ordered(make_plan: Make) -> None:
 def test_more_slots_never_load_more(make_plan: Make, interval: int) -> None:
     for micros, tied in itertools.product((1, 2), (False, True)):
         loads = [
-            loaded_bytes(policies.lower(make_plan("k_buffer", layers=6, weight_slots=slots, checkpoint_interval=interval, accumulation=micros, tied=tied)))
+            loaded_bytes(
+                policies.lower(
+                    make_plan(
+                        "k_buffer",
+                        layers=6,
+                        weight_slots=slots,
+                        checkpoint_interval=interval,
+                        accumulation=micros,
+                        tied=tied,
+                    )
+                )
+            )
             for slots in range(1, 9)
         ]
         assert loads == sorted(loads, reverse=True), loads
@@ -169,11 +224,16 @@ def test_more_slots_never_load_more(make_plan: Make, interval: int) -> None:
 
 def test_with_a_slot_for_every_layer_each_is_loaded_once(make_plan: Make) -> None:
     plan = make_plan("k_buffer", layers=5, weight_slots=5, tied=True, accumulation=3)
-    assert loaded_bytes(policies.lower(plan)) == sum(DTYPE_BYTES[plan.workload.dtype] * layer.elements for layer in plan.model.stack.values())
+    assert loaded_bytes(policies.lower(plan)) == sum(
+        DTYPE_BYTES[plan.workload.dtype] * layer.elements for layer in plan.model.stack.values()
+    )
 
 
 def test_two_slots_are_the_paper_s_double_buffer(make_plan: Make) -> None:
-    double, general = policies.lower(make_plan("double_buffer")), policies.lower(make_plan("k_buffer", weight_slots=2))
+    double, general = (
+        policies.lower(make_plan("double_buffer")),
+        policies.lower(make_plan("k_buffer", weight_slots=2)),
+    )
     assert double.ops == general.ops
     assert double.buffers == general.buffers
 
@@ -181,17 +241,35 @@ def test_two_slots_are_the_paper_s_double_buffer(make_plan: Make) -> None:
 @pytest.mark.parametrize(
     ("policy", "changes", "words"),
     [
-        ("double_buffers", {}, ["policy", "'double_buffers'", "double_buffer, k_buffer", "fix: name one"]),
+        (
+            "double_buffers",
+            {},
+            ["policy", "'double_buffers'", "double_buffer, k_buffer", "fix: name one"],
+        ),
         ("_builder", {}, ["policy", "'_builder'", "allowed: "]),
         ("../plan", {}, ["policy", "'../plan'", "allowed: "]),
         ("", {}, ["policy", "''", "allowed: "]),
-        ("double_buffer", {"weight_slots": 3}, ["weight_slots", "found 3", "allowed: 2", "k_buffer"]),
+        (
+            "double_buffer",
+            {"weight_slots": 3},
+            ["weight_slots", "found 3", "allowed: 2", "k_buffer"],
+        ),
         ("sequential", {"weight_slots": 2}, ["weight_slots", "found 2", "allowed: 1", "k_buffer"]),
-        ("k_buffer", {"gradient_slabs": 0, "accumulation": 2}, ["gradient_slabs", "found 0", "allowed: >= 1", "fix: set gradient_slabs = 2"]),
-        ("double_buffer", {"gradient_slabs": 0, "tied": True}, ["gradient_slabs", "found 0", "allowed: >= 1", "fix: set gradient_slabs = 2"]),
+        (
+            "k_buffer",
+            {"gradient_staging": 0, "accumulation": 2},
+            ["gradient_staging", "found 0", "allowed: >= 1", "fix: set gradient_staging = 2"],
+        ),
+        (
+            "double_buffer",
+            {"gradient_staging": 0, "tied": True},
+            ["gradient_staging", "found 0", "allowed: >= 1", "fix: set gradient_staging = 2"],
+        ),
     ],
 )
-def test_what_a_policy_cannot_do_is_one_line(make_plan: Make, policy: str, changes: dict[str, Any], words: list[str]) -> None:
+def test_what_a_policy_cannot_do_is_one_line(
+    make_plan: Make, policy: str, changes: dict[str, Any], words: list[str]
+) -> None:
     plan = msgspec.structs.replace(make_plan(**changes), policy=policy)
     with pytest.raises(UserError) as caught:
         policies.lower(plan)
@@ -200,13 +278,21 @@ def test_what_a_policy_cannot_do_is_one_line(make_plan: Make, policy: str, chang
     assert "\n" not in message
 
 
-def test_a_plan_whose_schedule_has_a_race_is_refused(make_plan: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_whose_schedule_has_a_race_is_refused(
+    make_plan: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where it is the very one whose digest the plan carries."""
     plan = make_plan("k_buffer")
     schedule = policies.lower(plan)
     policies.verified(msgspec.structs.replace(plan, digest=schedule.digest))
-    first = next(index for index, op in enumerate(schedule.ops) if op.kind == "forward" and op.after)
-    ops = (*schedule.ops[:first], msgspec.structs.replace(schedule.ops[first], after=()), *schedule.ops[first + 1 :])
+    first = next(
+        index for index, op in enumerate(schedule.ops) if op.kind == "forward" and op.after
+    )
+    ops = (
+        *schedule.ops[:first],
+        msgspec.structs.replace(schedule.ops[first], after=()),
+        *schedule.ops[first + 1 :],
+    )
     broken = msgspec.structs.replace(schedule, ops=ops)
     monkeypatch.setattr(policies, "lower", lambda _: broken)
     with pytest.raises(ScheduleError):
@@ -214,6 +300,17 @@ def test_a_plan_whose_schedule_has_a_race_is_refused(make_plan: Make, monkeypatc
 
 
 def test_a_small_schedule_is_what_it_was(make_plan: Make) -> None:
-    """A changed schedule is a changed digest, and every plan made before it is refused: let that be on purpose."""
-    plan = make_plan("double_buffer", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, vocabulary=64, checkpoint_interval=2)
+    """A changed schedule is a changed digest, and every plan made before it is refused: let that be
+    on purpose.
+    """
+    plan = make_plan(
+        "double_buffer",
+        layers=2,
+        hidden=16,
+        intermediate=32,
+        heads=2,
+        kv_heads=1,
+        vocabulary=64,
+        checkpoint_interval=2,
+    )
     assert policies.lower(plan).to_text() == (GOLDEN / "double_buffer.txt").read_text()

@@ -8,19 +8,27 @@ import pytest
 from pool_names import with_other_pool_names
 
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import plan_account
-from megatrain.simulator.capacity import resized
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine import makespan_ns, simulate
-from megatrain.simulator.evaluator import bounds
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import PROCESS, class_of, usage
-from megatrain.simulator.plan import Placement, Plan
+from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
+from megatrain.simulator.engine.evaluator import bounds
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import PROCESS, class_of, usage
+from megatrain.simulator.planner.assessment import plan_account
+from megatrain.simulator.planner.capacity import resized
 from megatrain.simulator.policies.building.evaluation import forward_only
-from megatrain.simulator.several import estimate
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.verdict.multi_gpu import estimate
 
 H200 = HardwareSpec.load("h200")
-MIXED = Placement(weights="0-1,e", moments="0", gradients="1", stored="3", attention="2", parked="0-1", host_updated="1")
+MIXED = Placement(
+    weights="0-1,e",
+    moments="0",
+    gradients="1",
+    saved_activations="3",
+    saved_attention="2",
+    offloaded_inputs="0-1",
+    host_updated="1",
+)
 EVERY_POLICY = [*policies.names(), *policies.peers()]
 
 
@@ -29,7 +37,11 @@ def plans(make_plan: Callable[..., Plan], policy: str) -> list[Plan]:
     return [
         make_plan(policy, accumulation=micros, tied=tied, clipping=clipping, placement=placement)
         for placement in placements
-        for micros, tied, clipping in ((1, True, "global"), (2, False, "update"), (2, True, "layer"))
+        for micros, tied, clipping in (
+            (1, True, "global"),
+            (2, False, "update"),
+            (2, True, "layer"),
+        )
     ]
 
 
@@ -39,16 +51,27 @@ def test_predictions_and_reports_are_the_same(make_plan: Callable[..., Plan], po
         costs = cost_model(H200, plan.model, plan.workload)
         schedule = policies.lower(plan)
         other = with_other_pool_names(schedule)
-        assert {buffer.pool for buffer in other.buffers}.isdisjoint(buffer.pool for buffer in schedule.buffers)
+        assert {buffer.pool for buffer in other.buffers}.isdisjoint(
+            buffer.pool for buffer in schedule.buffers
+        )
         other.check()
         assert makespan_ns(other, costs) == makespan_ns(schedule, costs)
         assert bounds(other, costs) == bounds(schedule, costs)
         mine, its = (plan_account(plan, each, costs) for each in (schedule, other))
         assert its.classes == mine.classes
-        assert (its.device_peak_bytes, its.host_peak_bytes, its.advice) == (mine.device_peak_bytes, mine.host_peak_bytes, mine.advice)
-        both = [estimate(plan, each, found, H200, costs, 1.0, 2) for each, found in ((schedule, mine), (other, its))]
+        assert (its.device_peak_bytes, its.host_peak_bytes, its.advice) == (
+            mine.device_peak_bytes,
+            mine.host_peak_bytes,
+            mine.advice,
+        )
+        both = [
+            estimate(plan, each, found, H200, costs, 1.0, 2)
+            for each, found in ((schedule, mine), (other, its))
+        ]
         assert both[0] == both[1]
-        sizes = [[resized(buffer, 3).bytes for buffer in each.buffers] for each in (schedule, other)]
+        sizes = [
+            [resized(buffer, 3).bytes for buffer in each.buffers] for each in (schedule, other)
+        ]
         assert sizes[0] == sizes[1]
 
 

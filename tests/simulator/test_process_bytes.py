@@ -1,4 +1,6 @@
-"""What the process takes beside its pools: counted once, exactly, where a plan has state on the host; a machine's file keeps it."""
+"""What the process takes beside its pools: counted once, exactly, where a plan has state on the
+host; a machine's file keeps it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +11,34 @@ import msgspec
 import pytest
 from small_model import SMALL
 
-from megatrain.simulator.assessment import plan_account
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import Account
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.policies import lower, names, peers
-from megatrain.simulator.verdict import judge
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict.verdict import judge
 
-STORED = HardwareSpec.load(str(Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b" / "hardware.toml"))
+STORED = HardwareSpec.load(
+    str(Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b" / "hardware.toml")
+)
 MORE = 3 * 2**30 + 1
 
 
 def with_process(size: int) -> HardwareSpec:
     assert STORED.costs is not None
-    return msgspec.structs.replace(STORED, costs=msgspec.structs.replace(STORED.costs, process_bytes=size))
+    return msgspec.structs.replace(
+        STORED, costs=msgspec.structs.replace(STORED.costs, process_bytes=size)
+    )
 
 
 def accounts(plan: Plan) -> tuple[Account, Account]:
     """Of a process that takes nothing, and `MORE`."""
-    none, some = (plan_account(plan, lower(plan), cost_model(with_process(size), plan.model, plan.workload)) for size in (0, MORE))
+    none, some = (
+        plan_account(plan, lower(plan), cost_model(with_process(size), plan.model, plan.workload))
+        for size in (0, MORE)
+    )
     return none, some
 
 
@@ -39,16 +48,23 @@ def test_files_from_before_it_was_measured_have_none() -> None:
 
 
 @pytest.mark.parametrize("policy", [name for name in names() if name != "resident"])
-def test_state_on_the_host_has_a_process_beside_it(make_plan: Callable[..., Plan], policy: str) -> None:
+def test_state_on_the_host_has_a_process_beside_it(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
     none, some = accounts(make_plan(policy))
     assert none.pools.keys() == some.pools.keys() - {"host.process"}
     assert some.pools == {"host.process": MORE, **none.pools}
     assert next(iter(some.pools)) == "host.process", "largest first"
-    assert (some.host_peak_bytes, some.device_peak_bytes) == (none.host_peak_bytes + MORE, none.device_peak_bytes)
+    assert (some.host_peak_bytes, some.device_peak_bytes) == (
+        none.host_peak_bytes + MORE,
+        none.device_peak_bytes,
+    )
 
 
 @pytest.mark.parametrize("policy", ["resident", *peers()])
-def test_without_state_there_or_of_another_system_it_counts_for_nothing(make_plan: Callable[..., Plan], policy: str) -> None:
+def test_without_state_there_or_of_another_system_it_counts_for_nothing(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
     none, some = accounts(make_plan(policy))
     assert some == none
     assert "host.process" not in some.pools
@@ -56,25 +72,45 @@ def test_without_state_there_or_of_another_system_it_counts_for_nothing(make_pla
 
 def test_a_limit_counts_it_to_the_byte(make_plan: Callable[..., Plan]) -> None:
     needed = accounts(make_plan("double_buffer"))[1].host_peak_bytes
-    assert [accounts(make_plan("double_buffer", host_limit_bytes=needed - less))[1].excess_bytes for less in (0, 1)] == [0, 1]
+    assert [
+        accounts(make_plan("double_buffer", host_limit_bytes=needed - less))[1].excess_bytes
+        for less in (0, 1)
+    ] == [0, 1]
 
 
 def test_every_cost_model_says_what_it_knows_of_it() -> None:
     workload = Workload(batch=8, sequence=1024)
     costs: CostModel = cost_model(with_process(MORE), SMALL, workload)
     assert costs.process_bytes == MORE
-    assert cost_model(msgspec.structs.replace(STORED, costs=None), SMALL, workload).process_bytes == 0
+    assert (
+        cost_model(msgspec.structs.replace(STORED, costs=None), SMALL, workload).process_bytes == 0
+    )
 
 
 def test_a_verdict_lists_it() -> None:
     for policy, expected in (("double_buffer", MORE), ("resident", 0)):
-        verdict = judge(SMALL, with_process(MORE), Workload(batch=8, sequence=1024), policies=[policy])
+        verdict = judge(
+            SMALL, with_process(MORE), Workload(batch=8, sequence=1024), policies=[policy]
+        )
         assert verdict.pools.get("host.process", 0) == expected
-        assert sum(size for pool, size in verdict.pools.items() if pool.startswith("host.")) == verdict.host_peak_bytes == sum(verdict.classes["host"].values())
+        assert (
+            sum(size for pool, size in verdict.pools.items() if pool.startswith("host."))
+            == verdict.host_peak_bytes
+            == sum(verdict.classes["host"].values())
+        )
 
 
 def test_every_gpu_has_a_process() -> None:
-    one, none = (judge(SMALL, with_process(size), Workload(batch=8, sequence=1024), policies=["double_buffer"], gpus=8).several for size in (MORE, 0))
+    one, none = (
+        judge(
+            SMALL,
+            with_process(size),
+            Workload(batch=8, sequence=1024),
+            policies=["double_buffer"],
+            gpus=8,
+        ).several
+        for size in (MORE, 0)
+    )
     assert one is not None
     assert none is not None
     assert one.host_peak_bytes - none.host_peak_bytes == 8 * MORE

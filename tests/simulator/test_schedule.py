@@ -1,4 +1,6 @@
-"""Op ids, the text form, and what `Schedule.check` proves: each kind of broken schedule is planted and must be found."""
+"""Op ids, the text form, and what `Schedule.check` proves: each kind of broken schedule is planted
+and must be found.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
-from megatrain.simulator.order import Order
-from megatrain.simulator.plan import Placement, Plan
-from megatrain.simulator.schedule import CODES, LANES, Buffer, Op, OpId, Schedule, ScheduleError, parse_id
+from megatrain.simulator.schedule import (
+    CODES,
+    LANES,
+    Buffer,
+    Op,
+    OpId,
+    Schedule,
+    ScheduleError,
+    parse_id,
+)
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 ids = st.builds(
     OpId,
@@ -33,7 +44,10 @@ def test_an_op_id_reads_back_from_its_text(op: OpId) -> None:
     assert parse_id(str(op)) == op
 
 
-@given(st.text(max_size=12) | st.from_regex(r"[A-Z]{1,2}[0-9eh]*[frbh]?(\.m[0-9]*)?(\.c[0-9]*)?", fullmatch=True))
+@given(
+    st.text(max_size=12)
+    | st.from_regex(r"[A-Z]{1,2}[0-9eh]*[frbh]?(\.m[0-9]*)?(\.c[0-9]*)?", fullmatch=True)
+)
 def test_other_texts_are_no_op_ids(text: str) -> None:
     try:
         op = parse_id(text)
@@ -50,17 +64,39 @@ def test_every_id_of_a_real_schedule_reads_back(make_plan: Callable[..., Plan]) 
 
 # ---- text form and digest
 
-words = st.text(st.characters(codec="ascii", exclude_characters=" ,=", categories=["L", "N", "P"]), min_size=1, max_size=8)
+words = st.text(
+    st.characters(codec="ascii", exclude_characters=" ,=", categories=["L", "N", "P"]),
+    min_size=1,
+    max_size=8,
+)
 lists = st.lists(words, max_size=3).map(tuple)
 sizes = st.integers(0, 2**50)
 buffers = st.builds(Buffer, id=words, bytes=sizes, persistent=st.booleans(), dynamic=st.booleans())
 ops = st.builds(
-    Op, id=ids.map(str), lane=st.sampled_from(LANES), after=lists, reads=lists, writes=lists, acquires=lists, releases=lists,
-    offset=sizes, bytes=sizes, parameters=sizes, flops=sizes, shape=st.just("") | words,
-)  # fmt: skip
+    Op,
+    id=ids.map(str),
+    lane=st.sampled_from(LANES),
+    after=lists,
+    reads=lists,
+    writes=lists,
+    acquires=lists,
+    releases=lists,
+    offset=sizes,
+    bytes=sizes,
+    parameters=sizes,
+    flops=sizes,
+    shape=st.just("") | words,
+)
 
 
-@given(st.builds(Schedule, policy=words, buffers=st.lists(buffers, max_size=4).map(tuple), ops=st.lists(ops, max_size=4).map(tuple)))
+@given(
+    st.builds(
+        Schedule,
+        policy=words,
+        buffers=st.lists(buffers, max_size=4).map(tuple),
+        ops=st.lists(ops, max_size=4).map(tuple),
+    )
+)
 def test_any_schedule_reads_back_from_its_text(schedule: Schedule) -> None:
     again = Schedule.from_text(schedule.to_text())
     assert again == schedule
@@ -68,7 +104,9 @@ def test_any_schedule_reads_back_from_its_text(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_a_lowered_schedule_reads_back_from_its_text(make_plan: Callable[..., Plan], policy: str) -> None:
+def test_a_lowered_schedule_reads_back_from_its_text(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
     schedule = policies.lower(make_plan(policy, accumulation=2))
     assert Schedule.from_text(schedule.to_text()) == schedule
 
@@ -78,7 +116,19 @@ def test_a_lowered_schedule_reads_back_from_its_text(make_plan: Callable[..., Pl
     st.text(max_size=200)
     | st.lists(
         st.sampled_from(
-            ["schedule p", "buffer", "buffer a", "buffer a 1", "buffer a x", "F1", "F1 compute", "F1 compute bytes=x", "F1 compute z", "", "F1 compute new=1"]
+            [
+                "schedule p",
+                "buffer",
+                "buffer a",
+                "buffer a 1",
+                "buffer a x",
+                "F1",
+                "F1 compute",
+                "F1 compute bytes=x",
+                "F1 compute z",
+                "",
+                "F1 compute new=1",
+            ]
         )
     ).map("\n".join)
 )
@@ -91,7 +141,13 @@ def test_any_change_changes_the_digest(make_plan: Callable[..., Plan]) -> None:
     schedule = policies.lower(make_plan())
     digests = {schedule.digest}
     for index, op in enumerate(schedule.ops):
-        for changes in ({"bytes": op.bytes + 1}, {"flops": op.flops + 1}, {"shape": "other"}, {"reads": (*op.reads, "x")}, {"lane": "other"}):
+        for changes in (
+            {"bytes": op.bytes + 1},
+            {"flops": op.flops + 1},
+            {"shape": "other"},
+            {"reads": (*op.reads, "x")},
+            {"lane": "other"},
+        ):
             digests.add(replace(schedule, index, **changes).digest)
     assert len(digests) == 1 + 5 * len(schedule.ops)
 
@@ -101,20 +157,26 @@ def test_any_change_changes_the_digest(make_plan: Callable[..., Plan]) -> None:
 
 def replace(schedule: Schedule, index: int, **changes: Any) -> Schedule:
     op = msgspec.structs.replace(schedule.ops[index], **changes)
-    return msgspec.structs.replace(schedule, ops=(*schedule.ops[:index], op, *schedule.ops[index + 1 :]))
+    return msgspec.structs.replace(
+        schedule, ops=(*schedule.ops[:index], op, *schedule.ops[index + 1 :])
+    )
 
 
 def each_dependency_removed(schedule: Schedule) -> Iterator[tuple[str, str, Schedule]]:
     for index, op in enumerate(schedule.ops):
         for gone in op.after:
-            yield op.id, gone, replace(schedule, index, after=tuple(other for other in op.after if other != gone))
+            yield (
+                op.id,
+                gone,
+                replace(schedule, index, after=tuple(other for other in op.after if other != gone)),
+            )
 
 
 VARIATIONS: list[dict[str, Any]] = [
     {},
     {"tied": True, "accumulation": 2, "checkpoint_interval": 2},
-    {"accumulation": 3, "checkpoint_interval": 3, "gradient_slots": 1, "gradient_slabs": 1},
-    {"clipping": "none", "gradient_slabs": 0},
+    {"accumulation": 3, "checkpoint_interval": 3, "gradient_slots": 1, "gradient_staging": 1},
+    {"clipping": "none", "gradient_staging": 0},
     {"clipping": "none", "tied": True, "layers": 1},
     {"clipping": "update", "weights_ahead": 1, "accumulation": 2},
     {"clipping": "layer", "weights_ahead": 1, "tied": True},
@@ -125,25 +187,33 @@ VARIATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", VARIATIONS, ids=str)
 @pytest.mark.parametrize("policy", [name for name in policies.names() if name != "sequential"])
-def test_removing_any_one_dependency_is_a_race(make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]) -> None:
+def test_removing_any_one_dependency_is_a_race(
+    make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]
+) -> None:
     schedule = policies.lower(make_plan(policy, **changes))
     schedule.check()
     tried = 0
     for op, gone, broken in each_dependency_removed(schedule):
         with pytest.raises(ScheduleError) as caught:
             broken.check()
-        assert op in str(caught.value) or gone in str(caught.value) or "race on" in str(caught.value)
+        assert (
+            op in str(caught.value) or gone in str(caught.value) or "race on" in str(caught.value)
+        )
         tried += 1
     assert tried > 0
 
 
 @pytest.mark.parametrize("changes", VARIATIONS, ids=str)
-def test_sequential_keeps_no_dependency_in_vain(make_plan: Callable[..., Plan], changes: dict[str, Any]) -> None:
-    """Some of its dependencies prevent no race, only overlap: without them two neighbours are free to run at once."""
+def test_sequential_keeps_no_dependency_in_vain(
+    make_plan: Callable[..., Plan], changes: dict[str, Any]
+) -> None:
+    """Some of its dependencies prevent no race, only overlap: without them two neighbours are free
+    to run at once.
+    """
     schedule = policies.lower(make_plan("sequential", **changes))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
     for op, gone, broken in each_dependency_removed(schedule):
-        order = Order()
+        order = VectorClocks()
         for other in broken.ops:
             order.add(other.lane, [place[name] for name in other.after])
         assert not order.precedes(place[gone], place[op])
@@ -155,15 +225,33 @@ BUFFERS = (
     Buffer(id="device.hidden:0", bytes=64, data="hidden", dtype="bf16"),
     Buffer(id="device.input:0", bytes=64, data="hidden", dtype="bf16", persistent=True),
 )
-LOAD = Op(id="W0.c0", lane="h2d", reads=("host.weights:0",), writes=("device.weights:0",), acquires=("device.weights:0",), bytes=64)
+LOAD = Op(
+    id="W0.c0",
+    lane="h2d",
+    reads=("host.weights:0",),
+    writes=("device.weights:0",),
+    acquires=("device.weights:0",),
+    bytes=64,
+)
 USE = Op(
-    id="F0.m0", lane="compute", after=("W0.c0",), reads=("device.weights:0", "device.input:0"), writes=("device.hidden:0",),
-    acquires=("device.hidden:0",), releases=("device.weights:0", "device.hidden:0"),
-)  # fmt: skip
+    id="F0.m0",
+    lane="compute",
+    after=("W0.c0",),
+    reads=("device.weights:0", "device.input:0"),
+    writes=("device.hidden:0",),
+    acquires=("device.hidden:0",),
+    releases=("device.weights:0", "device.hidden:0"),
+)
 AGAIN = Op(
-    id="W1.c0", lane="h2d", after=("F0.m0",), reads=("host.weights:0",), writes=("device.weights:0",),
-    acquires=("device.weights:0",), releases=("device.weights:0",), bytes=64,
-)  # fmt: skip
+    id="W1.c0",
+    lane="h2d",
+    after=("F0.m0",),
+    reads=("host.weights:0",),
+    writes=("device.weights:0",),
+    acquires=("device.weights:0",),
+    releases=("device.weights:0",),
+    bytes=64,
+)
 
 
 def schedule_of(*ops: Op, buffers: tuple[Buffer, ...] = BUFFERS) -> Schedule:
@@ -181,29 +269,81 @@ def test_the_sound_schedule_behind_the_broken_ones() -> None:
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
-        (schedule_of(LOAD, USE, but(AGAIN, id="W0.c0")), "W0.c0: the id stands twice"),
-        (schedule_of(LOAD, USE, AGAIN, buffers=(*BUFFERS, BUFFERS[1])), "device.weights:0: two buffers"),
-        (schedule_of(but(LOAD, id="X0"), USE, AGAIN), "op id 'X0'"),
-        (schedule_of(but(LOAD, id="W0.c00"), but(USE, after=("W0.c00",)), AGAIN), "W0.c00: not in its canonical form"),
-        (schedule_of(but(LOAD, lane="disk"), USE, AGAIN), "on no lane: 'disk'"),
-        (schedule_of(LOAD, but(USE, reads=("device.weights:7",)), AGAIN), "F0.m0: unknown buffer device.weights:7"),
-        (schedule_of(but(LOAD, reads=("host.moments:0",)), USE, AGAIN), "W0.c0: unknown buffer host.moments:0"),
-        (schedule_of(LOAD, but(USE, acquires=("device.hidden:0", "device.hidden:9"))), "F0.m0: acquires device.hidden:9, which is not written by it"),
-        (schedule_of(LOAD, but(USE, releases=("device.hidden:0",)), AGAIN), "W1.c0: acquires device.weights:0, which is held"),
-        (schedule_of(LOAD, but(USE, acquires=("device.hidden:0", "device.hidden:0"))), "F0.m0: acquires device.hidden:0, which is held"),
-        (schedule_of(LOAD, but(USE, releases=("device.weights:0",)), AGAIN), "never released: device.hidden:0"),
-        (schedule_of(but(LOAD, acquires=()), USE, AGAIN), "W0.c0: touches device.weights:0, which nothing holds"),
-        (schedule_of(LOAD, USE, but(AGAIN, acquires=())), "W1.c0: touches device.weights:0, which nothing holds"),
-        (schedule_of(LOAD, but(USE, releases=("device.weights:0", "device.hidden:0", "device.weights:0"))), "releases device.weights:0, which nothing holds"),
+        (schedule_of(LOAD, USE, but(AGAIN, id="W0.c0")), "W0.c0: two ops have this id"),
         (
-            schedule_of(LOAD, but(USE, releases=("device.hidden:0",)), but(AGAIN, acquires=(), after=())),
+            schedule_of(LOAD, USE, AGAIN, buffers=(*BUFFERS, BUFFERS[1])),
+            "device.weights:0: two buffers",
+        ),
+        (schedule_of(but(LOAD, id="X0"), USE, AGAIN), "op id 'X0'"),
+        (
+            schedule_of(but(LOAD, id="W0.c00"), but(USE, after=("W0.c00",)), AGAIN),
+            "W0.c00: not in its canonical form",
+        ),
+        (schedule_of(but(LOAD, lane="disk"), USE, AGAIN), "on no lane: 'disk'"),
+        (
+            schedule_of(LOAD, but(USE, reads=("device.weights:7",)), AGAIN),
+            "F0.m0: unknown buffer device.weights:7",
+        ),
+        (
+            schedule_of(but(LOAD, reads=("host.moments:0",)), USE, AGAIN),
+            "W0.c0: unknown buffer host.moments:0",
+        ),
+        (
+            schedule_of(LOAD, but(USE, acquires=("device.hidden:0", "device.hidden:9"))),
+            "F0.m0: acquires device.hidden:9, which is not written by it",
+        ),
+        (
+            schedule_of(LOAD, but(USE, releases=("device.hidden:0",)), AGAIN),
+            "W1.c0: acquires device.weights:0, which is held",
+        ),
+        (
+            schedule_of(LOAD, but(USE, acquires=("device.hidden:0", "device.hidden:0"))),
+            "F0.m0: acquires device.hidden:0, which is held",
+        ),
+        (
+            schedule_of(LOAD, but(USE, releases=("device.weights:0",)), AGAIN),
+            "never released: device.hidden:0",
+        ),
+        (
+            schedule_of(but(LOAD, acquires=()), USE, AGAIN),
+            "W0.c0: touches device.weights:0, which is not acquired",
+        ),
+        (
+            schedule_of(LOAD, USE, but(AGAIN, acquires=())),
+            "W1.c0: touches device.weights:0, which is not acquired",
+        ),
+        (
+            schedule_of(
+                LOAD, but(USE, releases=("device.weights:0", "device.hidden:0", "device.weights:0"))
+            ),
+            "releases device.weights:0, which is not acquired",
+        ),
+        (
+            schedule_of(
+                LOAD, but(USE, releases=("device.hidden:0",)), but(AGAIN, acquires=(), after=())
+            ),
             "race on device.weights:0: nothing orders F0.m0 before W1.c0",
         ),
-        (schedule_of(LOAD, but(USE, after=()), AGAIN), "race on device.weights:0: nothing orders W0.c0 before F0.m0"),
-        (schedule_of(LOAD, USE, but(AGAIN, after=())), "race on device.weights:0: nothing orders F0.m0 before W1.c0"),
-        (schedule_of(but(LOAD, after=("F0.m0",)), USE, AGAIN), "W0.c0: depends on F0.m0, which does not stand before it"),
-        (schedule_of(but(LOAD, after=("W0.c0",)), USE, AGAIN), "W0.c0: depends on W0.c0, which does not stand before it"),
-        (schedule_of(but(LOAD, after=("F9.m9",)), USE, AGAIN), "W0.c0: depends on F9.m9, which does not stand before it"),
+        (
+            schedule_of(LOAD, but(USE, after=()), AGAIN),
+            "race on device.weights:0: nothing orders W0.c0 before F0.m0",
+        ),
+        (
+            schedule_of(LOAD, USE, but(AGAIN, after=())),
+            "race on device.weights:0: nothing orders F0.m0 before W1.c0",
+        ),
+        (
+            schedule_of(but(LOAD, after=("F0.m0",)), USE, AGAIN),
+            "W0.c0: depends on F0.m0, which is not before it",
+        ),
+        (
+            schedule_of(but(LOAD, after=("W0.c0",)), USE, AGAIN),
+            "W0.c0: depends on W0.c0, which is not before it",
+        ),
+        (
+            schedule_of(but(LOAD, after=("F9.m9",)), USE, AGAIN),
+            "W0.c0: depends on F9.m9, which is not before it",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -215,7 +355,9 @@ def test_a_broken_schedule_is_found(broken: Schedule, complaint: str) -> None:
 
 @pytest.mark.parametrize("obtain", [policies.verified, policies.executable])
 def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, obtain: Callable[[Plan], Schedule]
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    obtain: Callable[[Plan], Schedule],
 ) -> None:
     """Also where the plan carries that schedule's own digest."""
     plan = make_plan("double_buffer")
@@ -226,20 +368,52 @@ def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
 
 
 def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
-    """The slot is released by an op that nothing orders behind the reader: the next to take it must wait for both."""
+    """The slot is released by an op that nothing orders behind the reader: the next to take it must
+    wait for both.
+    """
     reader = but(USE, releases=("device.hidden:0",))
-    other = Op(id="S0.c0", lane="d2h", after=("W0.c0",), reads=("device.weights:0",), writes=("host.copies:1",), releases=("device.weights:0",))
-    again = Op(id="W1.c0", lane="h2d", after=("S0.c0",), reads=("host.weights:0",), writes=("device.weights:0",), acquires=("device.weights:0",))
-    end = Op(id="S1.c0", lane="d2h", after=("W1.c0",), reads=("device.weights:0",), writes=("host.copies:1",), releases=("device.weights:0",))
-    buffers = (*BUFFERS, Buffer(id="host.copies:1", bytes=64, data="weights", dtype="bf16", persistent=True))
-    with pytest.raises(ScheduleError, match=r"race on device\.weights:0: nothing orders F0\.m0 before W1\.c0"):
+    other = Op(
+        id="S0.c0",
+        lane="d2h",
+        after=("W0.c0",),
+        reads=("device.weights:0",),
+        writes=("host.copies:1",),
+        releases=("device.weights:0",),
+    )
+    again = Op(
+        id="W1.c0",
+        lane="h2d",
+        after=("S0.c0",),
+        reads=("host.weights:0",),
+        writes=("device.weights:0",),
+        acquires=("device.weights:0",),
+    )
+    end = Op(
+        id="S1.c0",
+        lane="d2h",
+        after=("W1.c0",),
+        reads=("device.weights:0",),
+        writes=("host.copies:1",),
+        releases=("device.weights:0",),
+    )
+    buffers = (
+        *BUFFERS,
+        Buffer(id="host.copies:1", bytes=64, data="weights", dtype="bf16", persistent=True),
+    )
+    with pytest.raises(
+        ScheduleError, match=r"race on device\.weights:0: nothing orders F0\.m0 before W1\.c0"
+    ):
         schedule_of(LOAD, reader, other, again, end, buffers=buffers).check()
-    schedule_of(LOAD, reader, other, but(again, after=("S0.c0", "F0.m0")), end, buffers=buffers).check()
+    schedule_of(
+        LOAD, reader, other, but(again, after=("S0.c0", "F0.m0")), end, buffers=buffers
+    ).check()
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_real_schedule_with_two_ops_exchanged_is_found_or_still_sound(make_plan: Callable[..., Plan], data: st.DataObject) -> None:
+def test_a_real_schedule_with_two_ops_exchanged_is_found_or_still_sound(
+    make_plan: Callable[..., Plan], data: st.DataObject
+) -> None:
     """Moving a dependent op ahead of what it waits for is always found."""
     schedule = policies.lower(make_plan("double_buffer", accumulation=2))
     waiting = [(index, other) for index, op in enumerate(schedule.ops) for other in op.after]

@@ -11,17 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.plots.perfetto import perfetto, save_trace
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import LANES, Schedule
-from megatrain.simulator.timeline import Span, Timeline
-from megatrain.simulator.trace import perfetto, save_trace
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
 
 POLICIES = ("sequential", "double_buffer", "resident")
 
 
 def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
-    """Ops as early as lanes and dependencies allow, durations of some odd nanoseconds from the op's place in the program."""
+    """Ops as early as lanes and dependencies allow, durations of some odd nanoseconds from the op's
+    place in the program.
+    """
     end: dict[str, int] = {}
     free: dict[str, int] = {}
     spans = []
@@ -38,7 +40,11 @@ def schedule(request: pytest.FixtureRequest, make_plan: Callable[..., Plan]) -> 
 
 
 def events(trace: dict[str, Any], phase: str, process: int | None = None) -> list[dict[str, Any]]:
-    return [event for event in trace["traceEvents"] if event["ph"] == phase and process in (None, event["pid"])]
+    return [
+        event
+        for event in trace["traceEvents"]
+        if event["ph"] == phase and process in (None, event["pid"])
+    ]
 
 
 def names(trace: dict[str, Any], process: int, key: str) -> list[str]:
@@ -51,11 +57,18 @@ def nanoseconds(microseconds: float) -> int:
 
 def test_one_process_per_timeline_with_equal_lanes_in_order(schedule: Schedule) -> None:
     trace = perfetto([play(schedule, "predicted"), play(schedule, "measured", 2)], schedule)
-    assert [names(trace, process, "process_name") for process in (1, 2)] == [["predicted"], ["measured"]]
+    assert [names(trace, process, "process_name") for process in (1, 2)] == [
+        ["predicted"],
+        ["measured"],
+    ]
     lanes = names(trace, 1, "thread_name")
     assert lanes == names(trace, 2, "thread_name") == list(schedule.lanes)
     assert sorted(lanes, key=LANES.index) == lanes
-    order = [event["args"]["sort_index"] for event in events(trace, "M", 1) if event["name"] == "thread_sort_index"]
+    order = [
+        event["args"]["sort_index"]
+        for event in events(trace, "M", 1)
+        if event["name"] == "thread_sort_index"
+    ]
     assert order == sorted(order)
 
 
@@ -65,7 +78,10 @@ def test_one_slice_per_op_to_the_nanosecond(schedule: Schedule) -> None:
     assert slices.keys() == schedule.by_id.keys()
     for span in timeline.spans:
         event, op = slices[span.op], schedule.by_id[span.op]
-        assert (nanoseconds(event["ts"]), nanoseconds(event["dur"])) == (span.start_ns, span.duration_ns)
+        assert (nanoseconds(event["ts"]), nanoseconds(event["dur"])) == (
+            span.start_ns,
+            span.duration_ns,
+        )
         assert event["cat"] == event["args"]["kind"] == op.kind
         for key in ("bytes", "parameters", "flops", "shape"):
             assert event["args"].get(key, type(getattr(op, key))()) == getattr(op, key)
@@ -81,7 +97,10 @@ def test_a_slice_says_how_far_it_is_off_what_was_measured(schedule: Schedule) ->
         assert nanoseconds(event["args"]["measured_us"]) == real.duration_ns
         assert nanoseconds(event["args"]["error_us"]) == span.duration_ns - real.duration_ns
         assert nanoseconds(event["args"]["start_error_us"]) == span.start_ns - real.start_ns
-    assert not any("error_us" in event["args"] for event in [*events(trace, "X", 2), *events(perfetto([predicted], schedule), "X")])
+    assert not any(
+        "error_us" in event["args"]
+        for event in [*events(trace, "X", 2), *events(perfetto([predicted], schedule), "X")]
+    )
 
 
 def test_slices_of_a_lane_do_not_overlap_even_where_clocks_do(schedule: Schedule) -> None:
@@ -91,9 +110,14 @@ def test_slices_of_a_lane_do_not_overlap_even_where_clocks_do(schedule: Schedule
     cut = 0
     for process in (1, 2):
         for thread in {event["tid"] for event in events(trace, "X", process)}:
-            lane = sorted((event for event in events(trace, "X", process) if event["tid"] == thread), key=lambda event: event["ts"])
+            lane = sorted(
+                (event for event in events(trace, "X", process) if event["tid"] == thread),
+                key=lambda event: event["ts"],
+            )
             for first, second in pairwise(lane):
-                assert nanoseconds(first["ts"]) + nanoseconds(first["dur"]) <= nanoseconds(second["ts"])
+                assert nanoseconds(first["ts"]) + nanoseconds(first["dur"]) <= nanoseconds(
+                    second["ts"]
+                )
             cut += sum("overlap_ns" in event["args"] for event in lane)
     assert cut > 0
     assert all(event["args"].get("overlap_ns", 0) <= 150 for event in events(trace, "X"))
@@ -114,9 +138,14 @@ def test_arrows_lead_from_a_slice_to_the_op_that_waited_for_it(schedule: Schedul
         source = next(
             event["name"]
             for event in slices
-            if (event["pid"], event["tid"]) == (start["pid"], start["tid"]) and event["ts"] <= start["ts"] < event["ts"] + event["dur"]
+            if (event["pid"], event["tid"]) == (start["pid"], start["tid"])
+            and event["ts"] <= start["ts"] < event["ts"] + event["dur"]
         )
-        target = next(event["name"] for event in slices if (event["pid"], event["tid"], event["ts"]) == (end["pid"], end["tid"], end["ts"]))
+        target = next(
+            event["name"]
+            for event in slices
+            if (event["pid"], event["tid"], event["ts"]) == (end["pid"], end["tid"], end["ts"])
+        )
         assert source in schedule.by_id[target].after
 
 
@@ -127,7 +156,11 @@ def test_counters_rise_and_fall_back_to_nothing(schedule: Schedule) -> None:
         counters.setdefault(event["name"], []).append(event["args"]["bytes"])
     assert "device slots held" in counters
     for place, values in counters.items():
-        slots = sum(buffer.allocated for buffer in schedule.buffers if not buffer.persistent and place.startswith(buffer.place))
+        slots = sum(
+            buffer.allocated
+            for buffer in schedule.buffers
+            if not buffer.persistent and place.startswith(buffer.place)
+        )
         assert values[-1] == 0
         assert 0 < max(values) <= slots
         assert min(values) == 0
@@ -145,12 +178,15 @@ def test_saved_trace_reads_back_and_stays_small(schedule: Schedule, tmp_path: Pa
 
 def test_timelines_of_one_name_are_told_apart(schedule: Schedule) -> None:
     trace = perfetto([play(schedule, "measured")] * 2, schedule)
-    assert [names(trace, process, "process_name") for process in (1, 2)] == [["measured"], ["measured 2"]]
+    assert [names(trace, process, "process_name") for process in (1, 2)] == [
+        ["measured"],
+        ["measured 2"],
+    ]
 
 
 def test_a_timeline_of_another_schedule_is_refused(schedule: Schedule) -> None:
     timeline = play(schedule, "predicted")
-    with pytest.raises(ValueError, match="of schedule 0123, not of"):
+    with pytest.raises(ValueError, match="belongs to schedule 0123, not to"):
         perfetto([msgspec.structs.replace(timeline, digest="0123")], schedule)
     stranger = Span(op="F999.m0", lane="compute", start_ns=0, end_ns=1)
     with pytest.raises(ValueError, match=r"F999\.m0 is not in the schedule"):

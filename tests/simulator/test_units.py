@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatrain.simulator
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.units import format_bytes, format_seconds, parse_bytes
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes, format_seconds, parse_bytes
 
-MODULES = sorted(module.name for module in pkgutil.walk_packages(megatrain.simulator.__path__, "megatrain.simulator."))
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(megatrain.simulator.__path__, "megatrain.simulator.")
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -25,20 +28,48 @@ def test_the_examples_in_the_docstrings_hold(name: str) -> None:
 
 
 def test_there_are_examples_in_the_docstrings() -> None:
-    attempted = {name: doctest.testmod(importlib.import_module(name)).attempted for name in ("megatrain.simulator.units", "megatrain.simulator.schedule.op")}
+    attempted = {
+        name: doctest.testmod(importlib.import_module(name)).attempted
+        for name in ("megatrain.simulator.base.units", "megatrain.simulator.schedule.op")
+    }
     assert all(attempted.values()), attempted
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("512B", 512), ("1kB", 1000), ("1 KiB", 1024), ("1.5GiB", 3 * 2**29), ("2tb", 2 * 10**12), (" 64mib ", 2**26), ("0.5 KiB", 512)],
+    [
+        ("1", 1),
+        ("512B", 512),
+        ("1kB", 1000),
+        ("1 KiB", 1024),
+        ("1.5GiB", 3 * 2**29),
+        ("2tb", 2 * 10**12),
+        (" 64mib ", 2**26),
+        ("0.5 KiB", 512),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "0", "1e9", "1.5.2 GB", "12 parsecs", "1,5GiB", "nan", "inf", "9999999999 TiB", "1 GiB 2", "٣GiB", "9" * 400]
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "0",
+        "1e9",
+        "1.5.2 GB",
+        "12 parsecs",
+        "1,5GiB",
+        "nan",
+        "inf",
+        "9999999999 TiB",
+        "1 GiB 2",
+        "٣GiB",
+        "9" * 400,
+    ],
 )
 def test_other_texts_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -63,6 +94,15 @@ def test_what_is_written_reads_back_to_three_digits(size: int) -> None:
         assert abs(parse_bytes(text) - size) <= 0.005 * size + 1
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.000 s"), (0.25, "250.000 ms"), (0.0, "0.0 us"), (-0.002, "-2.000 ms"), (1e-6, "1.0 us")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.0, "2.000 s"),
+        (0.25, "250.000 ms"),
+        (0.0, "0.0 us"),
+        (-0.002, "-2.000 ms"),
+        (1e-6, "1.0 us"),
+    ],
+)
 def test_durations_are_written_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

@@ -1,4 +1,6 @@
-"""The verdict: its sums, what more would fit, what advice does when it is taken, and the estimate for several GPUs."""
+"""The verdict: its sums, what more would fit, what advice does when it is taken, and the estimate
+for several GPUs.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import judge as exported
-from megatrain.simulator.assessment import plan_account, varied
-from megatrain.simulator.capacity import Footprint, frugal
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import parse_bytes, parse_count
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.exposed import WAITING, exposed_ns
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.memory import CLASSES, class_of
-from megatrain.simulator.plan import Knobs, Placement, Plan
-from megatrain.simulator.planner import candidates, search
+from megatrain.simulator.engine.exposed import WAITING, exposed_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import CLASSES, class_of
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import plan_account, with_knobs
+from megatrain.simulator.planner.capacity import MemoryFootprint, least_memory_plans
+from megatrain.simulator.planner.search import candidates, search
 from megatrain.simulator.policies import contenders, lower, names, outline, peers
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.several import MOST_GPUS
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.timeline import Span, Timeline
-from megatrain.simulator.units import parse_bytes, parse_count
-from megatrain.simulator.verdict import Verdict, judge
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
+from megatrain.simulator.verdict.multi_gpu import MOST_GPUS
+from megatrain.simulator.verdict.verdict import Verdict, judge
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
@@ -41,9 +43,20 @@ def small(workload: Workload = WORK, hardware: HardwareSpec = H200, **options: A
 
 def with_options(workload: Workload, options: dict[str, str]) -> dict[str, Any]:
     """What `judge` takes for the options of a suggestion."""
-    limits = {f"{place}_limit": parse_bytes(options[f"{place}-memory"]) for place in ("device", "host") if f"{place}-memory" in options}
-    fields = {"batch": "batch", "seq": "sequence", "loss-chunk": "loss_chunk", "accumulation": "accumulation"}
-    changes: dict[str, Any] = {field: int(options[name]) for name, field in fields.items() if name in options}
+    limits = {
+        f"{place}_limit": parse_bytes(options[f"{place}-memory"])
+        for place in ("device", "host")
+        if f"{place}-memory" in options
+    }
+    fields = {
+        "batch": "batch",
+        "seq": "sequence",
+        "loss-chunk": "loss_chunk",
+        "accumulation": "accumulation",
+    }
+    changes: dict[str, Any] = {
+        field: int(options[name]) for name, field in fields.items() if name in options
+    }
     if "clipping" in options:
         changes["clipping"] = options["clipping"]
     return {"workload": msgspec.structs.replace(workload, **changes), **limits}
@@ -57,17 +70,24 @@ def test_from_python_in_three_lines() -> None:
 
 @pytest.mark.parametrize("device_limit", [3 * GIB, 9 * GIB, None])
 def test_sums(device_limit: int | None) -> None:
-    """Classes and pools add up to the peaks, compute, exposed time and waiting to the step, and no bound is above it."""
+    """Classes and pools add up to the peaks, compute, exposed time and waiting to the step, and no
+    bound is above it.
+    """
     verdict = small(device_limit=device_limit)
     for place, peak in (("device", verdict.device_peak_bytes), ("host", verdict.host_peak_bytes)):
         assert sum(verdict.classes[place].values()) == peak
-        assert sum(size for pool, size in verdict.pools.items() if pool.startswith(f"{place}.")) == peak
+        assert (
+            sum(size for pool, size in verdict.pools.items() if pool.startswith(f"{place}."))
+            == peak
+        )
         assert set(verdict.classes[place]) <= set(CLASSES)
     assert verdict.lower_bound_seconds <= verdict.step_seconds
     assert verdict.lower_bound_lane in verdict.lane_seconds
     assert set(verdict.exposed_seconds) == set(verdict.lane_seconds) - {"compute"} | {WAITING}
     exposed = sum(verdict.exposed_seconds.values())
-    assert 0 <= exposed <= verdict.step_seconds - verdict.lane_seconds["compute"] + 1e-6  # sharing makes compute longer than its ops alone
+    assert (
+        0 <= exposed <= verdict.step_seconds - verdict.lane_seconds["compute"] + 1e-6
+    )  # sharing makes compute longer than its ops alone
     assert verdict.step_seconds_low is not None
     assert verdict.step_seconds_high is not None
     assert verdict.step_seconds_low < verdict.step_seconds < verdict.step_seconds_high
@@ -78,7 +98,14 @@ def span(lane: str, start: int, end: int) -> Span:
 
 
 def test_exposed_time_is_shared_by_the_lanes_that_run_while_compute_stands_still() -> None:
-    spans = (span("h2d", 0, 10), span("compute", 10, 20), span("d2h", 15, 40), span("h2d", 30, 36), span("cpu", 50, 53), span("compute", 53, 60))
+    spans = (
+        span("h2d", 0, 10),
+        span("compute", 10, 20),
+        span("d2h", 15, 40),
+        span("h2d", 30, 36),
+        span("cpu", 50, 53),
+        span("compute", 53, 60),
+    )
     timeline = Timeline(name="predicted", digest="", spans=spans)
     assert exposed_ns(timeline) == {"h2d": 10 + 3, "d2h": 10 + 3 + 4, "cpu": 3, WAITING: 10}
     assert sum(exposed_ns(timeline).values()) + timeline.busy_ns("compute") == timeline.makespan_ns
@@ -89,14 +116,27 @@ def test_nothing_is_exposed_behind_compute() -> None:
     assert exposed_ns(Timeline(name="predicted", digest="", spans=spans)) == {"h2d": 0, WAITING: 0}
 
 
-@pytest.mark.parametrize("limits", [{"device_limit": 5 * GIB}, {"device_limit": 8 * GIB, "host_limit": 8 * GIB}, {"device_limit": 30 * GIB}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"device_limit": 5 * GIB},
+        {"device_limit": 8 * GIB, "host_limit": 8 * GIB},
+        {"device_limit": 30 * GIB},
+    ],
+)
 def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -> None:
     verdict = small(**limits)
     assert verdict.largest_batch
     assert verdict.longest_context
     for work, more in (
-        (msgspec.structs.replace(WORK, batch=verdict.largest_batch), {"batch": verdict.largest_batch + 1}),
-        (msgspec.structs.replace(WORK, batch=1, sequence=verdict.longest_context), {"sequence": verdict.longest_context + 2}),  # bytes are rounded
+        (
+            msgspec.structs.replace(WORK, batch=verdict.largest_batch),
+            {"batch": verdict.largest_batch + 1},
+        ),
+        (
+            msgspec.structs.replace(WORK, batch=1, sequence=verdict.longest_context),
+            {"sequence": verdict.longest_context + 2},
+        ),  # bytes are rounded
     ):
         assert small(work, **limits).feasible
         assert not small(msgspec.structs.replace(work, **more), **limits).feasible
@@ -115,31 +155,66 @@ def test_what_fits_is_among_the_most_that_fits() -> None:
 
 @settings(max_examples=15)
 @given(
-    st.sampled_from(contenders()), st.sampled_from(["", "all"]), st.integers(1, 64), st.sampled_from([256, 1024, 4096]), st.sampled_from([1, 2]),
-    st.sampled_from([1, 2, 3]), st.sampled_from([4, 16, 64]),
-)  # fmt: skip
+    st.sampled_from(contenders()),
+    st.sampled_from(["", "all"]),
+    st.integers(1, 64),
+    st.sampled_from([256, 1024, 4096]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([4, 16, 64]),
+)
 def test_a_footprint_is_the_account_of_the_lowered_plan(
-    policy: str, parked: str, batch: int, sequence: int, accumulation: int, interval: int, chunk: int
+    policy: str,
+    parked: str,
+    batch: int,
+    sequence: int,
+    accumulation: int,
+    interval: int,
+    chunk: int,
 ) -> None:
     """At other tokens than it was made with."""
     work = Workload(batch=4, sequence=1024, accumulation=accumulation)
-    knobs = Knobs(checkpoint_interval=interval, chunk_bytes=chunk * 2**20, placement=Placement(parked=parked))
-    plan = Plan(policy=policy, hardware="h200", source="small", device_limit_bytes=2**50, host_limit_bytes=2**50, model=SMALL, workload=work, knobs=knobs)
+    knobs = Knobs(
+        checkpoint_interval=interval,
+        chunk_bytes=chunk * 2**20,
+        placement=Placement(offloaded_inputs=parked),
+    )
+    plan = Plan(
+        policy=policy,
+        hardware="h200",
+        source="small",
+        device_limit_bytes=2**50,
+        host_limit_bytes=2**50,
+        model=SMALL,
+        workload=work,
+        knobs=knobs,
+    )
     costs = cost_model(H200, SMALL, work)
     other = msgspec.structs.replace(work, batch=batch, sequence=sequence)
     moved = msgspec.structs.replace(plan, workload=other)
-    expected, found = plan_account(moved, lower(moved), costs), Footprint(plan, costs).account(other)
+    expected, found = (
+        plan_account(moved, lower(moved), costs),
+        MemoryFootprint(plan, costs).account(other),
+    )
     for peak in ("device_peak_bytes", "host_peak_bytes"):
         assert getattr(found, peak) == pytest.approx(getattr(expected, peak), abs=4096 * 64)
 
 
 def test_what_the_host_cannot_hold_is_placed_on_the_device() -> None:
-    plan = Plan(policy="overlapped", hardware="h200", source="small", device_limit_bytes=2**40, host_limit_bytes=3 * GIB, model=SMALL, workload=WORK)
-    footprint = frugal(plan, cost_model(H200, SMALL, WORK), ["overlapped"])[0]
+    plan = Plan(
+        policy="overlapped",
+        hardware="h200",
+        source="small",
+        device_limit_bytes=2**40,
+        host_limit_bytes=3 * GIB,
+        model=SMALL,
+        workload=WORK,
+    )
+    footprint = least_memory_plans(plan, cost_model(H200, SMALL, WORK), ["overlapped"])[0]
     placed = footprint.placed()
     assert footprint.account().fits
     assert plan_account(placed, outline(placed), footprint.costs).fits
-    nowhere = varied(placed, placement=Placement())
+    nowhere = with_knobs(placed, placement=Placement())
     assert not plan_account(nowhere, outline(nowhere), footprint.costs).fits
 
 
@@ -147,14 +222,21 @@ def test_what_the_host_cannot_hold_is_placed_on_the_device() -> None:
 @given(st.integers(2, 14), st.integers(1, 20), st.integers(1, 6))
 def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int) -> None:
     before = small(device_limit=device * GIB, host_limit=host * GIB)
-    for changed in ({"device_limit": (device + more) * GIB, "host_limit": host * GIB}, {"device_limit": device * GIB, "host_limit": (host + more) * GIB}):
+    for changed in (
+        {"device_limit": (device + more) * GIB, "host_limit": host * GIB},
+        {"device_limit": device * GIB, "host_limit": (host + more) * GIB},
+    ):
         after = small(**changed)
         assert after.feasible or not before.feasible
         assert after.largest_batch >= before.largest_batch  # type: ignore[operator]
         assert after.longest_context >= before.longest_context  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("limits", "batch"), [((3, 100), 128), ((2, 4), 4), ((4, 1), 8), ((2, 3), 32), ((3, 6), 64), ((3, 1), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("limits", "batch"),
+    [((3, 100), 128), ((2, 4), 4), ((4, 1), 8), ((2, 3), 32), ((3, 6), 64), ((3, 1), 1)],
+    ids=str,
+)
 def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) -> None:
     work = msgspec.structs.replace(WORK, batch=batch)
     given_limits = {"device_limit": limits[0] * GIB, "host_limit": limits[1] * GIB}
@@ -167,7 +249,9 @@ def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) 
     assert not first.would
     again = given_limits | with_options(work, first.options)
     assert small(again.pop("workload"), **again).feasible
-    assert [entry.fits for entry in verdict.advice] == sorted((entry.fits for entry in verdict.advice), reverse=True)
+    assert [entry.fits for entry in verdict.advice] == sorted(
+        (entry.fits for entry in verdict.advice), reverse=True
+    )
 
 
 def test_a_suggestion_that_promises_speed_keeps_it() -> None:
@@ -177,32 +261,56 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
     assert verdict.feasible
     gains = [entry.gain for entry in verdict.advice if not entry.would]
     assert gains == sorted(gains, reverse=True)  # type: ignore[type-var]
-    assert {"batch", "accumulation", "clipping", "device-memory"} & {name for entry in verdict.advice for name in entry.options}
+    assert {"batch", "accumulation", "clipping", "device-memory"} & {
+        name for entry in verdict.advice for name in entry.options
+    }
     for entry in verdict.advice:
         assert entry.gain is not None
-        assert entry.tokens_per_second == pytest.approx(verdict.tokens_per_second * (1 + entry.gain))
+        assert entry.tokens_per_second == pytest.approx(
+            verdict.tokens_per_second * (1 + entry.gain)
+        )
         if entry.options:
             changed = {"device_limit": 4 * GIB} | with_options(work, entry.options)
             found = small(changed.pop("workload"), **changed)
             assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
-            assert ("nothing streams" in entry.change) == ("device_limit" in changed and "device-memory" in entry.options and not found.streams)
+            assert ("nothing streams" in entry.change) == (
+                "device_limit" in changed and "device-memory" in entry.options and not found.streams
+            )
 
 
 @pytest.mark.parametrize(
     ("model", "machine", "work", "change", "gain"),
     [
-        ("llama-3.2-1b", "dgx-spark", Workload(batch=1, sequence=512, accumulation=4, clipping="update", loss_chunk=256), "accumulation", 0.125),
-        ("qwen2.5-0.5b", "rtx3080-10gb", Workload(batch=1, sequence=1024, accumulation=2), "accumulation", None),
+        (
+            "llama-3.2-1b",
+            "dgx-spark",
+            Workload(batch=1, sequence=512, accumulation=4, clipping="update", loss_chunk=256),
+            "accumulation",
+            0.125,
+        ),
+        (
+            "qwen2.5-0.5b",
+            "rtx3080-10gb",
+            Workload(batch=1, sequence=1024, accumulation=2),
+            "accumulation",
+            None,
+        ),
     ],
 )
-def test_more_micro_batches_gain_what_is_said(model: str, machine: str, work: Workload, change: str, gain: float | None) -> None:
-    """Of one, two, or many: the first micro-batch alone sums nothing, and more of them let the search choose otherwise."""
+def test_more_micro_batches_gain_what_is_said(
+    model: str, machine: str, work: Workload, change: str, gain: float | None
+) -> None:
+    """Of one, two, or many: the first micro-batch alone sums nothing, and more of them let the
+    search choose otherwise.
+    """
     spec, hardware = ModelSpec.load(model), HardwareSpec.load(machine)
     before = judge(spec, hardware, work)
     entry = next(entry for entry in before.advice if change in entry.options)
     again = with_options(work, entry.options)
     found = judge(spec, hardware, again.pop("workload"))
-    assert entry.gain == pytest.approx(found.tokens_per_second / before.tokens_per_second - 1, abs=0.001)
+    assert entry.gain == pytest.approx(
+        found.tokens_per_second / before.tokens_per_second - 1, abs=0.001
+    )
     if gain is not None:
         assert entry.gain == pytest.approx(gain, abs=0.02)
 
@@ -265,21 +373,39 @@ def test_a_unified_machine_has_one_memory() -> None:
 
 
 def test_every_pool_has_a_class() -> None:
-    """None falls into `workspace` but what is no data of the model's, and state has its own name."""
+    """None falls into `workspace` but what is no data of the model's, and state has its own
+    name.
+    """
     pools = set()
     for policy in names() + peers():
         for accumulation in (1, 2):
-            knobs = Knobs(chunk_bytes=2**40, weight_slots=1 if policy == "sequential" else 2, placement=Placement(parked="all"))
+            knobs = Knobs(
+                chunk_bytes=2**40,
+                weight_slots=1 if policy == "sequential" else 2,
+                placement=Placement(offloaded_inputs="all"),
+            )
             work = Workload(batch=1, sequence=64, accumulation=accumulation)
             plan = Plan(
-                policy=policy, hardware="h200", source="small", device_limit_bytes=2**50, host_limit_bytes=2**50, model=SMALL, workload=work, knobs=knobs
+                policy=policy,
+                hardware="h200",
+                source="small",
+                device_limit_bytes=2**50,
+                host_limit_bytes=2**50,
+                model=SMALL,
+                workload=work,
+                knobs=knobs,
             )
-            pools |= {buffer.pool for buffer in lower(plan).buffers if class_of(buffer) == "workspace"}
+            pools |= {
+                buffer.pool for buffer in lower(plan).buffers if class_of(buffer) == "workspace"
+            }
     rest = {pool.partition(".")[2] for pool in pools}
     assert rest <= {"tokens", "losses", "norm", "clips", "workspace", "rounding", "logits"}
 
 
-@pytest.mark.parametrize(("text", "count"), [("1B", 10**9), ("300M", 3 * 10**8), ("2.5T", 25 * 10**11), ("12 k", 12_000), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1B", 10**9), ("300M", 3 * 10**8), ("2.5T", 25 * 10**11), ("12 k", 12_000), ("7", 7)],
+)
 def test_counts_as_people_write_them(text: str, count: int) -> None:
     assert parse_count(text) == count
 
@@ -299,15 +425,25 @@ def test_a_policy_that_is_left_out_of_the_search_would_have_lost() -> None:
 
 
 def test_extrapolated_ops_are_counted() -> None:
-    far = msgspec.structs.replace(H200, h2d_curve=((2**18, 17.0), (2**20, 38.4)), d2h_curve=(), duplex_curve=())
+    far = msgspec.structs.replace(
+        H200, h2d_curve=((2**18, 17.0), (2**20, 38.4)), d2h_curve=(), duplex_curve=()
+    )
     verdict = small(hardware=far, policies=["k_buffer"], device_limit=4 * GIB)
     schedule: Schedule = lower(Plan(**_plan_fields(verdict)))
-    beyond: list[Op] = [op for op in schedule.ops if op.kind == "load_weights" and not 2**18 <= op.bytes <= 2**20]
+    beyond: list[Op] = [
+        op for op in schedule.ops if op.kind == "load_weights" and not 2**18 <= op.bytes <= 2**20
+    ]
     assert verdict.extrapolated["load_weights"] == len(beyond) > 0
 
 
 def _plan_fields(verdict: Verdict) -> dict[str, Any]:
     return {
-        "policy": verdict.policy, "hardware": "h200", "source": "small", "device_limit_bytes": 2**40, "host_limit_bytes": 2**40, "model": SMALL,
-        "workload": verdict.workload, "knobs": Knobs(**verdict.knobs),
-    }  # fmt: skip
+        "policy": verdict.policy,
+        "hardware": "h200",
+        "source": "small",
+        "device_limit_bytes": 2**40,
+        "host_limit_bytes": 2**40,
+        "model": SMALL,
+        "workload": verdict.workload,
+        "knobs": Knobs(**verdict.knobs),
+    }

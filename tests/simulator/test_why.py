@@ -1,4 +1,6 @@
-"""Why a plan was chosen: what came second, what one more GiB would buy, when not to stream, how a step is split; the same in every process."""
+"""Why a plan was chosen: what came second, what one more GiB would buy, when not to stream, how a
+step is split; the same in every process.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from small_model import SMALL
 
 from megatrain.experiments import report
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import Choice, assess
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.margins import GIB, Margin, one_more_gib
-from megatrain.simulator.planner import _least_seconds, candidates, search
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.splits import best_split, splits
-from megatrain.simulator.verdict import in_full
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.batch_splits import best_split, splits
+from megatrain.simulator.planner.search import _least_seconds, candidates, search
+from megatrain.simulator.verdict.marginal_memory import GIB, MarginalMemory, one_more_gib
+from megatrain.simulator.verdict.verdict import explain
 
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
@@ -34,19 +36,28 @@ def chosen(work: Workload = WORK, **more: Any) -> Choice:
     return candidates(SMALL, H200, work, **more)[0]
 
 
-def margins(choice: Choice) -> dict[str, Margin]:
+def margins(choice: Choice) -> dict[str, MarginalMemory]:
     plan = choice.plan
-    return {margin.place: margin for margin in one_more_gib(choice, H200, cost_model(H200, plan.model, plan.workload))}
+    return {
+        margin.place: margin
+        for margin in one_more_gib(choice, H200, cost_model(H200, plan.model, plan.workload))
+    }
 
 
 def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
     choice = candidates(HALF, H200, Workload(batch=4, sequence=1024))[0]
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choice.plan).ops)
-    verdict = in_full(choice, H200)
+    verdict = explain(choice, H200)
     assert not verdict.streams
-    assert report.text(verdict).splitlines()[1].startswith("fits with policy overlapped: do not stream, all of it stays on the device, ")
+    assert (
+        report.text(verdict)
+        .splitlines()[1]
+        .startswith("fits with policy overlapped: do not stream, everything stays on the device, ")
+    )
     assert {margin.gain for margin in verdict.one_more_gib} == {0.0}
-    streamed = in_full(candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0], H200)
+    streamed = explain(
+        candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0], H200
+    )
     assert streamed.streams
     assert "do not stream" not in report.text(streamed)
 
@@ -62,7 +73,7 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     played = assess(plan, cost_model(H200, SMALL, WORK))
     assert played.feasible
     assert played.step_seconds == pytest.approx(second.step_seconds, rel=0.001)
-    text = report.text(in_full(choice, H200))
+    text = report.text(explain(choice, H200))
     assert f"runner-up: policy {second.policy}, " in text
 
 
@@ -75,21 +86,32 @@ def test_many_micro_batches_of_recomputing_are_not_searched_where_storing_is_fas
 
 
 def test_another_policy_may_come_second() -> None:
-    found = candidates(SMALL, H200, WORK, device_limit=8 * GIB, policies=["double_buffer", "k_buffer", "sequential", "zero3_offload"])
+    found = candidates(
+        SMALL,
+        H200,
+        WORK,
+        device_limit=8 * GIB,
+        policies=["double_buffer", "k_buffer", "sequential", "zero3_offload"],
+    )
     second = found[0].runner_up
     assert second is not None
     assert (second.policy, second.step_seconds) == min(
-        (choice.plan.policy, choice.step_seconds) for choice in found[1:] if choice.plan.policy in ("double_buffer", "k_buffer")
+        (choice.plan.policy, choice.step_seconds)
+        for choice in found[1:]
+        if choice.plan.policy in ("double_buffer", "k_buffer")
     )
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        WORK, Workload(batch=4, sequence=512), Workload(batch=2, sequence=256, accumulation=2, clipping="none"),
-        Workload(batch=2, sequence=256, accumulation=7), Workload(batch=32, sequence=1024, accumulation=5, clipping="layer"),
+        WORK,
+        Workload(batch=4, sequence=512),
+        Workload(batch=2, sequence=256, accumulation=2, clipping="none"),
+        Workload(batch=2, sequence=256, accumulation=7),
+        Workload(batch=32, sequence=1024, accumulation=5, clipping="layer"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
     best = chosen(work, device_limit=8 * GIB)
     searched = search(SMALL, H200, work, policies=["k_buffer"])[0]
@@ -107,12 +129,14 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
     assert margin.gain > 0.003
     assert margin.gain == pytest.approx(choice.step_seconds / again.step_seconds - 1, abs=0.02)
     assert margin.knobs is not None
-    wider = msgspec.structs.replace(choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB)
+    wider = msgspec.structs.replace(
+        choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB
+    )
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
-    assert "one more GiB of device memory: +" in report.text(in_full(choice, H200))
+    assert "one more GiB of device memory: +" in report.text(explain(choice, H200))
 
 
-def test_one_more_gib_of_host_memory_buys_nothing_where_the_host_holds_everything_and_something_where_it_does_not() -> None:
+def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:
     roomy = chosen(device_limit=7 * GIB)
     assert (margins(roomy)["host"].gain, margins(roomy)["host"].knobs) == (0.0, None)
     tight = chosen(device_limit=8 * GIB, host_limit=7 * GIB)
@@ -122,7 +146,9 @@ def test_one_more_gib_of_host_memory_buys_nothing_where_the_host_holds_everythin
     assert margin.knobs is not None
     wider = msgspec.structs.replace(tight.plan, knobs=margin.knobs, host_limit_bytes=8 * GIB)
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
-    assert chosen(device_limit=8 * GIB, host_limit=8 * GIB).step_seconds < tight.step_seconds / (1 + margin.gain)
+    assert chosen(device_limit=8 * GIB, host_limit=8 * GIB).step_seconds < tight.step_seconds / (
+        1 + margin.gain
+    )
 
 
 def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short() -> None:
@@ -138,38 +164,70 @@ def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it() ->
     for limit, tokens in ((7, 32768), (12, 16384)):
         found = best_split(SMALL, H200, work, tokens, device_limit=limit * GIB)[0]
         assert found.plan.workload.step_tokens == tokens
-        every = [choice for split in splits(work, tokens) if (choice := chosen(split, device_limit=limit * GIB)).feasible]
+        every = [
+            choice
+            for split in splits(work, tokens)
+            if (choice := chosen(split, device_limit=limit * GIB)).feasible
+        ]
         assert len(every) > 2
         assert found.step_seconds <= 1.02 * min(choice.step_seconds for choice in every)
 
 
 def test_many_micro_batches_are_not_planned_like_two() -> None:
-    """The update is done once a step: with many micro-batches it pays to store activations, with two it pays to keep state."""
+    """The update is done once a step: with many micro-batches it pays to store activations, with
+    two it pays to keep state.
+    """
     work = Workload(batch=1, sequence=1024, accumulation=64)
     many = chosen(work, device_limit=7 * GIB)
     few = chosen(msgspec.structs.replace(work, accumulation=2), device_limit=7 * GIB)
-    like_two = assess(msgspec.structs.replace(few.plan, workload=work), cost_model(H200, SMALL, work))
-    assert many.plan.knobs.placement.stored != few.plan.knobs.placement.stored
+    like_two = assess(
+        msgspec.structs.replace(few.plan, workload=work), cost_model(H200, SMALL, work)
+    )
+    assert many.plan.knobs.placement.saved_activations != few.plan.knobs.placement.saved_activations
     assert many.step_seconds < 0.9 * like_two.step_seconds
 
 
 @pytest.mark.parametrize("policy", ["k_buffer", "resident"])
 def test_the_tokens_are_split_for_a_policy_of_fixed_places_too(policy: str) -> None:
-    found = best_split(SMALL, H200, Workload(batch=1, sequence=1024), 32768, device_limit=12 * GIB if policy == "resident" else 5 * GIB, policies=[policy])[0]
+    found = best_split(
+        SMALL,
+        H200,
+        Workload(batch=1, sequence=1024),
+        32768,
+        device_limit=12 * GIB if policy == "resident" else 5 * GIB,
+        policies=[policy],
+    )[0]
     assert found.plan.policy == policy
     assert found.plan.workload.step_tokens == 32768
 
 
 def test_tokens_that_are_no_whole_sequences_are_refused() -> None:
-    with pytest.raises(UserError, match="say 33792"):
+    with pytest.raises(UserError, match="use 33792"):
         splits(Workload(batch=1, sequence=1024), 33_500)
 
 
 def test_two_processes_with_other_hash_seeds_write_the_same_plan(tmp_path: Path) -> None:
     for seed in ("1", "2"):
-        words = [sys.executable, "-m", "megatrain.experiments.cli", "plan", "qwen2.5-3b", "--hardware", "h200", "--device-memory", "20GiB"]
+        words = [
+            sys.executable,
+            "-m",
+            "megatrain.experiments.cli",
+            "plan",
+            "qwen2.5-3b",
+            "--hardware",
+            "h200",
+            "--device-memory",
+            "20GiB",
+        ]
         words += ["--tokens-per-step", "32768", "--out", str(tmp_path / f"{seed}.toml")]
-        done = subprocess.run(words, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            words,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         (tmp_path / f"{seed}.txt").write_text(done.stdout.replace(f"{seed}.toml", "plan.toml"))
     assert (tmp_path / "1.toml").read_bytes() == (tmp_path / "2.toml").read_bytes()
     assert (tmp_path / "1.txt").read_text() == (tmp_path / "2.txt").read_text()
@@ -179,5 +237,5 @@ def test_two_processes_with_other_hash_seeds_write_the_same_plan(tmp_path: Path)
 def test_a_plan_of_14_billion_says_why(step_tokens: int) -> None:
     model = ModelSpec.load("qwen2.5-14b")
     choice = best_split(model, H200, Workload(batch=1, sequence=1024), step_tokens)[0]
-    verdict = in_full(choice, H200)
+    verdict = explain(choice, H200)
     assert (verdict.runner_up is not None, len(verdict.one_more_gib)) == (True, 2)

@@ -1,4 +1,6 @@
-"""How far a calibrated machine's predictions may be off, by the spreads of what was measured on it."""
+"""How far a calibrated machine's predictions may be off, by the spreads of what was measured on
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,29 @@ import pytest
 import small_model
 
 from megatrain.simulator import policies
-from megatrain.simulator.assessment import Choice, assess
+from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.within_spread import WithinSpread
-from megatrain.simulator.files import convert, read_json
-from megatrain.simulator.hardware import HardwareSpec
-from megatrain.simulator.plan import Knobs, Plan
-from megatrain.simulator.specs import ModelSpec
-from megatrain.simulator.verdict import brief, judge
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.verdict.verdict import judge, summarize
 
-PROOF = Path(__file__).parents[2] / "experiments" / "results" / "h200-prove"
-MACHINES = [PROOF / name for name in ("hardware.toml", "runs/fifth-hardware.toml", "runs/seventh/hardware.toml", "runs/default-hardware.toml")]
+PROOF = Path(__file__).parents[2] / "experiments" / "results" / "h200-heldout"
+CALIBRATIONS = Path(__file__).parents[1] / "shared" / "calibrations"
+MACHINES = [
+    PROOF / "hardware.toml",
+    *(CALIBRATIONS / f"{name}.toml" for name in ("other-host", "noisy-host", "default-set")),
+]
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_op_is_shorter_on_the_slower_machine(path: Path) -> None:
-    """Sizes between, below and beyond those that were measured, and another system's, which nobody measured."""
+    """Sizes between, below and beyond those that were measured, and another system's, which nobody
+    measured.
+    """
     hardware, model = HardwareSpec.load(str(path)), ModelSpec.load("qwen2.5-0.5b").with_layers(2)
     for policy in (*policies.names(), "zero3_offload"):
         for batch in (1, 48):
@@ -58,9 +66,16 @@ def test_the_spread_of_the_nearest_number(machine: HardwareSpec, plan: Plan) -> 
     update = next(op for op in policies.lower(plan).ops if op.kind == "cpu_update")
     curve = costs._curve(update)
     for parameters, nearest in ((9 * 10**6, 2**22), (12 * 10**6, 2**24), (10, 2**14)):
-        assert costs.spread(msgspec.structs.replace(update, parameters=parameters)) == told[f"{curve} {nearest}"]
+        assert (
+            costs.spread(msgspec.structs.replace(update, parameters=parameters))
+            == told[f"{curve} {nearest}"]
+        )
     (forward,) = {costs.spread(op) for op in policies.lower(plan).ops if op.kind == "forward"}
-    near = [spread for name, spread in told.items() if name.startswith("forward llama") and "/3x2048-" in name]
+    near = [
+        spread
+        for name, spread in told.items()
+        if name.startswith("forward llama") and "/3x2048-" in name
+    ]
     assert [forward] == near, "of 8,192 tokens"
 
 
@@ -84,18 +99,28 @@ def chosen(plan: Plan, machine: HardwareSpec) -> Choice:
 def plan() -> Plan:
     """The planner's, of four micro-batches."""
     entries = convert(read_json(PROOF / "plans.json"), list[Stored], "plans.json")
-    return next(entry.choice.plan for entry in entries if entry.name == "llama-3.2-3b-8/4x8x1024/16GiB/best")
+    return next(
+        entry.choice.plan for entry in entries if entry.name == "llama-3.2-3b-8/4x8x1024/16GiB/best"
+    )
 
 
 def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> None:
-    told = brief(chosen(plan, machine), machine)
+    told = summarize(chosen(plan, machine), machine)
     assert told.step_seconds_low is not None
     assert told.step_seconds_high is not None
-    assert 0.9 * told.step_seconds < told.step_seconds_low < told.step_seconds < told.step_seconds_high < 1.1 * told.step_seconds
+    assert (
+        0.9 * told.step_seconds
+        < told.step_seconds_low
+        < told.step_seconds
+        < told.step_seconds_high
+        < 1.1 * told.step_seconds
+    )
     assert told.uncertainty is None
     assert machine.costs is not None
-    wider = msgspec.structs.replace(machine.costs, spread={name: 2 * spread for name, spread in machine.costs.spread.items()})
-    noisy = brief(chosen(plan, machine), msgspec.structs.replace(machine, costs=wider))
+    wider = msgspec.structs.replace(
+        machine.costs, spread={name: 2 * spread for name, spread in machine.costs.spread.items()}
+    )
+    noisy = summarize(chosen(plan, machine), msgspec.structs.replace(machine, costs=wider))
     assert noisy.step_seconds_low is not None
     assert noisy.step_seconds_high is not None
     assert noisy.step_seconds_low < told.step_seconds_low
@@ -106,11 +131,13 @@ def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: Hardware
     assert machine.costs is not None
     old = msgspec.structs.replace(machine, costs=msgspec.structs.replace(machine.costs, spread={}))
     small = msgspec.structs.replace(plan, device_limit_bytes=2**30)
-    for told in (brief(chosen(plan, machine), old), brief(chosen(small, machine), machine)):
+    for told in (summarize(chosen(plan, machine), old), summarize(chosen(small, machine), machine)):
         assert (told.step_seconds_low, told.step_seconds_high) == (None, None)
 
 
 def test_a_datasheets_range_is_what_it_was() -> None:
     told = judge(small_model.SMALL, HardwareSpec.load("h200"), Workload(batch=1, sequence=128))
     assert told.uncertainty == 0.10
-    assert (told.step_seconds_low, told.step_seconds_high) == pytest.approx((0.9 * told.step_seconds, 1.1 * told.step_seconds))
+    assert (told.step_seconds_low, told.step_seconds_high) == pytest.approx(
+        (0.9 * told.step_seconds, 1.1 * told.step_seconds)
+    )

@@ -1,14 +1,32 @@
-"""What policies are made of; public, so that a policy outside the package can use it too.
+"""Building blocks of scheduling policies, also for policies outside the package.
 
 `Builder` turns a sequential program into a schedule. `compute` emits the training step of a decoder
-model, micro-batch by micro-batch, and asks a `Storage` where weights and gradients are. `SlotCache`
-keeps layers in weight slots, and `Clipping` emits the ops that clip.
+model, one micro-batch after the other, and asks a `ParameterStore` for the buffers of weights and
+gradients. `SlotCache` keeps layers in weight slots, and `Clipping` emits the ops that clip.
 """
 
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.evaluation import forward_only
+from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.slot_cache import SlotCache
-from megatrain.simulator.policies.building.training_step import Storage, compute, declare, state, update_operands
+from megatrain.simulator.policies.building.training_step import (
+    ParameterStore,
+    compute,
+    declare,
+    state,
+    update_operands,
+)
 
-__all__ = ["Builder", "Clipping", "SlotCache", "Storage", "compute", "declare", "forward_only", "state", "update_operands"]
+__all__ = [
+    "Builder",
+    "Clipping",
+    "SlotCache",
+    "ParameterStore",
+    "ParameterStorePolicy",
+    "compute",
+    "declare",
+    "forward_only",
+    "state",
+    "update_operands",
+]

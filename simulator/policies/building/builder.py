@@ -1,4 +1,7 @@
-"""Builder: from a sequential program over buffers to a schedule with the fewest dependencies that keep its meaning."""
+"""Builder: turns a sequential program over buffers into a schedule.
+
+The schedule has the fewest dependencies that keep the meaning of the program.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,21 @@ from typing import Any, TypedDict, Unpack
 
 import msgspec
 
-from megatrain.simulator.order import Order
-from megatrain.simulator.schedule import Buffer, BufferDtype, DataClass, Op, OpId, Schedule, ScheduleError
+from megatrain.simulator.schedule import (
+    Buffer,
+    BufferDtype,
+    DataClass,
+    Op,
+    OpId,
+    Schedule,
+    ScheduleError,
+)
 from megatrain.simulator.schedule.buffer import DTYPE_OF, allocated_bytes
+from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 
 class Traits(TypedDict, total=False):
-    """Fields of a `Buffer` that are false or empty for most."""
+    """The optional fields of a `Buffer`. Most buffers leave them false or empty."""
 
     dynamic: bool
     chunk: bool
@@ -25,16 +36,22 @@ class Traits(TypedDict, total=False):
 
 
 class Builder:
-    """Collects ops in program order.
+    """Collects ops in program order and derives their dependencies.
 
-    An op waits for every earlier op of another lane that wrote what it reads, or touched what it writes, unless that order
-    already follows from the lanes and the other dependencies. More slots in a pool let loads run further ahead: that is all there
-    is to prefetching. With `serial`, every op also waits for the one before it, so nothing overlaps.
+    An op waits for the earlier ops of other lanes that wrote what it reads, and for those that read
+    or wrote what it writes. A dependency is left out if it follows from the order of the lanes and
+    from other dependencies. There is no separate prefetching: with more slots in a pool, loads can
+    run further ahead.
     """
 
     def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
-        """With `merged`, all buffers of a pool become one, except those that the framework allocates. That is enough to know the bytes of each pool;
-        no op can follow.
+        """Starts an empty program.
+
+        Args:
+            policy: The name of the policy, for the schedule.
+            serial: Every op also waits for the op before it, so that nothing overlaps.
+            merged: All buffers of a pool become one, except those that PyTorch allocates. This is
+                enough to know the bytes of each pool, but no ops can be added.
         """
         self._policy, self._serial = policy, serial
         self._merged: dict[str, Buffer] | None = {} if merged else None
@@ -45,29 +62,46 @@ class Builder:
         self._ops: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._releases: dict[int, list[str]] = {}
-        self._order = Order()
+        self._order = VectorClocks()
 
     def persistent(
-        self, pool: str, key: str, size: int, data: DataClass, dtype: BufferDtype | None = None, **traits: Unpack[Traits]
-    ) -> str:  # fmt: skip
-        """Adds a buffer of `size` bytes that keeps its content from step to step; returns its id, `pool:key`.
+        self,
+        pool: str,
+        key: str,
+        size: int,
+        data: DataClass,
+        dtype: BufferDtype | None = None,
+        **traits: Unpack[Traits],
+    ) -> str:
+        """Adds a buffer of `size` bytes that keeps its content from step to step.
 
-        `key` is the layer or the micro-batch that it belongs to. `dtype` may be left out where the class of data has only one.
+        Returns its id, `pool:key`. `key` is the layer or the micro-batch that the buffer belongs
+        to. `dtype` may be left out if the class of data has only one.
         """
         name = f"{pool}:{key}"
         if self._merged is not None and pool in self._merged:
             self._merge(pool, allocated_bytes(pool, size))
             return name
-        buffer = Buffer(id=name, bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits)
+        buffer = Buffer(
+            id=name, bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits
+        )
         if self._merged is None:
             self._buffers.append(buffer)
         else:
-            self._merged[pool] = msgspec.structs.replace(buffer, id=f"{pool}:all", bytes=buffer.allocated)
+            self._merged[pool] = msgspec.structs.replace(
+                buffer, id=f"{pool}:all", bytes=buffer.allocated
+            )
         return name
 
     def slots(
-        self, pool: str, count: int, size: int, data: DataClass, dtype: BufferDtype | None = None, **traits: Unpack[Traits]
-    ) -> None:  # fmt: skip
+        self,
+        pool: str,
+        count: int,
+        size: int,
+        data: DataClass,
+        dtype: BufferDtype | None = None,
+        **traits: Unpack[Traits],
+    ) -> None:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
         kind, dynamic = dtype or DTYPE_OF[data], traits.get("dynamic", False)
         if self._merged is not None and not dynamic:
@@ -75,9 +109,14 @@ class Builder:
                 self._merge(pool, count * allocated_bytes(pool, size))
             elif count:
                 whole = count * allocated_bytes(pool, size)
-                self._merged[pool] = Buffer(id=f"{pool}:all", bytes=whole, data=data, dtype=kind, **traits)
+                self._merged[pool] = Buffer(
+                    id=f"{pool}:all", bytes=whole, data=data, dtype=kind, **traits
+                )
             return
-        made = [Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits) for index in range(count)]
+        made = [
+            Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits)
+            for index in range(count)
+        ]
         self._buffers += made
         self._add_free(pool, made)
 
@@ -92,14 +131,20 @@ class Builder:
         self._queue |= dict.fromkeys(free, free)
 
     def keep(self, buffers: Sequence[Buffer]) -> None:
-        """Adds buffers of another schedule, under the ids that they have there; slots of one pool all at once."""
+        """Adds buffers of another schedule under the same ids.
+
+        All slots of a pool must be added in one call.
+        """
         self._buffers += buffers
         slots = [buffer for buffer in buffers if not buffer.persistent]
         if slots:
             self._add_free(slots[0].pool, slots)
 
     def acquire(self, pool: str) -> str:
-        """The slot of `pool` that has been free for longest; its hold begins with the next op that writes it."""
+        """Returns the slot of `pool` that has been free for longest.
+
+        It is held from the next op that writes it. Raises ScheduleError if no slot is free.
+        """
         free = self._free[pool]
         if not free:
             raise ScheduleError(f"policy {self._policy}: no slot of {pool} is free")
@@ -108,12 +153,18 @@ class Builder:
         return slot
 
     def release(self, slot: str) -> None:
-        """Ends the hold of `slot` with the last op that touched it."""
+        """Frees `slot` after the last op that reads or writes it."""
         self._releases.setdefault(self._order.last(slot), []).append(slot)
         self._queue[slot].append(slot)
 
-    def op(self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any) -> str:
-        """Appends an op; returns its id. `sizes`: Op's offset, bytes, parameters, flops, shape."""
+    def op(
+        self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any
+    ) -> str:
+        """Appends an op and returns its id.
+
+        `sizes` are the fields `offset`, `bytes`, `parameters`, `flops`, `elements` and `shape` of
+        `Op`.
+        """
         reads, writes, name, order = tuple(reads), tuple(writes), str(id), self._order
         before = order.touch(lane, reads, writes)
         if self._serial and self._ops and self._ops[-1]["lane"] != lane:
@@ -132,7 +183,7 @@ class Builder:
         return name
 
     def build(self) -> Schedule:
-        """The schedule so far."""
+        """Returns the schedule of all ops so far."""
         for index, slots in self._releases.items():
             self._ops[index]["releases"] = tuple(slots)
         ops = tuple([Op(**op) for op in self._ops])

@@ -1,75 +1,150 @@
-"""Clipping: what a layer's update is multiplied with, from which sums, in which buffers; the same for every policy.
+"""Clipping: the ops that find the factor of each layer's gradient or update, and their buffers.
 
-`global` needs the sums of squares of all layers, so one op at the end of a step makes the coefficient of them. `layer` and `update` need what is
-the layer's own: its op follows its gradient, and with it the update may. A loss that is not finite stops every update of the step, in every
-kind and policy: all losses are known before the first. A norm that is not finite stops every update with `global`; with `layer` and `update`
-only its own layer's, whichever policy, so that a step that fails leaves the same bits everywhere.
+* `global`: one coefficient from the sums of squares of all layers, found at the end of the step.
+* `layer`: one coefficient per layer, from the sum of squares of its own gradient. It is known as
+  soon as the gradient is complete.
+* `update`: one factor per tensor, from the sums of g^2 / v (gradient g, second moment v) of its own
+  layer. It is also known as soon as the gradient is complete.
+* `none`: nothing is clipped. One op still checks that the losses are finite.
+
+With every policy, a step that fails leaves the same bits. A loss that is not finite stops all
+updates of the step, since all losses are known before the first update. A norm that is not finite
+stops all updates with `global`, and only the update of its own layer with `layer` and `update`.
 """
 
 from __future__ import annotations
 
-from megatrain.simulator.arithmetic import RATIO_ROW, SCALAR_BYTES
-from megatrain.simulator.plan import Plan
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule.arithmetic import RATIO_ROW, SCALAR_BYTES
+from megatrain.simulator.schedule.plan import Plan
+
+Chunk = tuple[int | None, int, int]
+"""A part of a layer: (number, first parameter, number of parameters). The number is None if the
+part is the whole layer."""
 
 
 class Clipping:
-    """The ops of one step that clip, and their buffers in `place`. `lane`: where norms are; `update_lane`: where `ratios` are, with those of the layers
-    `on_host` on the cpu lane, and what follows from them in host memory.
-    """
+    """Emits the ops of one step that clip, and makes their buffers."""
 
-    def __init__(self, builder: Builder, plan: Plan, place: str, lane: str, update_lane: str, on_host: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        plan: Plan,
+        place: str,
+        lane: str,
+        update_lane: str,
+        on_host: frozenset[str] = frozenset(),
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            builder: The builder of the step.
+            plan: The plan, whose workload has the kind of clipping.
+            place: `device` or `host`, where the buffers are.
+            lane: The lane that runs `norm` ops.
+            update_lane: The lane that runs `update_ratios` ops.
+            on_host: Layers that the CPU updates. Their `update_ratios` ops run on the lane `cpu`,
+                and the buffers of these ops are in host memory.
+        """
         self.builder, self.stack, self.kind = builder, plan.model.stack, plan.workload.clipping
         self.lane, by_update = lane, self.kind == "update"
-        self.side = {layer: ("host", "cpu") if by_update and layer in on_host else (place, update_lane) for layer in self.stack}
+        self.side = {
+            layer: ("host", "cpu") if by_update and layer in on_host else (place, update_lane)
+            for layer in self.stack
+        }
         normed = self.stack if self.kind in ("global", "layer") else ()
-        self.norm = {layer: builder.persistent(f"{place}.norm", layer, SCALAR_BYTES, "norms") for layer in normed}
+        self.norm = {
+            layer: builder.persistent(f"{place}.norm", layer, SCALAR_BYTES, "norms")
+            for layer in normed
+        }
         self.own: dict[str, str] = {}
-        self.all = ""  # the buffer that every update reads
+        """Layer -> the buffer with its own factors, with `layer` and `update`."""
+        self.all = ""
+        """The buffer that every update reads, with `global` and `none`."""
         if self.kind in ("global", "none"):
             self.all = builder.persistent(f"{place}.clips", "all", SCALAR_BYTES, "clips")
         else:
             for layer, spec in self.stack.items():
                 values = len(spec.tensors) if by_update else 1
                 size = -(-4 * values // SCALAR_BYTES) * SCALAR_BYTES
-                self.own[layer] = builder.persistent(f"{self.side[layer][0]}.clips", layer, size, "clips")
+                self.own[layer] = builder.persistent(
+                    f"{self.side[layer][0]}.clips", layer, size, "clips"
+                )
         for side, _ in dict.fromkeys(self.side.values()) if by_update else ():
-            most = max(spec.elements for layer, spec in self.stack.items() if self.side[layer][0] == side)
+            most = max(
+                spec.elements for layer, spec in self.stack.items() if self.side[layer][0] == side
+            )
             builder.slots(f"{side}.ratio_rows", 1, 4 * most // RATIO_ROW, "ratio_sums")
         self.losses: list[str] = []
+        """The buffers of all losses. The policy sets them in `losses_written`."""
 
     def factor(self, layer: str) -> str:
-        """The buffer that the layer's update reads."""
+        """Returns the buffer with the factor that the layer's update reads."""
         return self.all or self.own[layer]
 
     def measure(self, layer: str, gradient: str, moments: str) -> None:
-        """The layer's `gradient` is complete, and its `moments` are in one buffer: emits what follows from that."""
+        """Emits the ops that can run once the layer's gradient is complete.
+
+        `gradient` and `moments` are buffers with the whole layer. `moments` is read with `update`
+        only.
+        """
         spec = self.stack[layer]
         if self.kind == "update":
             rows = self.rows(layer)
             self.ratios(layer, gradient, moments, rows)
             self.clip_by(layer, rows)
         elif self.kind != "none":
-            self.builder.op(OpId("norm", layer), self.lane, [gradient], [self.norm[layer]], parameters=spec.elements)
+            self.builder.op(
+                OpId("norm", layer),
+                self.lane,
+                [gradient],
+                [self.norm[layer]],
+                parameters=spec.elements,
+            )
             if self.kind == "layer":
-                self.builder.op(OpId("clip", layer), self.lane, [self.norm[layer], *self.losses], [self.own[layer]])
+                self.builder.op(
+                    OpId("clip", layer),
+                    self.lane,
+                    [self.norm[layer], *self.losses],
+                    [self.own[layer]],
+                )
 
     def rows(self, layer: str) -> str:
-        """A slot for the layer's sums of g^2 / v; `clip_by` gives it back."""
+        """Returns a slot for the layer's sums of g^2 / v. `clip_by` releases it."""
         return self.builder.acquire(f"{self.side[layer][0]}.ratio_rows")
 
-    def ratios(self, layer: str, gradient: str, moments: str, rows: str, chunk: tuple[int | None, int, int] | None = None) -> None:
-        """Sums of the whole layer, or of a chunk: (number, first parameter, how many)."""
+    def ratios(
+        self, layer: str, gradient: str, moments: str, rows: str, chunk: Chunk | None = None
+    ) -> None:
+        """Sums g^2 / v of the whole layer, or of one chunk of it, into `rows`."""
         number, first, count = chunk or (None, 0, self.stack[layer].elements)
-        self.builder.op(OpId("ratios", layer, chunk=number), self.side[layer][1], [gradient, moments], [rows], offset=first, parameters=count)
+        self.builder.op(
+            OpId("update_ratios", layer, chunk=number),
+            self.side[layer][1],
+            [gradient, moments],
+            [rows],
+            offset=first,
+            parameters=count,
+        )
 
     def clip_by(self, layer: str, rows: str) -> None:
-        """The factors of the layer's tensors, from its sums in `rows`."""
-        self.builder.op(OpId("clip", layer), self.side[layer][1], [rows, *self.losses], [self.own[layer]], parameters=self.stack[layer].elements)
+        """Computes the factors of the layer's tensors from the sums in `rows`."""
+        self.builder.op(
+            OpId("clip", layer),
+            self.side[layer][1],
+            [rows, *self.losses],
+            [self.own[layer]],
+            parameters=self.stack[layer].elements,
+        )
         self.builder.release(rows)
 
     def finish(self) -> None:
-        """Everything is measured: of what is clipped as a whole, the coefficient."""
+        """Computes the coefficient that all layers share, with `global` and `none`.
+
+        It comes after `measure` of every layer.
+        """
         if self.all:
-            self.builder.op(OpId("clip"), self.lane, [*self.norm.values(), *self.losses], [self.all])
+            self.builder.op(
+                OpId("clip"), self.lane, [*self.norm.values(), *self.losses], [self.all]
+            )

@@ -1,33 +1,39 @@
-"""A forward pass with loss and nothing else, on the buffers that a plan's training step has: no policy needs one of its own.
+"""Evaluation: a forward pass with loss, for the schedule of any policy.
 
-Micro-batch by micro-batch: embed, the decoder layers, the loss. Weights that the step keeps on the device are read there; the others stream
-from the host through the step's own weight slots, and one still in a slot is not loaded again. Hidden states take turns in two of its slots.
+For each micro-batch it emits the embedding, the decoder layers and the loss. It uses the buffers of
+the plan's training step, so that no policy has to write a forward pass of its own. Resident weights
+are read where they are. The others stream through the weight slots of the training step, and a
+layer that is still in a slot is not loaded again. Hidden states alternate between two slots.
 """
 
 from __future__ import annotations
 
-from megatrain.simulator.arithmetic import cost_keys
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.schedule import DataClass, OpId, Schedule, whole
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.schedule.arithmetic import cost_keys
+from megatrain.simulator.schedule.plan import Plan
 
 
-class Evaluation:
-    """Writes the schedule into a builder."""
+class EvaluationStep:
+    """Emits the ops of an evaluation into a builder."""
 
     def __init__(self, builder: Builder, plan: Plan, training: Schedule) -> None:
         self.builder, self.plan, self.training = builder, plan, training
         micros = [str(micro) for micro in range(plan.workload.accumulation)]
         self.home = {layer: self._keep("weights", layer) for layer in plan.model.stack}
         pools = self._weight_pools()
-        self.pool: dict[str, str] = {}  # layer that streams -> its pool of slots
+        self.pool: dict[str, str] = {}
+        """Streamed layer -> its pool of weight slots."""
         for layer, home in self.home.items():
             if home.startswith("host."):
                 if layer not in pools:
-                    raise self._refusal(f"no slot that the weights of {layer} stream through", "one for each layer whose weights are on the host")
+                    raise self._refusal(
+                        f"no slot that the weights of {layer} stream through",
+                        "one for each layer whose weights are on the host",
+                    )
                 self.pool[layer] = pools[layer]
         self.hidden = self._hidden_pool()
         used = {*self.pool.values(), self.hidden}
@@ -38,15 +44,21 @@ class Evaluation:
         self.loaded = {pool: SlotCache(builder, pool, count) for pool, count in self.count.items()}
 
     def _keep(self, data: DataClass, key: str) -> str:
-        """The persistent buffer in which the training step has these data; raises UserError where it has none."""
+        """Adds the training step's persistent buffer of this data and returns its id.
+
+        Raises UserError if the training step has none.
+        """
         name = self.training.state.get((data, key))
         if name is None:
-            raise self._refusal(f"no persistent buffer of the {data} of {key}", "one for each layer's weights, each micro-batch's tokens and loss")
+            raise self._refusal(
+                f"no persistent buffer of the {data} of {key}",
+                "one for each layer's weights, each micro-batch's tokens and loss",
+            )
         self.builder.keep([self.training.buffer[name]])
         return name
 
     def _weight_pools(self) -> dict[str, str]:
-        """The pool of slots through which the training step streams each layer's weights."""
+        """Returns the pool of slots that each layer's weights stream through in training."""
         found: dict[str, str] = {}
         for op in self.training.ops:
             for buffer in [self.training.buffer[whole(name)] for name in op.writes]:
@@ -55,21 +67,34 @@ class Evaluation:
         return found
 
     def _hidden_pool(self) -> str:
-        """The pool with the slot into which the head writes the gradient of its input."""
+        """Returns the pool of the slot that the head writes the gradient of its input to."""
         head = next(op for op in self.training.ops if op.kind == "head")
-        return next(self.training.buffer[name].pool for name in head.writes if self.training.buffer[name].data == "hidden")
+        return next(
+            self.training.buffer[name].pool
+            for name in head.writes
+            if self.training.buffer[name].data == "hidden"
+        )
 
     def _keep_slots(self, pool: str) -> int:
-        """Makes the training step's slots of `pool`; returns how many there are."""
-        slots = [buffer for buffer in self.training.buffers if buffer.pool == pool and not buffer.persistent]
+        """Adds the training step's slots of `pool` and returns their number."""
+        slots = [
+            buffer
+            for buffer in self.training.buffers
+            if buffer.pool == pool and not buffer.persistent
+        ]
         self.builder.keep(slots)
         return len(slots)
 
     def _refusal(self, found: str, allowed: str) -> UserError:
-        return UserError(f"policy {self.plan.policy}: evaluation", found=found, allowed=allowed, fix="train without evaluation, or mend the policy")
+        return UserError(
+            f"policy {self.plan.policy}: evaluation",
+            found=found,
+            allowed=allowed,
+            fix="train without evaluation, or correct the policy",
+        )
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        """A device buffer with the layer's weights."""
+        """Returns a device buffer with the layer's weights, and emits their copy if necessary."""
         pool = self.pool.get(layer)
         if pool is None:
             return self.home[layer]
@@ -77,16 +102,35 @@ class Evaluation:
         if found is not None:
             return found
         slot = self.loaded[pool].take(layer)
-        total, size = DTYPE_BYTES[self.plan.workload.dtype] * self.plan.model.stack[layer].elements, self.plan.knobs.chunk_bytes
+        total, size = (
+            DTYPE_BYTES[self.plan.workload.dtype] * self.plan.model.stack[layer].elements,
+            self.plan.knobs.chunk_bytes,
+        )
         for chunk, first in enumerate(range(0, total, size)):
             name = OpId("load_weights", layer, phase, micro, chunk)
-            self.builder.op(name, "h2d", [self.home[layer]], [slot], offset=first, bytes=min(size, total - first))
+            self.builder.op(
+                name,
+                "h2d",
+                [self.home[layer]],
+                [slot],
+                offset=first,
+                bytes=min(size, total - first),
+            )
         return slot
 
-    def _compute(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str]) -> None:
-        self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **cost_keys(self.plan, kind, layer))
+    def _compute(
+        self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str]
+    ) -> None:
+        self.builder.op(
+            OpId(kind, layer, micro=micro),
+            "compute",
+            reads,
+            writes,
+            **cost_keys(self.plan, kind, layer),
+        )
 
     def micro_batch(self, micro: int) -> None:
+        """Emits the forward pass and the loss of one micro-batch."""
         model = self.plan.model
         weights = self.weights(EMBEDDING, "f", micro)
         x = self.builder.acquire(self.hidden)
@@ -97,19 +141,29 @@ class Evaluation:
             self._compute("forward", layer.name, micro, [weights, x], [output])
             self.builder.release(x)
             x = output
-        self._compute("loss", "", micro, [self.weights(model.head, "h", micro), x, self.tokens[micro]], [self.losses[micro]])
+        self._compute(
+            "loss",
+            "",
+            micro,
+            [self.weights(model.head, "h", micro), x, self.tokens[micro]],
+            [self.losses[micro]],
+        )
         self.builder.release(x)
 
     def close(self) -> None:
-        """Gives the weight slots back."""
+        """Releases the weight slots."""
         for cache in self.loaded.values():
             cache.clear()
 
 
 def forward_only(plan: Plan, training: Schedule) -> Schedule:
-    """As many micro-batches as a step has, forward only, on buffers of `training`, of the same names and sizes."""
+    """Returns the schedule of a forward pass with loss over the micro-batches of one step.
+
+    `training` is the schedule of the plan's training step. The result uses some of its buffers,
+    with the same ids and sizes. Raises UserError if a buffer that evaluation needs is missing.
+    """
     builder = Builder(plan.policy)
-    step = Evaluation(builder, plan, training)
+    step = EvaluationStep(builder, plan, training)
     for micro in range(plan.workload.accumulation):
         step.micro_batch(micro)
     step.close()

@@ -1,4 +1,4 @@
-"""SlotCache: the layers that are in the slots of a pool."""
+"""SlotCache: a least-recently-used cache of layers in the slots of a pool."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from megatrain.simulator.policies.building.builder import Builder
 
 
 class SlotCache:
-    """Keeps layers in the slots of one pool; a new layer takes the slot that was used longest ago.
+    """Keeps layers in the slots of one pool. A new layer takes the least recently used slot.
 
-    More slots let loads run further ahead of compute, and let layers stay until their next use.
+    With more slots, loads run further ahead of compute, and layers can stay until their next use.
     """
 
     def __init__(self, builder: Builder, pool: str, slots: int) -> None:
@@ -16,22 +16,24 @@ class SlotCache:
         self._held: dict[str, str] = {}  # layer -> slot, least recently used first
 
     def find(self, layer: str) -> str | None:
-        """Returns the slot that holds `layer` and marks it as just used; None where none does."""
+        """Returns the slot that holds `layer` and marks it as just used, or None if none does."""
         if layer not in self._held:
             return None
         self._held[layer] = self._held.pop(layer)
         return self._held[layer]
 
     def peek(self, layer: str) -> str | None:
-        """Returns the slot that holds `layer`, without marking it as used."""
+        """Returns the slot that holds `layer`, or None, without marking it as used."""
         return self._held.get(layer)
 
     def next_to_leave(self) -> str | None:
-        """Returns the layer whose slot `take` would reuse; None while a slot is free."""
+        """Returns the layer whose slot `take` would reuse, or None while a slot is free."""
         return next(iter(self._held)) if len(self._held) == self._slots else None
 
     def take(self, layer: str) -> str:
-        """Returns a slot for `layer`, which is not in one; the caller emits the op that fills it."""
+        """Returns a slot for `layer`, which must not be in one. The caller emits the op that fills
+        it.
+        """
         leaving = self.next_to_leave()
         if leaving is not None:
             self._builder.release(self._held.pop(leaving))

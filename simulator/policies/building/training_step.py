@@ -1,139 +1,267 @@
-"""The compute of one optimizer step, layer by layer; where weights come from and gradients go is a `Storage`'s business.
+"""The compute ops of one optimizer step. A `ParameterStore` supplies weight and gradient buffers.
 
-For each micro-batch: embed; forward, keeping the input of every K-th decoder layer (on the device, or parked on the host), or all
-activations of a stored layer, or its attention's output and log-sum-exp; head with loss, forward and backward; then block by block from the end: run the block's layers again
-keeping their activations, unless they are stored, all but an attention that was kept, then backward through them; embedding's backward.
+For each micro-batch:
+
+1. Embedding.
+2. Forward through the decoder layers. Every K-th layer (`checkpoint_interval`) keeps its input on
+   the device, or offloads it to host memory. Layers in `saved_activations` save all activations.
+   Layers in `saved_attention` save their attention output and log-sum-exp.
+3. Head with loss, forward and backward.
+4. For each block of K layers, from the last to the first: recompute the block's layers to get their
+   activations, then run backward through them. Saved activations are not recomputed, and neither is
+   saved attention.
+5. Backward of the embedding.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatrain.simulator.arithmetic import SCALAR_BYTES, STATE, blocks_of, cost_keys, state_bytes, state_dtype
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.schedule.arithmetic import (
+    SCALAR_BYTES,
+    STATE,
+    blocks_of,
+    cost_keys,
+    state_bytes,
+    state_dtype,
+)
+from megatrain.simulator.schedule.plan import Plan
 
 
-class Storage(Protocol):
-    """Where a policy keeps weights and gradients. Buffers are named by id."""
+class ParameterStore(Protocol):
+    """The interface between `compute` and a policy, which decides where weights and gradients are.
+
+    `compute` calls these methods in program order, and each may emit ops: copies, sums, updates.
+    Buffers are given by their ids. `phase` is the phase of an `OpId` (`f` forward, `h` head, `r`
+    recompute, `b` backward), and `micro` is the index of the micro-batch.
+    """
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        """A device buffer that holds the layer's weights at this point of the program."""
+        """Returns a device buffer that holds the layer's weights at this point of the program."""
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
-        """A device buffer for the layer's gradient, and whether the op is to add to what is there."""
+        """Returns a device buffer for the layer's gradient, and whether to add to its content."""
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
-        """The gradient stands in `buffer`: send it where it belongs."""
+        """Takes over the gradient that was just written to `buffer`."""
 
     def losses_written(self, losses: list[str]) -> None:
-        """Every loss of the step stands in a buffer of `losses`, before any gradient of the last micro-batch is told."""
+        """Receives the buffers of all losses of the step, once all of them are written.
+
+        This is before `gradient_written` is called for any gradient of the last micro-batch.
+        """
 
     def update(self) -> None:
-        """Every gradient of the step is there: clip and update."""
+        """Clips and updates, when every gradient of the step has been written."""
 
 
 def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str]:
-    """Persistent buffers of every layer's weights, low plane, moments and gradients in `place`, by (class, layer)."""
+    """Makes persistent buffers in `place` for the state of every layer.
+
+    Returns them by (class, layer). The classes are `weights`, `master_low`, `moments` and
+    `gradients`.
+    """
     made: dict[tuple[str, str], str] = {}
     for layer in plan.model.stack.values():
         for name in STATE:
             if size := state_bytes(plan, name, layer.name):
                 dtype = state_dtype(plan, name, layer.name)
-                made[name, layer.name] = builder.persistent(f"{place}.{name}", layer.name, size * layer.elements, name, dtype)
+                made[name, layer.name] = builder.persistent(
+                    f"{place}.{name}", layer.name, size * layer.elements, name, dtype
+                )
     return made
 
 
-def update_operands(state: dict[tuple[str, str], str], layer: str, clip: str) -> tuple[list[str], list[str]]:
-    """What an optimizer op of `layer` reads and writes."""
-    return [state["gradients", layer], clip], [state[name, layer] for name in ("weights", "low", "moments") if (name, layer) in state]
+def update_operands(
+    state: dict[tuple[str, str], str], layer: str, clip: str
+) -> tuple[list[str], list[str]]:
+    """Returns the buffers that an optimizer op of `layer` reads, and those that it writes."""
+    return [state["gradients", layer], clip], [
+        state[name, layer]
+        for name in ("weights", "master_low", "moments")
+        if (name, layer) in state
+    ]
 
 
 class _Compute:
-    """The compute ops of one step."""
+    """Makes the buffers of one step's compute and emits its ops."""
 
-    def __init__(self, builder: Builder, plan: Plan, storage: Storage) -> None:
+    def __init__(self, builder: Builder, plan: Plan, storage: ParameterStore) -> None:
         self.builder, self.plan, self.storage = builder, plan, storage
         model, work = plan.model, plan.workload
         self.hidden_bytes = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
         self.blocks = blocks_of(plan)
-        self.stored, parked = {int(layer) for layer in plan.placed("stored")}, plan.placed("parked")
-        self.parked = {block[0] for block in self.blocks if str(block[0]) in parked} - self.stored
+        self.saved_layers = {int(layer) for layer in plan.placed("saved_activations")}
+        """Layers that save all activations."""
+        offloaded = plan.placed("offloaded_inputs")
+        self.offloaded = {
+            block[0] for block in self.blocks if str(block[0]) in offloaded
+        } - self.saved_layers
+        """Layers whose input waits in host memory for the backward pass."""
         self.first = {block[0] for block in self.blocks}
-        self.attended = {int(layer) for layer in plan.placed("attention")} - self.stored
-        longest = max((len(block) for block in self.blocks if block[0] not in self.stored), default=0)
+        """First layers of the blocks."""
+        self.attended = {int(layer) for layer in plan.placed("saved_attention")} - self.saved_layers
+        """Layers that save only their attention."""
+        longest = max(
+            (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
+        )
         saved = model.most_saved_bytes(work.tokens, work.sequence, work.dtype)
         builder.slots(
             "device.checkpoints",
-            len(self.blocks) - len(self.parked) + min(len(self.parked), 2),
+            len(self.blocks) - len(self.offloaded) + min(len(self.offloaded), 2),
             self.hidden_bytes,
             "hidden",
             work.dtype,
             scales_with_tokens=True,
         )
-        builder.slots("device.hidden", max(longest, 1) + 1, self.hidden_bytes, "hidden", work.dtype, scales_with_tokens=True)
-        builder.slots("device.activations", longest, saved, "activations", dynamic=True, scales_with_tokens=True, knob="checkpoint_interval")
-        builder.slots("device.stored", len(self.stored), saved, "saved_activations", dynamic=True, scales_with_tokens=True)
-        attention = max((model.kept_attention(str(index), work.tokens, work.dtype).bytes for index in self.attended), default=0)
-        builder.slots("device.attention", len(self.attended), attention, "attention", scales_with_tokens=True)
+        builder.slots(
+            "device.hidden",
+            max(longest, 1) + 1,
+            self.hidden_bytes,
+            "hidden",
+            work.dtype,
+            scales_with_tokens=True,
+        )
+        builder.slots(
+            "device.activations",
+            longest,
+            saved,
+            "activations",
+            dynamic=True,
+            scales_with_tokens=True,
+            knob="checkpoint_interval",
+        )
+        builder.slots(
+            "device.saved_activations",
+            len(self.saved_layers),
+            saved,
+            "saved_activations",
+            dynamic=True,
+            scales_with_tokens=True,
+        )
+        attention = max(
+            (
+                model.kept_attention(str(index), work.tokens, work.dtype).bytes
+                for index in self.attended
+            ),
+            default=0,
+        )
+        builder.slots(
+            "device.attention", len(self.attended), attention, "attention", scales_with_tokens=True
+        )
         self.homes = {
-            index: builder.persistent("host.parked", str(index), self.hidden_bytes, "hidden", work.dtype, scales_with_tokens=True, per_gpu=True)
-            for index in sorted(self.parked)
+            index: builder.persistent(
+                "host.offloaded_inputs",
+                str(index),
+                self.hidden_bytes,
+                "hidden",
+                work.dtype,
+                scales_with_tokens=True,
+                per_gpu=True,
+            )
+            for index in sorted(self.offloaded)
         }
         token_bytes = work.token_rows * 8 * work.tokens
         micros = [str(micro) for micro in range(work.accumulation)]
-        self.tokens = [builder.persistent("device.tokens", micro, token_bytes, "tokens", scales_with_tokens=True) for micro in micros]
-        self.losses = [builder.persistent("device.losses", micro, SCALAR_BYTES, "losses") for micro in micros]
+        self.tokens = [
+            builder.persistent(
+                "device.tokens", micro, token_bytes, "tokens", scales_with_tokens=True
+            )
+            for micro in micros
+        ]
+        self.losses = [
+            builder.persistent("device.losses", micro, SCALAR_BYTES, "losses") for micro in micros
+        ]
         self.costs: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        """(kind, layer signature, kept) -> the fields of an op that its cost depends on."""
         self.inputs: dict[int, str] = {}
+        """Layer -> the buffer with its input."""
         self.saved: dict[int, str] = {}
+        """Layer -> the slot with its activations."""
         self.attention: dict[int, str] = {}
+        """Layer -> the slot with its saved attention."""
 
-    def emit(self, kind: str, layer: str, micro: int, reads: list[str], writes: list[str], *, kept: bool = False) -> None:
+    def emit(
+        self,
+        kind: str,
+        layer: str,
+        micro: int,
+        reads: list[str],
+        writes: list[str],
+        *,
+        kept: bool = False,
+    ) -> None:
+        """Emits a compute op. With `kept` it does not compute attention again."""
         key = kind, self.plan.model.stack[layer].signature if layer else "", kept
         if key not in self.costs:
             self.costs[key] = cost_keys(self.plan, kind, layer, kept=kept)
         self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
 
-    def park(self, index: int, micro: int) -> None:
-        """Sends the layer's input to the host, as soon as it is there."""
-        self.builder.op(OpId("save_activations", str(index), micro=micro), "d2h", [self.inputs[index]], [self.homes[index]], bytes=self.hidden_bytes)
+    def offload_input(self, index: int, micro: int) -> None:
+        """Copies the layer's input to the host."""
+        self.builder.op(
+            OpId("save_activations", str(index), micro=micro),
+            "d2h",
+            [self.inputs[index]],
+            [self.homes[index]],
+            bytes=self.hidden_bytes,
+        )
 
     def input_of(self, index: int, micro: int) -> str:
-        """The layer's input on the device again, for the backward pass."""
-        if index in self.parked:
+        """Returns the layer's input on the device for the backward pass, and loads it if needed."""
+        if index in self.offloaded:
             self.inputs[index] = slot = self.builder.acquire("device.checkpoints")
-            self.builder.op(OpId("load_activations", str(index), micro=micro), "h2d", [self.homes[index]], [slot], bytes=self.hidden_bytes)
+            self.builder.op(
+                OpId("load_activations", str(index), micro=micro),
+                "h2d",
+                [self.homes[index]],
+                [slot],
+                bytes=self.hidden_bytes,
+            )
         return self.inputs[index]
 
     def forward(self, micro: int) -> str:
-        """Embedding and all decoder layers; the last one's output."""
+        """Emits the embedding and all decoder layers. Returns the output of the last layer."""
         x = self.builder.acquire("device.checkpoints")
-        self.emit("embed", "", micro, [self.storage.weights(EMBEDDING, "f", micro), self.tokens[micro]], [x])
+        self.emit(
+            "embed",
+            "",
+            micro,
+            [self.storage.weights(EMBEDDING, "f", micro), self.tokens[micro]],
+            [x],
+        )
         for index in range(self.plan.model.layers):
             self.inputs[index] = x
-            if index in self.parked:
-                self.park(index, micro)
+            if index in self.offloaded:
+                self.offload_input(index, micro)
             weights = self.storage.weights(str(index), "f", micro)
-            outputs = [self.builder.acquire("device.checkpoints" if index + 1 in self.first else "device.hidden")]
-            if index in self.stored:
-                self.saved[index] = self.builder.acquire("device.stored")
+            outputs = [
+                self.builder.acquire(
+                    "device.checkpoints" if index + 1 in self.first else "device.hidden"
+                )
+            ]
+            if index in self.saved_layers:
+                self.saved[index] = self.builder.acquire("device.saved_activations")
                 outputs.append(self.saved[index])
             if index in self.attended:
                 self.attention[index] = self.builder.acquire("device.attention")
                 outputs.append(self.attention[index])
             self.emit("forward", str(index), micro, [weights, x], outputs)
-            if index not in self.first or index in self.parked:
+            if index not in self.first or index in self.offloaded:
                 self.builder.release(x)
             x = outputs[0]
         return x
 
     def head(self, micro: int, x: str) -> str:
-        """Loss, forward and backward; the gradient of the last layer's output."""
+        """Emits head and loss, forward and backward. Returns the gradient of the head's input."""
         model, work = self.plan.model, self.plan.workload
-        weights, (gradient, adding) = self.storage.weights(model.head, "h", micro), self.storage.gradient(model.head, "h", micro)
+        weights, (gradient, adding) = (
+            self.storage.weights(model.head, "h", micro),
+            self.storage.gradient(model.head, "h", micro),
+        )
         dx = self.builder.acquire("device.hidden")
         reads = [weights, x, self.tokens[micro]] + ([gradient] if adding else [])
         self.emit("head", "", micro, reads, [gradient, dx, self.losses[micro]])
@@ -144,25 +272,39 @@ class _Compute:
         return dx
 
     def recompute(self, block: list[int], micro: int) -> None:
-        """Runs the block's layers again, keeping their activations."""
+        """Runs the block's layers again and keeps their activations."""
         x = self.input_of(block[0], micro)
         for index in block:
             self.inputs[index] = x
             weights = self.storage.weights(str(index), "r", micro)
             self.saved[index] = self.builder.acquire("device.activations")
-            outputs = [self.saved[index]] + ([self.builder.acquire("device.hidden")] if index != block[-1] else [])
-            self.emit("recompute", str(index), micro, [weights, x, *self._kept(index)], outputs, kept=index in self.attended)
+            outputs = [self.saved[index]] + (
+                [self.builder.acquire("device.hidden")] if index != block[-1] else []
+            )
+            self.emit(
+                "recompute",
+                str(index),
+                micro,
+                [weights, x, *self._kept(index)],
+                outputs,
+                kept=index in self.attended,
+            )
             x = outputs[-1]
 
     def _kept(self, index: int) -> list[str]:
-        """The buffer of the layer's attention, where it is kept."""
+        """Returns the slot of the layer's saved attention, in a list that may be empty."""
         return [self.attention[index]] if index in self.attended else []
 
     def backward(self, index: int, micro: int, dx: str) -> str:
-        """The gradient of the layer's input."""
-        weights, (gradient, adding) = self.storage.weights(str(index), "b", micro), self.storage.gradient(str(index), "b", micro)
+        """Emits the layer's backward pass. Returns the gradient of its input."""
+        weights, (gradient, adding) = (
+            self.storage.weights(str(index), "b", micro),
+            self.storage.gradient(str(index), "b", micro),
+        )
         below = self.builder.acquire("device.hidden")
-        reads = [weights, self.saved[index], self.inputs[index], dx, *self._kept(index)] + ([gradient] if adding else [])
+        reads = [weights, self.saved[index], self.inputs[index], dx, *self._kept(index)] + (
+            [gradient] if adding else []
+        )
         self.emit("backward", str(index), micro, reads, [gradient, below])
         for slot in (self.saved[index], self.inputs[index], dx, *self._kept(index)):
             self.builder.release(slot)
@@ -170,26 +312,33 @@ class _Compute:
         return below
 
     def micro_batch(self, micro: int) -> None:
+        """Emits forward and backward of one micro-batch."""
         dx = self.head(micro, self.forward(micro))
         for block in reversed(self.blocks):
-            if block[0] not in self.stored:
+            if block[0] not in self.saved_layers:
                 self.recompute(block, micro)
             for index in reversed(block):
                 dx = self.backward(index, micro, dx)
         gradient, adding = self.storage.gradient(EMBEDDING, "b", micro)
-        self.emit("embed_backward", "", micro, [self.tokens[micro], dx] + ([gradient] if adding else []), [gradient])
+        self.emit(
+            "embed_backward",
+            "",
+            micro,
+            [self.tokens[micro], dx] + ([gradient] if adding else []),
+            [gradient],
+        )
         self.builder.release(dx)
         self.storage.gradient_written(EMBEDDING, "b", micro, gradient)
 
 
-def compute(builder: Builder, plan: Plan, storage: Storage) -> None:
-    """Emits the step's compute ops, calling on `storage` for weights and gradients, then its update."""
+def compute(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
+    """Emits the compute ops of one step with the buffers of `storage`, then the update."""
     step = _Compute(builder, plan, storage)
     for micro in range(plan.workload.accumulation):
         step.micro_batch(micro)
     storage.update()
 
 
-def declare(builder: Builder, plan: Plan, storage: Storage) -> None:
-    """Makes the buffers of `compute`, and no op."""
+def declare(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
+    """Makes the buffers of `compute` and emits no op."""
     _Compute(builder, plan, storage)

@@ -12,30 +12,45 @@ from small_rows import WORK
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.runtime.data import DataOptions, open_data
-from megatrain.simulator.workload import Workload
+from megatrain.runtime.data.opening import open_data
+from megatrain.runtime.data.options import DataOptions
+from megatrain.simulator.model.workload import Workload
 
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation"
+    " %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif"
+    " %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 EMPTY_THOUGHT = (  # as in Qwen3: the last assistant turn alone has a thought before it
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last"
+    " %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-COUNTING = "{{ messages | length }}:{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+COUNTING = (
+    "{{ messages | length }}:{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content"
+    " }}<|im_end|>\n{% endfor %}"
+)
 STRICT = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{"
+    " raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content"
+    " }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-TEMPLATES = {"marked": MARKED, "unmarked": UNMARKED, "thought": EMPTY_THOUGHT, "counting": COUNTING, "strict": STRICT}
+TEMPLATES = {
+    "marked": MARKED,
+    "unmarked": UNMARKED,
+    "thought": EMPTY_THOUGHT,
+    "counting": COUNTING,
+    "strict": STRICT,
+}
 TEXT = ["hello world, you are the one", "the other one is you", "are the words in the world"]
 
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A model folder with a byte-level BPE of some 300 ids; the ids of its special tokens are 0 to 3."""
+    """A model folder with a byte-level BPE of some 300 ids; the ids of its special tokens are 0 to
+    3.
+    """
     made: dict[tuple, Path] = {}
 
     def make(template: str | None = None, **specials: str) -> Path:
@@ -45,11 +60,17 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
             trainer = trainers.BpeTrainer(
-                vocab_size=300, special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>", "<s>"],
-                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-            )  # fmt: skip
+                vocab_size=300,
+                special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>", "<s>"],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            )
             tokenizer.train_from_iterator(TEXT, trainer)
-            fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(specials or {"eos_token": "<|end|>"}), extra_special_tokens=["<|im_end|>"])
+            fast = PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer,
+                **(specials or {"eos_token": "<|end|>"}),
+                extra_special_tokens=["<|im_end|>"],
+            )
             fast.chat_template = TEMPLATES[template] if template else None
             made[key] = tmp_path_factory.mktemp("tokenizer")
             fast.save_pretrained(made[key])
@@ -64,7 +85,10 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
 
     def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
         path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+            encoding="utf-8",
+        )
         return path
 
     return write
@@ -75,10 +99,34 @@ def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..
     """(training corpus, evaluation corpus, notes)"""
 
     def make(
-        data: Path, *, template: str | None = "marked", work: Workload = WORK, vocabulary: int = 400, folder: Path | None = None, seed: int = 0, **changes: Any
+        data: Path,
+        *,
+        template: str | None = "marked",
+        work: Workload = WORK,
+        vocabulary: int = 400,
+        folder: Path | None = None,
+        seed: int = 0,
+        **changes: Any,
     ) -> Any:
         notes: list[str] = []
-        options = DataOptions(**{"data": str(data), "cache": str(tmp_path / "cache"), "packing": "documents", **changes})
-        return (*open_data(options, work, folder or tokenizer_folder(template), vocabulary, notes.append, seed=seed), notes)
+        options = DataOptions(
+            **{
+                "data": str(data),
+                "cache": str(tmp_path / "cache"),
+                "packing": "documents",
+                **changes,
+            }
+        )
+        return (
+            *open_data(
+                options,
+                work,
+                folder or tokenizer_folder(template),
+                vocabulary,
+                notes.append,
+                seed=seed,
+            ),
+            notes,
+        )
 
     return make

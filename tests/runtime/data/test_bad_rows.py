@@ -31,4 +31,7 @@ def test_a_thousand_kinds_are_told_apart_and_all_rows_are_counted() -> None:
 
 
 def test_one_row_is_no_rows() -> None:
-    assert in_words(1, (("rows.jsonl:1: no `text`", 1),)) == "1 bad row left out, the first of each kind: rows.jsonl:1: no `text`"
+    assert (
+        in_words(1, (("rows.jsonl:1: no `text`", 1),))
+        == "1 bad row left out, the first of each kind: rows.jsonl:1: no `text`"
+    )

@@ -1,4 +1,6 @@
-"""Text as bytes: a document a file, cut at its most bytes, packed without borders, and errors of one line."""
+"""Text as bytes: a document a file, cut at its most bytes, packed without borders, and errors of
+one line.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.runtime.data import Corpus, DataOptions, byte_level, open_data
+from megatrain.runtime.data import byte_level
 from megatrain.runtime.data.byte_level import END_OF_DOCUMENT, VOCABULARY
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.workload import Workload
+from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.opening import open_data
+from megatrain.runtime.data.options import DataOptions
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import Workload
 
 WORK = Workload(batch=2, sequence=8, accumulation=3)
 
@@ -49,17 +54,24 @@ def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(UserError, match="model: vocabulary: found 256; allowed: >= 257 for byte-level text; fix: "):
+    with pytest.raises(
+        UserError, match="model: vocabulary: found 256; allowed: >= 257 for byte-level text; fix: "
+    ):
         read(tmp_path, vocabulary=256)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere: found no such file or folder; allowed: a file or folder with \*\.jsonl, "):
+    with pytest.raises(
+        UserError,
+        match=r"nowhere: found no such file or folder; allowed: a file or folder with \*\.jsonl, ",
+    ):
         read(tmp_path / "nowhere")
     with pytest.raises(UserError, match="found a folder without data"):
         read(tmp_path)
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match="found 1 tokens; allowed: at least the 49 of one step; fix: give more text"):
+    with pytest.raises(
+        UserError, match="found 1 tokens; allowed: at least the 49 of one step; fix: give more text"
+    ):
         read(tmp_path)
 
 
@@ -67,16 +79,24 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "secret.txt").chmod(0)
-    with pytest.raises(UserError, match=r"secret\.txt: found permission denied; allowed: a readable text file; fix: "):
+    with pytest.raises(
+        UserError,
+        match=r"secret\.txt: found permission denied; allowed: a readable text file; fix: ",
+    ):
         read(tmp_path)
 
 
-def test_an_error_while_reading_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_reading_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "text.txt").write_text("text")
 
     def broken(path: Path, *_: object) -> None:
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(Path, "open", broken)
-    with pytest.raises(UserError, match=r"text\.txt: found input/output error; allowed: a readable text file; fix: "):
+    with pytest.raises(
+        UserError,
+        match=r"text\.txt: found input/output error; allowed: a readable text file; fix: ",
+    ):
         read(tmp_path)

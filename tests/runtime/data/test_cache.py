@@ -1,4 +1,6 @@
-"""Cache: what was written comes back, mapped; a file with any changed byte, or cut anywhere, does not; nothing half written stays."""
+"""Cache: what was written comes back, mapped; a file with any changed byte, or cut anywhere, does
+not; nothing half written stays.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.runtime.data.cache import CacheWriter, Summary, load
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.data.cache import CacheWriter, TokenSummary, load
+from megatrain.simulator.base.errors import UserError
 
-SUMMARY = Summary(layout="text", flagged=False, whole=False, largest_id=9, rows=4, bad=1, shown=(("rows.jsonl:3: invalid JSON", 1),), empty=0)
+SUMMARY = TokenSummary(
+    layout="text",
+    flagged=False,
+    whole=False,
+    largest_id=9,
+    rows=4,
+    bad=1,
+    shown=(("rows.jsonl:3: invalid JSON", 1),),
+    empty=0,
+)
 
 
 def write(folder: Path, documents: list[list[int]], dtype: type = np.uint16) -> Path:
@@ -34,7 +45,10 @@ def test_what_was_written_comes_back(tmp_path: Path, dtype: type) -> None:
     assert summary == SUMMARY
     assert isinstance(documents.tokens, np.memmap)
     assert documents.tokens.dtype == dtype
-    assert [documents.tokens[a:b].tolist() for a, b in zip(documents.begins, documents.ends, strict=True)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    assert [
+        documents.tokens[a:b].tolist()
+        for a, b in zip(documents.begins, documents.ends, strict=True)
+    ] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     assert load(tmp_path, "another") is None
     assert [file.name for file in tmp_path.iterdir()] == ["key.tokens"]
 
@@ -77,7 +91,13 @@ def test_a_writer_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cache .*file.*: found (not a directory|file exists); allowed: a folder with room that can be written"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"cache .*file.*: found (not a directory|file exists); allowed: a writable folder"
+            r" with enough free space"
+        ),
+    ):
         CacheWriter(tmp_path / "file" / "cache", "key", np.dtype(np.uint16))
 
 

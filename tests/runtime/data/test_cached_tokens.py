@@ -12,23 +12,27 @@ from typing import Any
 import pytest
 from small_rows import BOTTOM, CHAT, same
 
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import Workload
 
 Folder = Callable[..., Path]
 
 
-def test_the_second_time_tokens_come_from_the_cache_and_are_the_same(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+def test_the_second_time_tokens_come_from_the_cache_and_are_the_same(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
     path = jsonl([*BOTTOM, "{"])
     first, _, notes = opened(path)
     (file,) = (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
     second, _, again = opened(path)
-    assert ("tokenised now" in notes[2], "from the cache" in again[2]) == (True, True)
-    assert [note for note in notes if "tokenised" not in note] == [note for note in again if "cache" not in note]
+    assert ("tokenized now" in notes[2], "from the cache" in again[2]) == (True, True)
+    assert [note for note in notes if "tokenized" not in note] == [
+        note for note in again if "cache" not in note
+    ]
     file.write_bytes(whole[:100] + b"?" + whole[101:])
     third, _, rebuilt = opened(path)
-    assert "tokenised now" in rebuilt[2]
+    assert "tokenized now" in rebuilt[2]
     assert file.read_bytes() == whole
     for number in (5, 1, 9):
         assert same(first.step(number), second.step(number))
@@ -37,7 +41,9 @@ def test_the_second_time_tokens_come_from_the_cache_and_are_the_same(opened: Cal
         opened(path, strict=True)
 
 
-def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
     rows = [{"messages": CHAT}] * 20
     path = jsonl(rows)
 
@@ -46,7 +52,9 @@ def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(opened: Ca
         return len(list((tmp_path / "cache").iterdir()))
 
     assert entries() == 1
-    assert entries(seed=3, packing="none", work=Workload(batch=1, sequence=64)) == 1  # not what tokens depend on
+    assert (
+        entries(seed=3, packing="none", work=Workload(batch=1, sequence=64)) == 1
+    )  # not what tokens depend on
     assert entries(loss="last") == 2
     assert entries(columns="messages") == 3
     assert entries(template="unmarked") == 4
@@ -56,7 +64,9 @@ def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(opened: Ca
     assert entries() == 6
 
 
-def test_a_file_replaced_by_another_of_its_size_and_time_is_read_again(opened: Callable[..., Any], jsonl: Folder) -> None:
+def test_a_file_replaced_by_another_of_its_size_and_time_is_read_again(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
     path = jsonl([{"text": "hello"}] * 50)
     first, _, _ = opened(path)
     status = path.stat()
@@ -78,39 +88,53 @@ class Own(PreTrainedTokenizerFast):
 
 
 def test_a_tokenizers_code_and_its_models_type_are_part_of_what_tokens_are(
-    opened: Callable[..., Any], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., Any],
+    jsonl: Folder,
+    tokenizer_folder: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder(), folder)
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}, "eos_token": "<|end|>"})
+        json.dumps(
+            {
+                "tokenizer_class": "Own",
+                "auto_map": {"AutoTokenizer": [None, "own.Own"]},
+                "eos_token": "<|end|>",
+            }
+        )
     )
     path = jsonl(BOTTOM)
     found = []
     for code in (_OWN, _OWN.replace("one", "two")):
         (folder / "own.py").write_text(code)
         corpus, _, notes = opened(path, folder=folder, trust_remote_code=True)
-        found.append((corpus.digest, "tokenised now" in notes[2]))
+        found.append((corpus.digest, "tokenized now" in notes[2]))
     assert found[0][0] != found[1][0]
     assert opened(path, folder=folder, trust_remote_code=True)[0].digest == found[1][0]
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
-    assert "tokenised now" in opened(path, folder=folder, trust_remote_code=True)[2][2]
+    assert "tokenized now" in opened(path, folder=folder, trust_remote_code=True)[2][2]
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 4}')
     assert "from the cache" in opened(path, folder=folder, trust_remote_code=True)[2][2]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatrain.runtime.data import opening
 
     path = jsonl(BOTTOM)
-    tokenise = opening._tokenise
+    tokenize = opening._tokenize
 
     def slowly(*given: Any) -> None:
-        tokenise(*given)
+        tokenize(*given)
         path.write_text(path.read_text() + "\n")
 
-    monkeypatch.setattr(opening, "_tokenise", slowly)
+    monkeypatch.setattr(opening, "_tokenize", slowly)
     with pytest.raises(UserError, match="found files that changed while they were read"):
         opened(path)

@@ -1,4 +1,6 @@
-"""Chat: which tokens of a conversation have loss, for templates that treat earlier turns, ends, thoughts and tools in the ways that models' templates do."""
+"""Chat: which tokens of a conversation have loss, for templates that treat earlier turns, ends,
+thoughts and tools in the ways that models' templates do.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from megatrain.runtime.data.chat import Chat
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText
+from megatrain.runtime.data.options import Loss
 from megatrain.runtime.data.tokenize import load_tokenizer
-from megatrain.runtime.training.data_options import Loss
 
 Folder = Callable[..., Path]
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -27,45 +29,110 @@ TEMPLATES = {
     "plain": HEAD + BODY + PROMPT,
     "counts": "{{ messages | length }} messages\n" + HEAD + BODY + PROMPT,
     # a thought is written into the last turn alone
-    "last thought": HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}" + BODY + PROMPT,
+    "last thought": (
+        HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content"
+        " }}\n</think>\n{% endif %}" + BODY + PROMPT
+    ),
     # the same, and the prompt opens the thought
-    "opened thought": HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}" + BODY + OPENS_THOUGHT,
+    "opened thought": (
+        HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content"
+        " }}\n</think>\n{% endif %}" + BODY + OPENS_THOUGHT
+    ),
     # the prompt opens a thought that no turn has
     "cut thought": HEAD + BODY + OPENS_THOUGHT,
     # the last turn ends otherwise
-    "other end": HEAD + "{{ m.content }}{% if loop.last %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}" + PROMPT,
+    "other end": (
+        HEAD
+        + "{{ m.content }}{% if loop.last %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+        + PROMPT
+    ),
     # a token after the conversation, but not before the prompt
-    "end of text": HEAD + BODY + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}",
+    "end of text": (
+        HEAD
+        + BODY
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{%"
+        " endif %}"
+    ),
     # the next turn's beginning is what stops the model
-    "no end": "{% for m in messages %}{% if m.role == 'user' %}<s>{% else %}<|im_start|>{% endif %}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% endif %}",
+    "no end": (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>{% else %}<|im_start|>{% endif %}{{"
+        " m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    ),
     # the prompt is written with the last message
-    "inside": HEAD + "{{ m.content }}<|im_end|>\n{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endfor %}",
+    "inside": (
+        HEAD + "{{ m.content }}<|im_end|>\n{% if loop.last and add_generation_prompt"
+        " %}<|im_start|>assistant\n{% endif %}{% endfor %}"
+    ),
     # no prompt at all
-    "no prompt": "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}",
-    "numbers": "{% for i in range(messages | length) %}{% set m = messages[i] %}<|im_start|>{{ m.role }}\n" + BODY + PROMPT,
+    "no prompt": (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content"
+        " }}<|end|>{% endif %}{% endfor %}"
+    ),
+    "numbers": (
+        "{% for i in range(messages | length) %}{% set m = messages[i] %}<|im_start|>{{ m.role }}\n"
+        + BODY
+        + PROMPT
+    ),
     # looks through all messages beforehand, with blanks around its statements
-    "two loops": "{% for m in messages %}\n  {% set last = m.content %} \n{% endfor %}\n\n" + HEAD + BODY + PROMPT,
+    "two loops": (
+        "{% for m in messages %}\n  {% set last = m.content %} \n{% endfor %}\n\n"
+        + HEAD
+        + BODY
+        + PROMPT
+    ),
     # an answer of a tool is written into the call
-    "answer inside": HEAD.replace("\n", "{% if m.role != 'tool' %}\n")
-    + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
-    + "{% for k in range(loop.index0 + 1, messages | length) %}{% if messages[k].role == 'tool' and m.tool_calls %}{% set t = messages[k] %}={{ t.content }}{% endif %}"
-    + "{% endfor %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT,
-    "tools": "{% for t in tools %}{{ t.function.name }} {% endfor %}" + HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}" + BODY + PROMPT,
+    "answer inside": (
+        HEAD.replace("\n", "{% if m.role != 'tool' %}\n")
+        + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
+        + "{% for k in range(loop.index0 + 1, messages | length) %}{% if messages[k].role == 'tool'"
+        " and m.tool_calls %}{% set t = messages[k] %}={{ t.content }}{% endif %}"
+        + "{% endfor %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        + PROMPT
+    ),
+    "tools": (
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}"
+        + HEAD
+        + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
+        + BODY
+        + PROMPT
+    ),
     "some calls": HEAD + "{% if not m.content %}{{ m.tool_calls }}{% endif %}" + BODY + PROMPT,
-    "arguments as text": HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments }}){% endfor %}" + BODY + PROMPT,
-    "arguments as JSON": HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments | tojson }}){% endfor %}" + BODY + PROMPT,
-    "argument": HEAD + "{% if m.role == 'assistant' and mood is defined %}{{ mood }}: {% endif %}" + BODY + PROMPT,
+    "arguments as text": (
+        HEAD + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments }}){%"
+        " endfor %}" + BODY + PROMPT
+    ),
+    "arguments as JSON": (
+        HEAD
+        + "{% for c in m.tool_calls %}({{ c.function.name }}={{ c.function.arguments | tojson }}){%"
+        " endfor %}" + BODY + PROMPT
+    ),
+    "argument": (
+        HEAD
+        + "{% if m.role == 'assistant' and mood is defined %}{{ mood }}: {% endif %}"
+        + BODY
+        + PROMPT
+    ),
     # the message is put together before it is written
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
-    "blank": "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
-    "marked": HEAD + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}"
-    "{% endfor %}" + PROMPT,
-    "marked, touching": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-    "{% endfor %}",
-    "marked, twice": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.role }}{% endgeneration %}: {% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% generation %}<|end|>{% endgeneration %}",
-}  # fmt: skip
+    "blank": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}{% if"
+        " add_generation_prompt %}assistant: {% endif %}"
+    ),
+    "marked": (
+        HEAD
+        + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration"
+        " %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}" + PROMPT
+    ),
+    "marked, touching": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{%"
+        " endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "marked, twice": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.role }}{%"
+        " endgeneration %}: {% generation %}{{ m.content }}{% endgeneration %}{% else %}{{"
+        " m.content }}{% endif %}{% endfor %}{% generation %}<|end|>{% endgeneration %}"
+    ),
+}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -82,23 +149,42 @@ def called(arguments: object) -> list[dict[str, Any]]:
 
 CALL = called({})
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
-FOUR = [user("hello"), answer("world", reasoning_content="hm"), user("you"), answer("one", reasoning_content="other")]
+FOUR = [
+    user("hello"),
+    answer("world", reasoning_content="hm"),
+    user("you"),
+    answer("one", reasoning_content="other"),
+]
 
 
 @pytest.fixture
 def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
     """The text of each run of targets, or why there are none."""
 
-    def find(template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = "") -> Any:
+    def find(
+        template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = ""
+    ) -> Any:
         tokenizer = load_tokenizer(tokenizer_folder())
         assert tokenizer is not None
         tokenizer.chat_template = TEMPLATES[template]
         (ids,) = Chat(tokenizer, loss, "the model").encode([conversation])
         if isinstance(ids, str):
             return ids
-        plain = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools, return_dict=False, **conversation.arguments)
-        assert [int(token) & (TARGET - 1) for token in ids] == [*plain, *tokenizer(stop)["input_ids"]]
-        runs = [list(run) for target, run in itertools.groupby(ids.tolist(), lambda token: token >= TARGET) if target]
+        plain = tokenizer.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools,
+            return_dict=False,
+            **conversation.arguments,
+        )
+        assert [int(token) & (TARGET - 1) for token in ids] == [
+            *plain,
+            *tokenizer(stop)["input_ids"],
+        ]
+        runs = [
+            list(run)
+            for target, run in itertools.groupby(ids.tolist(), lambda token: token >= TARGET)
+            if target
+        ]
         return [tokenizer.decode([token & (TARGET - 1) for token in run]) for run in runs]
 
     return find
@@ -121,22 +207,39 @@ def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
         ("marked", ["world<|im_end|>", "one<|im_end|>"]),
     ],
 )
-def test_each_turn_has_loss_from_the_prompt_to_its_end(targets: Callable[..., Any], template: str, expected: list[str]) -> None:
+def test_each_turn_has_loss_from_the_prompt_to_its_end(
+    targets: Callable[..., Any], template: str, expected: list[str]
+) -> None:
     assert targets(template, Conversation(messages=FOUR)) == expected
     assert targets(template, Conversation(messages=FOUR), "last") == expected[1:]
     assert len(targets(template, Conversation(messages=FOUR[:2]))) == 1
 
 
-def test_an_answer_that_begins_like_the_rest_of_the_prompt_has_loss_from_its_beginning(targets: Callable[..., Any]) -> None:
-    assert targets("cut thought", Conversation(messages=[user("hello"), answer("<think>")])) == ["<think><|im_end|>"]
-    assert targets("cut thought", Conversation(messages=[user("hello"), answer("<b>")])) == ["<b><|im_end|>"]
+def test_an_answer_that_begins_like_the_rest_of_the_prompt_has_loss_from_its_beginning(
+    targets: Callable[..., Any],
+) -> None:
+    assert targets("cut thought", Conversation(messages=[user("hello"), answer("<think>")])) == [
+        "<think><|im_end|>"
+    ]
+    assert targets("cut thought", Conversation(messages=[user("hello"), answer("<b>")])) == [
+        "<b><|im_end|>"
+    ]
 
 
-def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(targets: Callable[..., Any]) -> None:
-    four, three, last = Conversation(messages=FOUR), Conversation(messages=[*FOUR[:2], FOUR[3]]), Conversation(messages=FOUR[2:])
+def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(
+    targets: Callable[..., Any],
+) -> None:
+    four, three, last = (
+        Conversation(messages=FOUR),
+        Conversation(messages=[*FOUR[:2], FOUR[3]]),
+        Conversation(messages=FOUR[2:]),
+    )
     assert targets("no end", four, stop="<s>") == ["world<s>", "one<s>"]
     assert targets("no end", four, "last", stop="<s>") == ["one<s>"]
-    assert targets("no end", three, stop="<s>") == ["world", "one<s>"]  # the model's own next turn does not stop it
+    assert targets("no end", three, stop="<s>") == [
+        "world",
+        "one<s>",
+    ]  # the model's own next turn does not stop it
     assert targets("no end", last, stop="<s>") == ["one<s>"]
     assert targets("no end", replace(four, silent=frozenset({3}))) == ["world<s>"]
     assert targets("no end", Conversation(messages=[*FOUR, user("you")])) == ["world<s>", "one<s>"]
@@ -144,12 +247,20 @@ def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(
 
 def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[..., Any]) -> None:
     """As transformers' markers count it."""
-    assert targets("blank", Conversation(messages=[user("hello"), answer("world")])) == [" world<|end|>"]
+    assert targets("blank", Conversation(messages=[user("hello"), answer("world")])) == [
+        " world<|end|>"
+    ]
 
 
-def test_what_a_tool_answers_has_no_loss_wherever_it_is_written(targets: Callable[..., Any]) -> None:
+def test_what_a_tool_answers_has_no_loss_wherever_it_is_written(
+    targets: Callable[..., Any],
+) -> None:
     messages = [user("hello"), answer("one", tool_calls=CALL), {"role": "tool", "content": "other"}]
-    assert targets("answer inside", Conversation(messages=[*messages, answer("world")])) == ["(weather)", "one<|im_end|>", "world<|im_end|>"]
+    assert targets("answer inside", Conversation(messages=[*messages, answer("world")])) == [
+        "(weather)",
+        "one<|im_end|>",
+        "world<|im_end|>",
+    ]
 
 
 def test_a_conversation_may_begin_with_the_assistant(targets: Callable[..., Any]) -> None:
@@ -160,78 +271,166 @@ def test_a_conversation_may_begin_with_the_assistant(targets: Callable[..., Any]
 def test_tools_and_arguments_reach_the_template(targets: Callable[..., Any]) -> None:
     messages = [user("hello"), answer("", tool_calls=CALL)]
     assert targets("tools", Conversation(messages=messages, tools=TOOLS)) == ["(weather)<|im_end|>"]
-    assert targets("argument", Conversation(messages=FOUR, arguments={"mood": "the"})) == ["the: world<|im_end|>", "the: one<|im_end|>"]
+    assert targets("argument", Conversation(messages=FOUR, arguments={"mood": "the"})) == [
+        "the: world<|im_end|>",
+        "the: one<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("template", ["arguments as text", "arguments as JSON"])
 @pytest.mark.parametrize("arguments", ['{"city": "the"}', {"city": "the"}])
-def test_arguments_reach_the_template_in_the_form_that_it_takes(tokenizer_folder: Folder, template: str, arguments: object) -> None:
+def test_arguments_reach_the_template_in_the_form_that_it_takes(
+    tokenizer_folder: Folder, template: str, arguments: object
+) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     assert tokenizer is not None
     tokenizer.chat_template = TEMPLATES[template]
-    (ids,) = Chat(tokenizer, "assistant", "").encode([Conversation(messages=[user("hello"), answer("", tool_calls=called(arguments))])])
+    (ids,) = Chat(tokenizer, "assistant", "").encode(
+        [Conversation(messages=[user("hello"), answer("", tool_calls=called(arguments))])]
+    )
     assert not isinstance(ids, str)
-    assert tokenizer.decode([int(token) & (TARGET - 1) for token in ids if token >= TARGET]) == '(weather={"city": "the"})<|im_end|>'
+    assert (
+        tokenizer.decode([int(token) & (TARGET - 1) for token in ids if token >= TARGET])
+        == '(weather={"city": "the"})<|im_end|>'
+    )
 
 
 @pytest.mark.parametrize("loss", ["assistant", "last", "all"])
-def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(targets: Callable[..., Any], loss: Loss) -> None:
+def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(
+    targets: Callable[..., Any], loss: Loss
+) -> None:
     messages = [user("hello"), answer("world", tool_calls=CALL), user("you"), answer("one")]
     for template in ("some calls", "marked"):
         assert "tool calls" in targets(template, Conversation(messages=messages), loss)
 
 
-def test_the_whole_conversation_has_loss_where_all_is_asked_for(targets: Callable[..., Any]) -> None:
+def test_the_whole_conversation_has_loss_where_all_is_asked_for(
+    targets: Callable[..., Any],
+) -> None:
     for template in ("plain", "collected", "marked"):
         (whole,) = targets(template, Conversation(messages=FOUR[:2]), "all")
-        assert whole == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nworld<|im_end|>\n"
-    assert targets("plain", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all") == ["<|im_start|>assistant\nworld<|im_end|>\n"]
-    assert "does not show" in targets("collected", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all")
+        assert (
+            whole == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nworld<|im_end|>\n"
+        )
+    assert targets("plain", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all") == [
+        "<|im_start|>assistant\nworld<|im_end|>\n"
+    ]
+    assert "does not show" in targets(
+        "collected", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all"
+    )
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
 def test_a_message_may_have_no_loss(targets: Callable[..., Any], template: str) -> None:
-    assert targets(template, Conversation(messages=FOUR, silent=frozenset({1}))) == ["one<|im_end|>"]
-    assert targets(template, Conversation(messages=FOUR, silent=frozenset({3}))) == ["world<|im_end|>"]
+    assert targets(template, Conversation(messages=FOUR, silent=frozenset({1}))) == [
+        "one<|im_end|>"
+    ]
+    assert targets(template, Conversation(messages=FOUR, silent=frozenset({3}))) == [
+        "world<|im_end|>"
+    ]
     assert targets(template, Conversation(messages=FOUR, prompt=2)) == ["one<|im_end|>"]
-    assert targets(template, Conversation(messages=FOUR, silent=frozenset({3})), "last") == "the chat template shows no assistant turn"
+    assert (
+        targets(template, Conversation(messages=FOUR, silent=frozenset({3})), "last")
+        == "the chat template shows no assistant turn"
+    )
 
 
-def test_the_last_turn_by_markers_is_the_last_assistant_message(targets: Callable[..., Any]) -> None:
+def test_the_last_turn_by_markers_is_the_last_assistant_message(
+    targets: Callable[..., Any],
+) -> None:
     empty = [user("hello"), answer("world"), user("you"), answer("")]
-    assert targets("marked, touching", Conversation(messages=empty), "last") == "the chat template shows no assistant turn"
-    assert targets("marked, touching", Conversation(messages=[user("hello"), answer("world"), answer("one")]), "last") == ["one"]
-    assert targets("marked, twice", Conversation(messages=FOUR), "last") == ["assistant", " one<|end|>"]  # the blank is in the word's token
+    assert (
+        targets("marked, touching", Conversation(messages=empty), "last")
+        == "the chat template shows no assistant turn"
+    )
+    assert targets(
+        "marked, touching",
+        Conversation(messages=[user("hello"), answer("world"), answer("one")]),
+        "last",
+    ) == ["one"]
+    assert targets("marked, twice", Conversation(messages=FOUR), "last") == [
+        "assistant",
+        " one<|end|>",
+    ]  # the blank is in the word's token
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        ("collected", FOUR, "the chat template does not show which text is which message's; {% generation %} in it would mark what the model generates"),
-        ("plain", [user("hello"), answer("world", tool_calls=CALL)], "the chat template writes no tool calls: it does not mention `tool_calls`"),
-        ("marked", [user("hello"), answer("world", tool_calls=CALL)], "the chat template writes no tool calls: it does not mention `tool_calls`"),
-        ("some calls", [user("hello"), answer("world", tool_calls=CALL)], "the chat template leaves out the tool calls of message 2"),
-        ("tools", [user("hello"), answer("", tool_calls=called("x"))], "message 2: the arguments of a tool call are not a JSON object"),
+        (
+            "collected",
+            FOUR,
+            (
+                "the chat template does not show which text belongs to which message;"
+                " {% generation %} in it would mark the text that the model generates"
+            ),
+        ),
+        (
+            "plain",
+            [user("hello"), answer("world", tool_calls=CALL)],
+            "the chat template writes no tool calls: it does not mention `tool_calls`",
+        ),
+        (
+            "marked",
+            [user("hello"), answer("world", tool_calls=CALL)],
+            "the chat template writes no tool calls: it does not mention `tool_calls`",
+        ),
+        (
+            "some calls",
+            [user("hello"), answer("world", tool_calls=CALL)],
+            "the chat template leaves out the tool calls of message 2",
+        ),
+        (
+            "tools",
+            [user("hello"), answer("", tool_calls=called("x"))],
+            "message 2: the arguments of a tool call are not a JSON object",
+        ),
     ],
 )
-def test_a_row_whose_turns_are_not_known_says_why(targets: Callable[..., Any], template: str, messages: list[dict[str, Any]], reason: str) -> None:
+def test_a_row_whose_turns_are_not_known_says_why(
+    targets: Callable[..., Any], template: str, messages: list[dict[str, Any]], reason: str
+) -> None:
     assert targets(template, Conversation(messages=messages)) == reason
 
 
-@pytest.mark.parametrize("text", ["\ufdd1", "\ufdd1item 3 1\ufdd2", "\ufdd1closes\ufdd2", "\ufdd1end x\ufdd2", "\ufdd1\ufdd2"])
-def test_a_message_that_looks_like_a_mark_is_a_bad_row(targets: Callable[..., Any], text: str) -> None:
-    assert targets("plain", Conversation(messages=[user(f"a{text}b"), answer("world")])).startswith(("a message has", "the chat template does not show"))
+@pytest.mark.parametrize(
+    "text",
+    ["\ufdd1", "\ufdd1item 3 1\ufdd2", "\ufdd1closes\ufdd2", "\ufdd1end x\ufdd2", "\ufdd1\ufdd2"],
+)
+def test_a_message_that_looks_like_a_mark_is_a_bad_row(
+    targets: Callable[..., Any], text: str
+) -> None:
+    assert targets("plain", Conversation(messages=[user(f"a{text}b"), answer("world")])).startswith(
+        ("a message contains", "the chat template does not show")
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "conversation", "remark"),
     [
-        ("no end", Conversation(messages=FOUR), "the template ends no turn, so 1 conversations end with the token that would begin the next message"),
-        ("plain", Conversation(messages=FOUR), "the template leaves the thought out of the last turn of 1 conversations"),
-        ("plain", Conversation(messages=[user("a"), answer("b")], tools=TOOLS), "the template does not write the tools of 1 conversations"),
+        (
+            "no end",
+            Conversation(messages=FOUR),
+            (
+                "the template has no token that ends a turn, so 1 conversations end with the token"
+                " that begins the next message"
+            ),
+        ),
+        (
+            "plain",
+            Conversation(messages=FOUR),
+            "the template leaves out the reasoning in the last turn of 1 conversations",
+        ),
+        (
+            "plain",
+            Conversation(messages=[user("a"), answer("b")], tools=TOOLS),
+            "the template does not write the tools of 1 conversations",
+        ),
     ],
 )
-def test_what_a_template_leaves_out_is_remarked(tokenizer_folder: Folder, template: str, conversation: Conversation, remark: str) -> None:
+def test_what_a_template_leaves_out_is_remarked(
+    tokenizer_folder: Folder, template: str, conversation: Conversation, remark: str
+) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     assert tokenizer is not None
     tokenizer.chat_template = TEMPLATES[template]
@@ -243,11 +442,19 @@ def test_what_a_template_leaves_out_is_remarked(tokenizer_folder: Folder, templa
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
-def test_a_long_conversation_has_the_targets_of_its_text_at_once(tokenizer_folder: Folder, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_conversation_has_the_targets_of_its_text_at_once(
+    tokenizer_folder: Folder, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     assert tokenizer is not None
     tokenizer.chat_template = TEMPLATES[template]
-    conversation = Conversation(messages=[message for turn in range(30) for message in (user("hello the " * turn), answer("world, the one\n" * turn))])
+    conversation = Conversation(
+        messages=[
+            message
+            for turn in range(30)
+            for message in (user("hello the " * turn), answer("world, the one\n" * turn))
+        ]
+    )
     (whole,) = Chat(tokenizer, "assistant", "the model").encode([conversation])
     for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60)):
         monkeypatch.setattr(long_text, name, value)

@@ -1,4 +1,6 @@
-"""Columns: which layout a row's columns are, what is taken from them, and why a row cannot be used."""
+"""Columns: which layout a row's columns are, what is taken from them, and why a row cannot be
+used.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.data.columns import LAYOUTS, Conversation, Layout, Pair, Unusable, alpaca_text, extract, recognise, unknown_columns
+from megatrain.runtime.data.columns import (
+    LAYOUTS,
+    Conversation,
+    Layout,
+    Pair,
+    Unusable,
+    alpaca_text,
+    extract,
+    recognize,
+    unknown_columns,
+)
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SYSTEM = {"role": "system", "content": "s"}
@@ -21,7 +33,7 @@ def chat(*messages: dict[str, Any], **others: Any) -> Conversation:
 
 
 def layout(row: dict[str, Any]) -> Layout:
-    found = recognise(row.keys())
+    found = recognize(row.keys())
     assert found is not None
     return found
 
@@ -32,16 +44,50 @@ def layout(row: dict[str, Any]) -> Layout:
         ({"text": "t", "id": 3}, "text", "t"),
         ({"prompt": "p", "completion": "c"}, "prompt/completion", Pair("p", "c")),
         ({"messages": CHAT, "prompt": "p", "prompt_id": "x"}, "messages", chat(*CHAT)),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": None}]}, "sharegpt", chat(*CHAT)),
-        ({"conversation": [{"from": "user", "value": "q"}, {"role": "assistant", "content": "a"}]}, "sharegpt", chat(*CHAT)),
-        ({"conversations": [{"from": "gpt", "value": "a"}], "system": "s"}, "sharegpt", chat(SYSTEM, CHAT[1], prompt=1)),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "a", "weight": None},
+                ]
+            },
+            "sharegpt",
+            chat(*CHAT),
+        ),
+        (
+            {
+                "conversation": [
+                    {"from": "user", "value": "q"},
+                    {"role": "assistant", "content": "a"},
+                ]
+            },
+            "sharegpt",
+            chat(*CHAT),
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "a"}], "system": "s"},
+            "sharegpt",
+            chat(SYSTEM, CHAT[1], prompt=1),
+        ),
         ({"instruction": "q", "output": "a", "input": "", "text": "all"}, "alpaca", chat(*CHAT)),
-        ({"instruction": "i", "output": "a", "input": "q"}, "alpaca", chat({"role": "user", "content": "i\n\nq"}, CHAT[1])),
-        ({"instruction": "q", "output": "a", "system": "s", "input": None}, "alpaca", chat(SYSTEM, *CHAT)),
-        ({"messages": [CHAT[0], {**CHAT[1], "thinking": "hm", "name": None}]}, "messages", chat(CHAT[0], {**CHAT[1], "thinking": "hm"})),
+        (
+            {"instruction": "i", "output": "a", "input": "q"},
+            "alpaca",
+            chat({"role": "user", "content": "i\n\nq"}, CHAT[1]),
+        ),
+        (
+            {"instruction": "q", "output": "a", "system": "s", "input": None},
+            "alpaca",
+            chat(SYSTEM, *CHAT),
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "thinking": "hm", "name": None}]},
+            "messages",
+            chat(CHAT[0], {**CHAT[1], "thinking": "hm"}),
+        ),
     ],
 )
-def test_rows_are_recognised_and_taken_from(row: dict[str, Any], name: str, value: object) -> None:
+def test_rows_are_recognized_and_taken_from(row: dict[str, Any], name: str, value: object) -> None:
     assert layout(row).name == name
     assert extract(row, layout(row)) == value
 
@@ -52,11 +98,20 @@ def test_rows_are_recognised_and_taken_from(row: dict[str, Any], name: str, valu
         ({"text": 3}, "`text` is not a string"),
         ({"text": None}, "no `text`"),
         ({"prompt": "p", "completion": ""}, "`completion` is empty"),
-        ({"prompt": CHAT[:1], "completion": "c"}, "`completion` is not a list of messages, as the other column is"),
+        (
+            {"prompt": CHAT[:1], "completion": "c"},
+            "`completion` is not a list of messages, as the other column is",
+        ),
         ({"prompt": CHAT, "completion": CHAT[:1]}, "no assistant turn in `completion`"),
         ({"messages": '[{"role": "user"'}, "`messages` is not a list of messages"),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "no assistant turn with loss in `messages`"),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "message 2: `weight` is neither 0 nor 1, neither true nor false"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]},
+            "no assistant turn with loss in `messages`",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]},
+            "message 2: `weight` is neither 0 nor 1, neither true nor false",
+        ),
         ({"messages": CHAT, "tools": "weather"}, "`tools` is not a list"),
         ({"messages": CHAT, "tools": ["weather"]}, "`tools` is not a list of objects"),
         ({"messages": CHAT, "chat_template_kwargs": []}, "`chat_template_kwargs` is not an object"),
@@ -64,20 +119,35 @@ def test_rows_are_recognised_and_taken_from(row: dict[str, Any], name: str, valu
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "message 1 of `messages`: `content` has a part of type 'image_url' that is not text",
         ),
-        ({"conversations": [{"from": "function_call", "value": "weather()"}]}, "message 1 of `conversations`: a function_call is not an object with `name`"),
+        (
+            {"conversations": [{"from": "function_call", "value": "weather()"}]},
+            "message 1 of `conversations`: a function_call is not an object with `name`",
+        ),
         ({"messages": "hello"}, "`messages` is not a list of messages"),
         ({"messages": []}, "`messages` is not a list of messages"),
         ({"messages": ["hello"]}, "message 1 of `messages` is not an object"),
         ({"messages": CHAT[:1]}, "no assistant turn in `messages`"),
-        ({"messages": [CHAT[0], {"role": "bot", "content": "a"}]}, "message 2 of `messages` has the unknown role 'bot'; known: system, developer, user, "),
+        (
+            {"messages": [CHAT[0], {"role": "bot", "content": "a"}]},
+            "message 2 of `messages` has the unknown role 'bot'; known: system, developer, user, ",
+        ),
         ({"messages": [{"content": "a"}]}, "message 1 of `messages` has no `role`; known: "),
         (
             {"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "text"}]}]},
             "message 2 of `messages`: `content` has a part of type 'text' that is not text",
         ),
-        ({"messages": [CHAT[0], {"role": "assistant"}]}, "message 2 of `messages`: `content` is not a string"),
-        ({"conversations": [{"from": "bot", "value": "a"}]}, "message 1 of `conversations` has the unknown from 'bot'; known: system, "),
-        ({"conversations": [{"from": "gpt", "value": 3}]}, "message 1 of `conversations`: `value` is not a string"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant"}]},
+            "message 2 of `messages`: `content` is not a string",
+        ),
+        (
+            {"conversations": [{"from": "bot", "value": "a"}]},
+            "message 1 of `conversations` has the unknown from 'bot'; known: system, ",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": 3}]},
+            "message 1 of `conversations`: `value` is not a string",
+        ),
         ({"instruction": "", "output": "a"}, "no `instruction`"),
         ({"instruction": "q", "output": ""}, "`output` is empty"),
         ({"instruction": "q", "output": "a", "input": 3}, "`input` is not a string"),
@@ -91,16 +161,21 @@ def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str) ->
 
 def test_a_row_without_the_column_that_others_have_says_so() -> None:
     with pytest.raises(Unusable, match="no `completion`"):
-        extract({"prompt": "p"}, next(layout for layout in LAYOUTS if layout.name == "prompt/completion"))
+        extract(
+            {"prompt": "p"},
+            next(layout for layout in LAYOUTS if layout.name == "prompt/completion"),
+        )
 
 
 def test_unknown_columns_are_named_with_those_that_are_known() -> None:
-    assert recognise(["question", "answer"]) is None
-    assert recognise(["messages", "text"], "text") == layout({"text": ""})
-    assert recognise(["messages"], "text") is None
-    assert str(unknown_columns("data rows.jsonl", {"question", "answer"}, "auto")) == (
-        "data rows.jsonl: columns: found answer, question; allowed: messages: messages; sharegpt: conversations; sharegpt: conversation; "
-        "prompt/completion: prompt + completion; alpaca: instruction + output; text: text; fix: rename the columns"
+    assert recognize(["question", "answer"]) is None
+    assert recognize(["messages", "text"], "text") == layout({"text": ""})
+    assert recognize(["messages"], "text") is None
+    assert (
+        str(unknown_columns("data rows.jsonl", {"question", "answer"}, "auto"))
+        == "data rows.jsonl: columns: found answer, question; allowed: messages: messages;"
+        " sharegpt: conversations; sharegpt: conversation; prompt/completion: prompt +"
+        " completion; alpaca: instruction + output; text: text; fix: rename the columns"
     )
 
 
@@ -108,7 +183,9 @@ def test_alpaca_without_a_chat_template_has_headings() -> None:
     row = {"instruction": "i", "input": "q", "output": "a", "system": "s"}
     conversation = extract(row, layout(row))
     assert isinstance(conversation, Conversation)
-    assert alpaca_text(conversation) == Pair("s\n\n### Instruction:\ni\n\nq\n\n### Response:\n", "a")
+    assert alpaca_text(conversation) == Pair(
+        "s\n\n### Instruction:\ni\n\nq\n\n### Response:\n", "a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,18 +196,37 @@ def test_alpaca_without_a_chat_template_has_headings() -> None:
         ({"messages": CHAT, "tools": [json.dumps(TOOLS[0])]}, chat(*CHAT, tools=TOOLS)),
         ({"messages": CHAT, "tools": []}, chat(*CHAT)),
         ({"messages": CHAT, "tools": None, "chat_template_kwargs": None}, chat(*CHAT)),
-        ({"messages": CHAT, "tools": "", "chat_template_kwargs": '{"enable_thinking": false}'}, chat(*CHAT, arguments={"enable_thinking": False})),
-        ({"messages": CHAT, "chat_template_kwargs": {"enable_thinking": True, "other": None}}, chat(*CHAT, arguments={"enable_thinking": True})),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "tools": json.dumps(TOOLS)}, chat(*CHAT, tools=TOOLS)),
+        (
+            {"messages": CHAT, "tools": "", "chat_template_kwargs": '{"enable_thinking": false}'},
+            chat(*CHAT, arguments={"enable_thinking": False}),
+        ),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": True, "other": None}},
+            chat(*CHAT, arguments={"enable_thinking": True}),
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+                "tools": json.dumps(TOOLS),
+            },
+            chat(*CHAT, tools=TOOLS),
+        ),
     ],
 )
-def test_tools_and_arguments_of_the_template_are_read_as_lists_or_as_json(row: dict[str, Any], expected: Conversation) -> None:
+def test_tools_and_arguments_of_the_template_are_read_as_lists_or_as_json(
+    row: dict[str, Any], expected: Conversation
+) -> None:
     assert extract(row, layout(row)) == expected
 
 
-@pytest.mark.parametrize(("key", "no", "yes"), [("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True), ("training", False, True)])
+@pytest.mark.parametrize(
+    ("key", "no", "yes"),
+    [("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True), ("training", False, True)],
+)
 def test_a_message_may_say_that_it_has_no_loss(key: str, no: object, yes: object) -> None:
-    row = {"messages": [CHAT[0], {**CHAT[1], key: no}, {**CHAT[0], key: None}, {**CHAT[1], key: yes}]}
+    row = {
+        "messages": [CHAT[0], {**CHAT[1], key: no}, {**CHAT[0], key: None}, {**CHAT[1], key: yes}]
+    }
     assert extract(row, layout(row)) == chat(*CHAT, *CHAT, silent=frozenset({1}))
 
 
@@ -139,25 +235,64 @@ def test_a_message_may_say_that_it_has_no_loss(key: str, no: object, yes: object
     [
         ({"messages": json.dumps(CHAT)}, chat(*CHAT)),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, chat(*CHAT, prompt=1)),
-        ({"prompt": json.dumps(CHAT), "completion": json.dumps(CHAT), "tools": TOOLS}, chat(*CHAT, *CHAT, prompt=2, tools=TOOLS)),
+        (
+            {"prompt": json.dumps(CHAT), "completion": json.dumps(CHAT), "tools": TOOLS},
+            chat(*CHAT, *CHAT, prompt=2, tools=TOOLS),
+        ),
         ({"prompt": "[1]", "completion": "[2]"}, Pair("[1]", "[2]")),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": CALLS}]}, chat(CHAT[0], {"role": "assistant", "tool_calls": CALLS})),
-        ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": CALLS}]}, chat(CHAT[0], {"role": "assistant", "tool_calls": CALLS})),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q", "image": None}]}, CHAT[1]]}, chat(*CHAT)),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "one"}, {"text": " two"}]}]},
-         chat(CHAT[0], {"role": "assistant", "content": "one two"})),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "sunny"}]},
-         chat(CHAT[0], {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "sunny"})),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": CALLS}]},
+            chat(CHAT[0], {"role": "assistant", "tool_calls": CALLS}),
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": CALLS}]},
+            chat(CHAT[0], {"role": "assistant", "tool_calls": CALLS}),
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "q", "image": None}]},
+                    CHAT[1],
+                ]
+            },
+            chat(*CHAT),
+        ),
+        (
+            {
+                "messages": [
+                    CHAT[0],
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "text", "text": "one"}, {"text": " two"}],
+                    },
+                ]
+            },
+            chat(CHAT[0], {"role": "assistant", "content": "one two"}),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "sunny"},
+                ]
+            },
+            chat(
+                CHAT[0],
+                {"role": "assistant", "content": "", "tool_calls": CALLS},
+                {"role": "tool", "content": "sunny"},
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_ways_of_writing_conversations(row: dict[str, Any], expected: object) -> None:
     assert extract(row, layout(row)) == expected
 
 
 def test_columns_that_matter_and_are_not_read_are_known() -> None:
-    found = recognise(["messages", "functions", "tools", "id", "images"])
+    found = recognize(["messages", "functions", "tools", "id", "images"])
     assert found is not None
     assert found.ignored == ("functions", "images")
-    found = recognise(["text", "tools"])
+    found = recognize(["text", "tools"])
     assert found is not None
     assert found.ignored == ("tools",)

@@ -1,4 +1,6 @@
-"""Corpus, held against a slow oracle. In these documents a token's id is its place in all of them, so that a batch says itself where it comes from."""
+"""Corpus, held against a slow oracle. In these documents a token's id is its place in all of them,
+so that a batch says itself where it comes from.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.data import Corpus
+from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.workload import Workload
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import Workload
 
 
-def documents_of(lengths: list[int], *, whole: bool = False, targets: list[bool] | None = None) -> Documents:
+def documents_of(
+    lengths: list[int], *, whole: bool = False, targets: list[bool] | None = None
+) -> Documents:
     ends = np.cumsum(lengths)
     tokens = np.arange(sum(lengths), dtype=np.uint32)
     if targets is not None:
-        tokens |= np.where(np.resize(targets, len(tokens)), np.uint32(TARGET), np.uint32(0)).astype(np.uint32)
-    return Documents(tokens=tokens, begins=ends - lengths, ends=ends, whole=whole, flagged=targets is not None)
+        tokens |= np.where(np.resize(targets, len(tokens)), np.uint32(TARGET), np.uint32(0)).astype(
+            np.uint32
+        )
+    return Documents(
+        tokens=tokens, begins=ends - lengths, ends=ends, whole=whole, flagged=targets is not None
+    )
 
 
-def epoch(corpus: Corpus, rows: int, number: int = 0) -> list[tuple[list[int], list[int], list[int] | None]]:
+def epoch(
+    corpus: Corpus, rows: int, number: int = 0
+) -> list[tuple[list[int], list[int], list[int] | None]]:
     """The rows (ids, labels, documents) of an epoch, of a corpus with one row a step."""
     steps = [corpus.step(number * rows + index + 1)[0] for index in range(rows)]
-    return [(s.ids[0].tolist(), s.labels[0].tolist(), None if s.documents is None else s.documents[0].tolist()) for s in steps]
+    return [
+        (
+            s.ids[0].tolist(),
+            s.labels[0].tolist(),
+            None if s.documents is None else s.documents[0].tolist(),
+        )
+        for s in steps
+    ]
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -38,11 +55,15 @@ TARGETS = st.none() | st.lists(st.booleans(), min_size=1, max_size=11)
 
 @settings(max_examples=150)
 @given(LENGTHS, st.integers(1, 16), st.integers(0, 99), st.integers(0, 3), PACKINGS, TARGETS)
-def test_text_loses_no_token_and_labels_are_the_next_ones(lengths: list[int], sequence: int, seed: int, number: int, packing, targets) -> None:
+def test_text_loses_no_token_and_labels_are_the_next_ones(
+    lengths: list[int], sequence: int, seed: int, number: int, packing, targets
+) -> None:
     if sum(lengths) < sequence + 1:
         return
     given_documents = documents_of(lengths, targets=targets)
-    corpus = Corpus(given_documents, Workload(batch=1, sequence=sequence), seed=seed, packing=packing)
+    corpus = Corpus(
+        given_documents, Workload(batch=1, sequence=sequence), seed=seed, packing=packing
+    )
     owner = np.repeat(np.arange(len(lengths)), lengths).tolist()
     is_target = [True] * len(owner) if targets is None else np.resize(targets, len(owner)).tolist()
     shown: Counter[int] = Counter()
@@ -82,7 +103,9 @@ def test_text_loses_no_token_and_labels_are_the_next_ones(lengths: list[int], se
                 assert not (inside and is_target[token + 1])
             else:
                 assert is_target[label]
-                assert label == token + 1 if inside else label == 0 or owner[label - 1] != owner[label]  # or the first of another
+                assert (
+                    label == token + 1 if inside else label == 0 or owner[label - 1] != owner[label]
+                )  # or the first of another
     else:
         assert shown == dict.fromkeys(range(len(owner)), 1)
         if packing == "documents":
@@ -91,10 +114,21 @@ def test_text_loses_no_token_and_labels_are_the_next_ones(lengths: list[int], se
 
 
 @settings(max_examples=150)
-@given(LENGTHS, st.integers(2, 24), st.integers(0, 99), st.integers(0, 2), st.sampled_from(["documents", "none"]), TARGETS)
-def test_conversations_stay_whole_or_are_truncated(lengths: list[int], sequence: int, seed: int, number: int, packing, targets) -> None:
+@given(
+    LENGTHS,
+    st.integers(2, 24),
+    st.integers(0, 99),
+    st.integers(0, 2),
+    st.sampled_from(["documents", "none"]),
+    TARGETS,
+)
+def test_conversations_stay_whole_or_are_truncated(
+    lengths: list[int], sequence: int, seed: int, number: int, packing, targets
+) -> None:
     begins = np.cumsum(lengths) - lengths
-    is_target = [True] * sum(lengths) if targets is None else np.resize(targets, sum(lengths)).tolist()
+    is_target = (
+        [True] * sum(lengths) if targets is None else np.resize(targets, sum(lengths)).tolist()
+    )
     kept = {}
     for begin, length in zip(begins.tolist(), lengths, strict=True):
         if length <= sequence or any(is_target[begin + 1 : begin + sequence]):
@@ -125,15 +159,30 @@ def test_conversations_stay_whole_or_are_truncated(lengths: list[int], sequence:
 
 
 @settings(max_examples=60)
-@given(LENGTHS, PACKINGS, st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 5))
-def test_a_step_does_not_depend_on_what_was_called_before(lengths: list[int], packing, whole: bool, numbers: list[int], seed: int) -> None:
+@given(
+    LENGTHS,
+    PACKINGS,
+    st.booleans(),
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(0, 5),
+)
+def test_a_step_does_not_depend_on_what_was_called_before(
+    lengths: list[int], packing, whole: bool, numbers: list[int], seed: int
+) -> None:
     def fresh() -> Corpus:
-        return Corpus(documents_of([*lengths, 30, 30], whole=whole), Workload(batch=2, sequence=7, accumulation=1), seed=seed, packing=packing)
+        return Corpus(
+            documents_of([*lengths, 30, 30], whole=whole),
+            Workload(batch=2, sequence=7, accumulation=1),
+            seed=seed,
+            packing=packing,
+        )
 
     used = fresh()
     for number in numbers:
         for left, right in zip(used.step(number), fresh().step(number), strict=True):
-            assert all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+            assert all(
+                a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True)
+            )
 
 
 def ids_of(batches: list[Batch]) -> torch.Tensor:
@@ -141,7 +190,9 @@ def ids_of(batches: list[Batch]) -> torch.Tensor:
 
 
 def test_batches_are_as_the_workload_says() -> None:
-    batches = Corpus(documents_of([1000]), Workload(batch=2, sequence=8, accumulation=3), seed=0).step(1)
+    batches = Corpus(
+        documents_of([1000]), Workload(batch=2, sequence=8, accumulation=3), seed=0
+    ).step(1)
     assert len(batches) == 3
     for batch in batches:
         for tensor in batch:
@@ -154,19 +205,37 @@ def test_batches_are_as_the_workload_says() -> None:
 def test_epochs_and_seeds_have_an_order_of_their_own() -> None:
     work = Workload(batch=10, sequence=8)
     for whole in (False, True):
-        zero, one = (Corpus(documents_of([7, 1] * 40, whole=whole), work, seed=seed) for seed in (0, 1))
+        zero, one = (
+            Corpus(documents_of([7, 1] * 40, whole=whole), work, seed=seed) for seed in (0, 1)
+        )
         assert zero.rows == 40
-        assert torch.equal(ids_of(zero.step(1)), ids_of(Corpus(documents_of([7, 1] * 40, whole=whole), work, seed=0).step(1)))
+        assert torch.equal(
+            ids_of(zero.step(1)),
+            ids_of(Corpus(documents_of([7, 1] * 40, whole=whole), work, seed=0).step(1)),
+        )
         assert not torch.equal(ids_of(zero.step(1)), ids_of(one.step(1)))
-        assert not torch.equal(ids_of(zero.step(1)), ids_of(zero.step(5)))  # the first rows of the next epoch
+        assert not torch.equal(
+            ids_of(zero.step(1)), ids_of(zero.step(5))
+        )  # the first rows of the next epoch
 
 
 def test_a_document_whose_answer_is_cut_off_is_left_out() -> None:
     """A target that is a document's first token is nobody's label."""
     documents = documents_of([10, 10], whole=True, targets=[True] + [False] * 4 + [True] * 5)
     corpus = Corpus(documents, Workload(batch=1, sequence=6), seed=0)
-    assert (corpus.rows, corpus.truncated_documents, corpus.truncated_tokens, corpus.left_out) == (2, 2, 8, 0)
-    with pytest.raises(UserError, match="found no document with an answer within 5 tokens; allowed: at least one; fix: train on a longer sequence"):
+    assert (corpus.rows, corpus.truncated_documents, corpus.truncated_tokens, corpus.left_out) == (
+        2,
+        2,
+        8,
+        0,
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            "found no document with an answer within 5 tokens; allowed: at least one; fix: train on"
+            " a longer sequence"
+        ),
+    ):
         Corpus(documents, Workload(batch=1, sequence=5), seed=0)
 
 
@@ -189,11 +258,21 @@ def test_evaluation_shows_every_row_once_and_fills_up_without_labels() -> None:
 def test_one_step_must_be_filled() -> None:
     work = Workload(batch=2, sequence=8, accumulation=3)
     assert Corpus(documents_of([48]), work, seed=0).rows == 6
-    with pytest.raises(UserError, match="corpus: found 47 tokens; allowed: at least the 48 of one step; fix: give more text, or a smaller batch"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "corpus: found 47 tokens; allowed: at least the 48 of one step; fix: give more text, or"
+            " a smaller batch"
+        ),
+    ):
         Corpus(documents_of([47]), work, seed=0)
-    with pytest.raises(UserError, match="corpus: found 48 tokens; allowed: at least the 49 of one step"):
+    with pytest.raises(
+        UserError, match="corpus: found 48 tokens; allowed: at least the 49 of one step"
+    ):
         Corpus(documents_of([48]), work, seed=0, packing="plain")
-    with pytest.raises(UserError, match="found 40 tokens in 5 rows of 8; allowed: at least the 6 rows of one step"):
+    with pytest.raises(
+        UserError, match="found 40 tokens in 5 rows of 8; allowed: at least the 6 rows of one step"
+    ):
         Corpus(documents_of([8] * 5, whole=True), work, seed=0)
     Corpus(documents_of([8] * 5, whole=True), work, seed=None)
 

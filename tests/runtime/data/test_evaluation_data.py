@@ -13,16 +13,22 @@ from hypothesis import strategies as st
 from small_rows import BOTTOM
 
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.data import Corpus, DataOptions
+from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.data.opening import split
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.data.options import DataOptions
+from megatrain.simulator.base.errors import UserError
 
 Folder = Callable[..., Path]
 
 
 def documents_of(count: int, *, whole: bool = False) -> Documents:
-    return Documents(tokens=np.arange(count * 10), begins=np.arange(count) * 10, ends=np.arange(count) * 10 + 10, whole=whole)
+    return Documents(
+        tokens=np.arange(count * 10),
+        begins=np.arange(count) * 10,
+        ends=np.arange(count) * 10 + 10,
+        whole=whole,
+    )
 
 
 @settings(max_examples=100)
@@ -31,7 +37,12 @@ def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: f
     options = DataOptions(evaluation_fraction=fraction)
     size = max(1, round(count * fraction))
     if size >= count:
-        with pytest.raises(UserError, match=f"data: evaluation: found {size} of {count} documents; allowed: at most {count - 1}"):
+        with pytest.raises(
+            UserError,
+            match=(
+                f"data: evaluation: found {size} of {count} documents; allowed: at most {count - 1}"
+            ),
+        ):
             split(documents_of(count), options)
         return
     training, evaluation = split(documents_of(count), options)
@@ -55,22 +66,35 @@ def test_the_last_documents_can_be_kept() -> None:
 def test_of_a_single_text_the_end_is_kept() -> None:
     training, evaluation = split(documents_of(1), DataOptions(evaluation_fraction=0.3))
     assert evaluation is not None
-    assert (training.begins[0], training.ends[0], evaluation.begins[0], evaluation.ends[0]) == (0, 7, 7, 10)
+    assert (training.begins[0], training.ends[0], evaluation.begins[0], evaluation.ends[0]) == (
+        0,
+        7,
+        7,
+        10,
+    )
     with pytest.raises(UserError, match="found 1 of 1 documents"):
         split(documents_of(1, whole=True), DataOptions(evaluation_fraction=0.3))
 
 
-def test_a_file_of_its_own_is_evaluated_in_its_order(opened: Callable[..., Any], jsonl: Folder) -> None:
-    corpus, evaluation, notes = opened(jsonl(BOTTOM), evaluation_data=str(jsonl([{"text": "one"}, {"text": "two"}], "other.jsonl")))
+def test_a_file_of_its_own_is_evaluated_in_its_order(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
+    corpus, evaluation, notes = opened(
+        jsonl(BOTTOM), evaluation_data=str(jsonl([{"text": "one"}, {"text": "two"}], "other.jsonl"))
+    )
     (batch,) = evaluation.batches()
     assert batch.documents[0].tolist()[:2] == [0, 0]
     assert int((batch.labels != IGNORED).sum()) == evaluation.tokens - 2
     (note,) = (note for note in notes if note.startswith("evaluation: "))
-    assert note.startswith(f"evaluation: 2 documents, {evaluation.tokens} tokens in 1 row of 48; packing documents, ")
+    assert note.startswith(
+        f"evaluation: 2 documents, {evaluation.tokens} tokens in 1 row of 48; packing documents, "
+    )
     assert isinstance(corpus, Corpus)
 
 
-def test_a_split_of_its_own_is_evaluated(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+def test_a_split_of_its_own_is_evaluated(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
     (tmp_path / "rows").mkdir()
     for name, text in (("train", "hello"), ("test", "one"), ("dev", "two words")):
         jsonl([{"text": text}] * 50, f"rows/{name}.jsonl")
@@ -78,24 +102,48 @@ def test_a_split_of_its_own_is_evaluated(opened: Callable[..., Any], jsonl: Fold
 
     corpus, evaluation, notes = opened(folder)
     assert evaluation is None
-    assert notes[0] == f"data {folder}: jsonl, 1 file, split train; not read: split validation (1 file), split test (1 file)"
+    assert (
+        notes[0]
+        == f"data {folder}: jsonl, 1 file, split train; not read: split validation (1 file), split"
+        " test (1 file)"
+    )
     corpus, evaluation, notes = opened(folder, evaluation_data=str(folder))
-    assert f"data {folder}: jsonl, 1 file, split validation; not read: split train (1 file), split test (1 file)" in notes
+    assert (
+        f"data {folder}: jsonl, 1 file, split validation; not read: split train (1 file), split"
+        " test (1 file)" in notes
+    )
     assert corpus.tokens != evaluation.tokens
     assert not any("warning" in note for note in notes)
     assert opened(folder, evaluation_split="validation")[1].digest == evaluation.digest
-    assert opened(folder, evaluation_split="test")[1].digest not in (corpus.digest, evaluation.digest)
-    assert opened(folder, split="test")[0].digest == opened(folder, evaluation_split="test")[1].digest
-    with pytest.raises(UserError, match="rows: split: found 'other'; allowed: train, validation, test"):
+    assert opened(folder, evaluation_split="test")[1].digest not in (
+        corpus.digest,
+        evaluation.digest,
+    )
+    assert (
+        opened(folder, split="test")[0].digest == opened(folder, evaluation_split="test")[1].digest
+    )
+    with pytest.raises(
+        UserError, match="rows: split: found 'other'; allowed: train, validation, test"
+    ):
         opened(folder, evaluation_split="other")
 
 
-def test_rows_that_are_trained_and_evaluated_on_are_said(opened: Callable[..., Any], jsonl: Folder) -> None:
+def test_rows_that_are_trained_and_evaluated_on_are_said(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
     path = jsonl(BOTTOM)
     assert any(
-        note.startswith("warning: 1 file of the evaluation data is trained on: its loss says nothing") for note in opened(path, evaluation_data=str(path))[2]
+        note.startswith(
+            "warning: 1 file of the evaluation data is also in the training data, so its loss"
+        )
+        for note in opened(path, evaluation_data=str(path))[2]
     )
     copy = jsonl(BOTTOM, "copy.jsonl")
-    assert any(note.startswith("warning: the evaluation data has the same rows as") for note in opened(path, evaluation_data=str(copy))[2])
+    assert any(
+        note.startswith("warning: the evaluation data has the same rows as")
+        for note in opened(path, evaluation_data=str(copy))[2]
+    )
     other = jsonl(BOTTOM[1:], "other.jsonl")
-    assert not any(note.startswith("warning") for note in opened(path, evaluation_data=str(other))[2])
+    assert not any(
+        note.startswith("warning") for note in opened(path, evaluation_data=str(other))[2]
+    )

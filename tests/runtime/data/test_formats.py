@@ -1,4 +1,6 @@
-"""Readers: rows with their file and line, whatever the format; broken files are one line, broken rows are counted where they stand."""
+"""Readers: rows with their file and line, whatever the format; broken files are one line, broken
+rows are counted where they stand.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +13,72 @@ import pyarrow.parquet
 import pytest
 
 from megatrain.runtime.data import formats, json_rows
-from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.formats import BadRow, TextRow, rows
 from megatrain.runtime.data.sources import COMPRESSIONS, find
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 
-def read(path: Path) -> list[Row | BadRow]:
+def read(path: Path) -> list[TextRow | BadRow]:
     return list(rows(find(path)))
 
 
 def test_jsonl_rows_have_their_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": 1\n["text"]\n{"text": "\xff"}\n' + b"[" * 100_000 + b'\nnull\n{"text": "z\\u00f6lf"}')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": 1\n["text"]\n{"text": "\xff"}\n'
+        + b"[" * 100_000
+        + b'\nnull\n{"text": "z\\u00f6lf"}'
+    )
     found = read(path)
-    assert [(row.line, row.value) for row in found if isinstance(row, Row)] == [(1, {"text": "a"}), (8, {"text": "zölf"})]
+    assert [(row.line, row.value) for row in found if isinstance(row, TextRow)] == [
+        (1, {"text": "a"}),
+        (8, {"text": "zölf"}),
+    ]
     reasons = {row.line: row.reason for row in found if isinstance(row, BadRow)}
     assert sorted(reasons) == [3, 4, 5, 6, 7]
     assert reasons[3].startswith("invalid JSON: ")
-    assert (reasons[4], reasons[5], reasons[6], reasons[7]) == ("a list, not an object", "invalid UTF-8", "JSON nested too deeply", "null, not an object")
+    assert (reasons[4], reasons[5], reasons[6], reasons[7]) == (
+        "a list, not an object",
+        "invalid UTF-8",
+        "JSON nested too deeply",
+        "null, not an object",
+    )
     assert str(found[1]).startswith(f"{path}:3: invalid JSON: ")
 
 
 def test_a_line_without_end_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_rows, "LONGEST_LINE_BYTES", 64)
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"text": "x" * 300}) + '\n{"text": "a"}\n' + json.dumps({"text": "x" * 300}))
-    assert [(type(row), row.line) for row in read(path)] == [(BadRow, 1), (Row, 2), (BadRow, 3)]
+    path.write_text(
+        json.dumps({"text": "x" * 300}) + '\n{"text": "a"}\n' + json.dumps({"text": "x" * 300})
+    )
+    assert [(type(row), row.line) for row in read(path)] == [(BadRow, 1), (TextRow, 2), (BadRow, 3)]
 
 
-def test_a_json_file_holds_an_object_a_line_or_one_array(jsonl: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_json_file_holds_an_object_a_line_or_one_array(
+    jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
     assert [row.line for row in read(jsonl([{"text": "a"}], "rows.json"))] == [1]
     wanted = [{"text": "zwölf, ] }\n🙂" * 9000, "n": number} for number in range(5)]
     for indent in (None, 1):
-        (tmp_path / "array.json").write_text(json.dumps(wanted, indent=indent, ensure_ascii=bool(indent)), encoding="utf-8-sig")
+        (tmp_path / "array.json").write_text(
+            json.dumps(wanted, indent=indent, ensure_ascii=bool(indent)), encoding="utf-8-sig"
+        )
         found = read(tmp_path / "array.json")
-        assert [(row.line, row.value) for row in found if isinstance(row, Row)] == [*enumerate(wanted, 1)]
+        assert [(row.line, row.value) for row in found if isinstance(row, TextRow)] == [
+            *enumerate(wanted, 1)
+        ]
     (tmp_path / "array.json").write_text(' [1, {"text": "a"}, "b", 23 , null]\n')
-    assert [str(row).partition(": ")[2] for row in read(tmp_path / "array.json") if isinstance(row, BadRow)] == [
-        "a number, not an object", "a string, not an object", "a number, not an object", "null, not an object",
-    ]  # fmt: skip
+    assert [
+        str(row).partition(": ")[2]
+        for row in read(tmp_path / "array.json")
+        if isinstance(row, BadRow)
+    ] == [
+        "a number, not an object",
+        "a string, not an object",
+        "a number, not an object",
+        "null, not an object",
+    ]
     (tmp_path / "array.json").write_text("[ ]")
     assert read(tmp_path / "array.json") == []
 
@@ -57,24 +86,33 @@ def test_a_json_file_holds_an_object_a_line_or_one_array(jsonl: Callable[..., Pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'[{"text": "a"}', r"invalid JSON: no '\]' where one is needed"),
-        (b'[{"text": "a"} {"text": "b"}]', r"invalid JSON: no '\]' where one is needed"),
+        (b'[{"text": "a"}', r"invalid JSON: '\]' is missing"),
+        (b'[{"text": "a"} {"text": "b"}]', r"invalid JSON: '\]' is missing"),
         (b'[{"text": "a"},', "invalid JSON in element 2: "),
         (b'[{"text": "a}]', "invalid JSON in element 1: Unterminated string"),
-        (b'[{"text": "a"}] x', "something after the array's end"),
+        (b'[{"text": "a"}] x', "text after the end of the array"),
         (b'[{"text": "\xff"}]', "invalid UTF-8"),
         (b"[" * 100_000, "JSON nested too deeply, in element 1"),
     ],
 )
 def test_a_broken_array_is_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "array.json").write_bytes(content)
-    with pytest.raises(UserError, match=rf"array\.json: found {reason}.*; allowed: one array of objects, or an object a line; fix: write the file again"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"array\.json: found {reason}.*; allowed: one array of objects, or one object per "
+            rf"line;"
+            r" fix: write the file again"
+        ),
+    ):
         read(tmp_path / "array.json")
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_what_is_no_json_costs_a_row_only_in_a_column_that_is_read(tmp_path: Path, name: str, number: str) -> None:
+def test_what_is_no_json_costs_a_row_only_in_a_column_that_is_read(
+    tmp_path: Path, name: str, number: str
+) -> None:
     row = f'{{"text": "a", "score": {number}}}'
     (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else row)
     assert [row.value for row in rows(find(tmp_path / name), ("text",))] == [{"text": "a"}]  # type: ignore[union-attr]
@@ -83,40 +121,75 @@ def test_what_is_no_json_costs_a_row_only_in_a_column_that_is_read(tmp_path: Pat
     assert bad.reason.startswith("invalid JSON: ")
 
 
-def test_csv_rows_are_named_by_their_header_and_have_the_line_where_they_begin(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_bytes('\ufeffid,text\r\n1,"zwölf, ""two""\nlines"\r\n\n2\n3,\xe9\n4,"x" y\n5,12\n'.encode().replace("\xe9".encode(), b"\xe9"))
+def test_csv_rows_are_named_by_their_header_and_have_the_line_where_they_begin(
+    tmp_path: Path,
+) -> None:
+    text = '\ufeffid,text\r\n1,"zwölf, ""two""\nlines"\r\n\n2\n3,\xe9\n4,"x" y\n5,12\n'
+    content = text.encode().replace("\xe9".encode(), b"\xe9")
+    (tmp_path / "rows.csv").write_bytes(content)
     found = read(tmp_path / "rows.csv")
-    assert [(row.line, row.value) for row in found if isinstance(row, Row)] == [(2, {"id": "1", "text": 'zwölf, "two"\nlines'}), (8, {"id": "5", "text": "12"})]
+    assert [(row.line, row.value) for row in found if isinstance(row, TextRow)] == [
+        (2, {"id": "1", "text": 'zwölf, "two"\nlines'}),
+        (8, {"id": "5", "text": "12"}),
+    ]
     bad = {row.line: row.reason for row in found if isinstance(row, BadRow)}
     assert (bad[5], bad[6]) == ("1 fields, where the header has 2", "invalid UTF-8")
     assert bad[7].startswith("invalid CSV: ")
     (tmp_path / "rows.tsv").write_text('text\n"open')
-    assert [str(row).partition(": ")[2] for row in read(tmp_path / "rows.tsv")] == ["invalid CSV: unexpected end of data"]
+    assert [str(row).partition(": ")[2] for row in read(tmp_path / "rows.tsv")] == [
+        "invalid CSV: unexpected end of data"
+    ]
     (tmp_path / "rows.tsv").write_text("text\tid\na,b\tc\n" + "x" * 200_000 + "\td\n")
-    assert [row.value["text"] for row in read(tmp_path / "rows.tsv") if isinstance(row, Row) and isinstance(row.value, dict)] == ["a,b", "x" * 200_000]
+    assert [
+        row.value["text"]
+        for row in read(tmp_path / "rows.tsv")
+        if isinstance(row, TextRow) and isinstance(row.value, dict)
+    ] == ["a,b", "x" * 200_000]
     (tmp_path / "rows.csv").write_bytes("text\n".encode("utf-16"))
-    with pytest.raises(UserError, match=r"rows\.csv: found invalid UTF-8 in the header; allowed: CSV in UTF-8"):
+    with pytest.raises(
+        UserError, match=r"rows\.csv: found invalid UTF-8 in the header; allowed: CSV in UTF-8"
+    ):
         read(tmp_path / "rows.csv")
 
 
 @pytest.mark.parametrize(("ending", "codec"), COMPRESSIONS.items())
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.JSON", "rows.csv", "text.txt"])
-def test_a_compressed_file_is_read_as_what_it_holds(tmp_path: Path, name: str, ending: str, codec: str) -> None:
+def test_a_compressed_file_is_read_as_what_it_holds(
+    tmp_path: Path, name: str, ending: str, codec: str
+) -> None:
     array = json.dumps([{"text": "zwölf"}, {"text": "b"}])
-    content = {"rows.jsonl": '{"text": "zwölf"}\n{"text": "b"}', "rows.JSON": array, "rows.csv": "text\nzwölf\nb\n", "text.txt": "zwölf\nb\n"}[name]
+    content = {
+        "rows.jsonl": '{"text": "zwölf"}\n{"text": "b"}',
+        "rows.JSON": array,
+        "rows.csv": "text\nzwölf\nb\n",
+        "text.txt": "zwölf\nb\n",
+    }[name]
     (tmp_path / name).write_text(content, encoding="utf-8")
     path = tmp_path / f"{name}{ending.upper()}"
     with pyarrow.CompressedOutputStream(str(path), codec) as stream:
         stream.write(content.encode())
-    assert [row.value for row in read(path) if isinstance(row, Row)] == [row.value for row in read(tmp_path / name) if isinstance(row, Row)]
+    assert [row.value for row in read(path) if isinstance(row, TextRow)] == [
+        row.value for row in read(tmp_path / name) if isinstance(row, TextRow)
+    ]
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(UserError, match=rf"found truncated compressed stream; allowed: a whole {codec} file; fix: compress it again"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"found truncated compressed stream; allowed: a complete {codec} file; fix:"
+            r" compress it again"
+        ),
+    ):
         read(path)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_tables_give_the_same_rows_as_jsonl(tmp_path: Path, suffix: str) -> None:
-    table = pyarrow.table({"messages": [[{"role": "user", "content": str(i)}] for i in range(3000)], "score": range(3000)})
+    table = pyarrow.table(
+        {
+            "messages": [[{"role": "user", "content": str(i)}] for i in range(3000)],
+            "score": range(3000),
+        }
+    )
     path = tmp_path / f"rows.{suffix}"
     if suffix == "parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=700)
@@ -125,8 +198,12 @@ def test_tables_give_the_same_rows_as_jsonl(tmp_path: Path, suffix: str) -> None
             stream.write_table(table)
     found = read(path)
     assert [row.line for row in found] == list(range(1, 3001))
-    assert found[2345] == Row(path, 2346, {"messages": [{"role": "user", "content": "2345"}], "score": 2345})
-    assert list(rows(find(path), ("messages",)))[7] == Row(path, 8, {"messages": [{"role": "user", "content": "7"}]})
+    assert found[2345] == TextRow(
+        path, 2346, {"messages": [{"role": "user", "content": "2345"}], "score": 2345}
+    )
+    assert list(rows(find(path), ("messages",)))[7] == TextRow(
+        path, 8, {"messages": [{"role": "user", "content": "7"}]}
+    )
 
 
 def test_an_arrow_file_is_read_like_a_stream(tmp_path: Path) -> None:
@@ -134,24 +211,40 @@ def test_an_arrow_file_is_read_like_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "rows.arrow"
     with pyarrow.ipc.new_file(path, table.schema) as stream:
         stream.write_table(table)
-    assert read(path) == [Row(path, 1, {"text": "a"}), Row(path, 2, {"text": "b"})]
+    assert read(path) == [TextRow(path, 1, {"text": "a"}), TextRow(path, 2, {"text": "b"})]
 
 
 def test_text_that_is_not_utf8_is_a_bad_row_of_its_table(tmp_path: Path) -> None:
     column = pyarrow.Array.from_buffers(
-        pyarrow.string(), 3, [None, pyarrow.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])), pyarrow.py_buffer(b"a\xffb")]
+        pyarrow.string(),
+        3,
+        [
+            None,
+            pyarrow.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])),
+            pyarrow.py_buffer(b"a\xffb"),
+        ],
     )
     path = tmp_path / "rows.arrow"
     with pyarrow.ipc.new_stream(path, pyarrow.schema({"text": pyarrow.string()})) as stream:
         stream.write_batch(pyarrow.record_batch({"text": column}))
-    assert read(path) == [Row(path, 1, {"text": "a"}), BadRow(path, 2, "invalid UTF-8"), Row(path, 3, {"text": "b"})]
+    assert read(path) == [
+        TextRow(path, 1, {"text": "a"}),
+        BadRow(path, 2, "invalid UTF-8"),
+        TextRow(path, 3, {"text": "b"}),
+    ]
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"ARROW1\0\0", b"nonsense" * 100])
 def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{name}: found something else or damaged \(.*allowed: an? (Parquet file|Arrow stream or file); fix: "):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"{name}: found another format, or a damaged file \(.*allowed: an? (Parquet file|"
+            r"Arrow stream or file); fix: "
+        ),
+    ):
         read(tmp_path / name)
 
 
@@ -162,12 +255,16 @@ def test_a_file_that_goes_away_is_one_line(jsonl: Callable[..., Path]) -> None:
         list(rows(source))
 
 
-@pytest.mark.parametrize("line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line"])
-def test_a_long_text_comes_in_pieces_that_make_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line"]
+)
+def test_a_long_text_comes_in_pieces_that_make_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     monkeypatch.setattr(formats, "_PIECE_BYTES", 50)
     path = tmp_path / "text.txt"
     path.write_text(line * 100, encoding="utf-8")
-    found = [row for row in read(path) if isinstance(row, Row)]
+    found = [row for row in read(path) if isinstance(row, TextRow)]
     pieces = [row.value for row in found if isinstance(row.value, bytes)]
     assert "".join(piece.decode() for piece in pieces) == line * 100
     assert len(pieces) > 5
@@ -176,7 +273,9 @@ def test_a_long_text_comes_in_pieces_that_make_it_up(tmp_path: Path, monkeypatch
         assert row.line == 1 + b"".join(pieces[:index]).count(b"\n")
 
 
-def test_a_text_that_is_not_utf8_is_one_bad_row_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_not_utf8_is_one_bad_row_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "_PIECE_BYTES", 7)
     path = tmp_path / "text.txt"
     path.write_bytes("zwölf\n".encode() * 5 + b"\xff\n" + b"x\n" * 20)

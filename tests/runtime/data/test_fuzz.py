@@ -1,4 +1,5 @@
-"""Readers against whatever may stand in a file: rows, bad rows or a UserError of one line, never another exception, never without end.
+"""Readers against whatever may stand in a file: rows, bad rows or a UserError of one line, never
+another exception, never without end.
 
 300 cases each time, 5,000 nightly.
 """
@@ -17,17 +18,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.runtime.data.columns import LAYOUTS, Unusable, extract, recognise
-from megatrain.runtime.data.formats import BadRow, Row, rows
+from megatrain.runtime.data.columns import LAYOUTS, Unusable, extract, recognize
+from megatrain.runtime.data.formats import BadRow, TextRow, rows
 from megatrain.runtime.data.sources import find
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
-_KEYS = ["text", "prompt", "completion", "messages", "conversations", "instruction", "input", "output", "system", "role", "content", "from", "value"]
+_KEYS = [
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "role",
+    "content",
+    "from",
+    "value",
+]
 _WORDS = ["user", "assistant", "human", "gpt", "tool", "bot", "", "ö🙂", "\ud800", "\0"]
-_SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(_WORDS) | st.text(max_size=5)
-_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4), max_leaves=6)
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(_WORDS)
+    | st.text(max_size=5)
+)
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4)
+    ),
+    max_leaves=6,
+)
 _TABLE = pyarrow.table(
-    {"messages": [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "ä" * number}] for number in range(20)], "text": ["t"] * 20}
+    {
+        "messages": [
+            [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ä" * number}]
+            for number in range(20)
+        ],
+        "text": ["t"] * 20,
+    }
 )
 
 
@@ -54,13 +88,25 @@ def _damaged(whole: bytes) -> st.SearchStrategy[bytes]:
         return bytes(content)
 
     places = st.integers(0, len(whole) - 1)
-    return places.map(lambda at: whole[:at]) | st.lists(st.tuples(places, st.integers(0, 255)), max_size=4).map(overwrite)
+    return places.map(lambda at: whole[:at]) | st.lists(
+        st.tuples(places, st.integers(0, 255)), max_size=4
+    ).map(overwrite)
 
 
-_LINES = st.lists(_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=20), max_size=3).map(b"\n".join)
+_LINES = st.lists(
+    _VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=20), max_size=3
+).map(b"\n".join)
 CONTENTS = {
-    ".jsonl": _LINES | _damaged(b'{"text": "w\xc3\xb6rter"}\n{"messages": [{"role": "user", "content": "q"}]}\n' * 3),
-    ".json": _VALUES.map(lambda value: json.dumps([value] * 3).encode()) | _damaged(b' [{"text": "w\xc3\xb6rter"}, {"text": [1, {}]}, NaN,\n null]'),
+    ".jsonl": (
+        _LINES
+        | _damaged(
+            b'{"text": "w\xc3\xb6rter"}\n{"messages": [{"role": "user", "content": "q"}]}\n' * 3
+        )
+    ),
+    ".json": (
+        _VALUES.map(lambda value: json.dumps([value] * 3).encode())
+        | _damaged(b' [{"text": "w\xc3\xb6rter"}, {"text": [1, {}]}, NaN,\n null]')
+    ),
     ".csv": _LINES | _damaged('id,text\n1,"zwölf, ""\n"\n2,b\n'.encode()),
     ".txt": st.binary(max_size=200) | _damaged("zwölf\n🙂 Wörter\n".encode() * 20),
     ".parquet": _damaged(_parquet()),
@@ -87,12 +133,14 @@ def check(path: Path, content: bytes) -> None:
             extracted(row.value)
         else:
             row.value.decode()
-    assert path.suffix != ".txt" or b"".join(row.value for row in found if isinstance(row, Row) and isinstance(row.value, bytes)) in (content, b"")
+    assert path.suffix != ".txt" or b"".join(
+        row.value for row in found if isinstance(row, TextRow) and isinstance(row.value, bytes)
+    ) in (content, b"")
 
 
 def extracted(row: dict) -> None:
-    """By the layout that would be recognised, and by all others."""
-    for layout in (recognise(row), *LAYOUTS):
+    """By the layout that would be recognized, and by all others."""
+    for layout in (recognize(row), *LAYOUTS):
         if layout:
             with contextlib.suppress(Unusable):
                 assert extract(row, layout) is not None

@@ -1,4 +1,6 @@
-"""LongText: a text in overlapping windows has the ids of the text at once, whatever the tokenizer and wherever windows end; and memory stays bounded."""
+"""LongText: a text in overlapping windows has the ids of the text at once, whatever the tokenizer
+and wherever windows end; and memory stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,53 @@ from transformers import PreTrainedTokenizerFast
 from megatrain.runtime.data import in_batches, long_text
 from megatrain.runtime.data.long_text import LongText, Piece
 
-WORDS = ["hello", "world", "the", "others", "übergröße", "数据模型", "don't", "1234567", "🙂👍🏽", "e\u0301\u0323e", "x", "==", "--", ","]
+WORDS = [
+    "hello",
+    "world",
+    "the",
+    "others",
+    "übergröße",
+    "数据模型",
+    "don't",
+    "1234567",
+    "🙂👍🏽",
+    "e\u0301\u0323e",
+    "x",
+    "==",
+    "--",
+    ",",
+]
 BLANKS = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", " " * 40, ""]
 SPECIAL = ["<s>", "<cut>", "<r>"]
-TRAINED = [" ".join(WORDS), "\n".join(WORDS * 3), "hello the  world\n\n  others  数据", "the,the,the x x == --"] * 20
-LLAMA3 = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TRAINED = [
+    " ".join(WORDS),
+    "\n".join(WORDS * 3),
+    "hello the  world\n\n  others  数据",
+    "the,the,the x x == --",
+] * 20
+LLAMA3 = (
+    r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def trained(tokenizer: Tokenizer, trainer: Any) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(TRAINED, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
-    fast.add_tokens([AddedToken("<s>"), AddedToken("<cut>", lstrip=True), AddedToken("<r>", rstrip=True, normalized=False)])
+    fast.add_tokens(
+        [
+            AddedToken("<s>"),
+            AddedToken("<cut>", lstrip=True),
+            AddedToken("<r>", rstrip=True, normalized=False),
+        ]
+    )
     return fast
 
 
 def bpe(vocabulary: int = 330, **given: Any) -> Any:
-    return trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<unk>", "</s>"], show_progress=False, **given)
+    return trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=["<unk>", "</s>"], show_progress=False, **given
+    )
 
 
 def byte_level(normalizer: Any, pre_tokenizer: Any) -> PreTrainedTokenizerFast:
@@ -52,21 +85,38 @@ def metaspace(scheme: str, *, split: bool = True) -> PreTrainedTokenizerFast:
 def llama2() -> PreTrainedTokenizerFast:
     """Blanks are written as ▁ by the normaliser, and nothing is split: a whole text is one word."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return trained(tokenizer, bpe(400, initial_alphabet=["▁"]))
 
 
 def unigram() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    return trained(tokenizer, trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False))
+    return trained(
+        tokenizer,
+        trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+        ),
+    )
 
 
 def word_piece() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    return trained(tokenizer, trainers.WordPieceTrainer(vocab_size=100, special_tokens=["<unk>", "</s>"], show_progress=False))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    return trained(
+        tokenizer,
+        trainers.WordPieceTrainer(
+            vocab_size=100, special_tokens=["<unk>", "</s>"], show_progress=False
+        ),
+    )
 
 
 KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
@@ -74,7 +124,12 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "gpt2 with a blank": lambda: byte_level(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "llama3": lambda: byte_level(
         normalizers.NFC(),
-        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
     ),
     "metaspace always": lambda: metaspace("always"),
     "metaspace first": lambda: metaspace("first"),
@@ -98,7 +153,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_batches, "BATCH_SIZE", 400)
 
 
-def pieces(tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int] | None = None) -> list[Piece]:
+def pieces(
+    tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int] | None = None
+) -> list[Piece]:
     """Of the text given in parts of these sizes."""
 
     def parts() -> Iterator[tuple[str, bool]]:
@@ -119,28 +176,43 @@ def at_once(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-TEXTS = st.lists(st.tuples(st.sampled_from([*WORDS, *WORDS, *SPECIAL]), st.sampled_from(BLANKS)).map("".join), min_size=20, max_size=60).map(
-    lambda found: "".join(found) * 4
-)
+TEXTS = st.lists(
+    st.tuples(st.sampled_from([*WORDS, *WORDS, *SPECIAL]), st.sampled_from(BLANKS)).map("".join),
+    min_size=20,
+    max_size=60,
+).map(lambda found: "".join(found) * 4)
 
 
 @pytest.mark.usefixtures("small")
 @settings(max_examples=10)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
-def test_windows_have_the_ids_of_the_text_at_once(tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]) -> None:
+def test_windows_have_the_ids_of_the_text_at_once(
+    tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]
+) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
 
 
 @pytest.mark.usefixtures("small")
 @settings(max_examples=10, deadline=None)
 @given(text=TEXTS, places=st.lists(st.integers(0, 500), min_size=1, max_size=5))
-def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(tokenizer: PreTrainedTokenizerFast, text: str, places: list[int]) -> None:
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(
+    tokenizer: PreTrainedTokenizerFast, text: str, places: list[int]
+) -> None:
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
     found = pieces(tokenizer, text)
     for begin in places:
         for end in (begin + 1, begin + 70):
-            ours = [np.isin(np.arange(len(piece.ids)), np.arange(len(piece.ids))[piece.between(begin, end)]) for piece in found]
-            assert np.concatenate(ours).tolist() == [first < end and last > begin for first, last in offsets]
+            ours = [
+                np.isin(
+                    np.arange(len(piece.ids)), np.arange(len(piece.ids))[piece.between(begin, end)]
+                )
+                for piece in found
+            ]
+            assert np.concatenate(ours).tolist() == [
+                first < end and last > begin for first, last in offsets
+            ]
 
 
 @pytest.mark.nightly
@@ -148,12 +220,24 @@ def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(tokenizer:
 @pytest.mark.usefixtures("small")
 @settings(max_examples=500, deadline=None)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
-def test_windows_have_the_ids_of_the_text_at_once_500_times(tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]) -> None:
+def test_windows_have_the_ids_of_the_text_at_once_500_times(
+    tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]
+) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
 
 
-@pytest.mark.parametrize("text", ["hello the world\n", "the others, don't. ", "hello  \n\n  world", "e\u0301hello 数据, 1234567 the"])
-def test_a_text_is_cut(tokenizer: PreTrainedTokenizerFast, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello the world\n",
+        "the others, don't. ",
+        "hello  \n\n  world",
+        "e\u0301hello 数据, 1234567 the",
+    ],
+)
+def test_a_text_is_cut(
+    tokenizer: PreTrainedTokenizerFast, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(long_text, "_WINDOW", 2**14)
     text *= 4 * long_text._WINDOW // len(text)
     found = pieces(tokenizer, text)
@@ -164,8 +248,27 @@ def test_a_text_is_cut(tokenizer: PreTrainedTokenizerFast, text: str, monkeypatc
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("text", ["数据模型", "1", "12", " ", "a", "=", "\n", "e\u0301", "\u0301", "🙂", "<s>", "<cut> ", "<r> "])
-def test_one_thing_without_end_has_the_ids_of_the_text_at_once(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "数据模型",
+        "1",
+        "12",
+        " ",
+        "a",
+        "=",
+        "\n",
+        "e\u0301",
+        "\u0301",
+        "🙂",
+        "<s>",
+        "<cut> ",
+        "<r> ",
+    ],
+)
+def test_one_thing_without_end_has_the_ids_of_the_text_at_once(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
     for begin in ("", "the x ", "the"):
         whole = begin + text * (1000 // len(text))
         assert ids(pieces(tokenizer, whole)) == at_once(tokenizer, whole)
@@ -188,7 +291,12 @@ def test_windows_that_do_not_meet_become_one(monkeypatch: pytest.MonkeyPatch) ->
 
     def careless(self: LongText, *given: Any, **options: Any) -> Any:
         cut = made(self, *given, **options)
-        return cut and long_text._Cut(left=cut.left, right=cut.right, left_ids=cut.left_ids, right_ids=[*cut.right_ids[:-1], 1])
+        return cut and long_text._Cut(
+            left=cut.left,
+            right=cut.right,
+            left_ids=cut.left_ids,
+            right_ids=[*cut.right_ids[:-1], 1],
+        )
 
     monkeypatch.setattr(LongText, "_at", careless)
     (piece,) = pieces(tokenizer, "hello the world\n" * 100)
@@ -196,8 +304,18 @@ def test_windows_that_do_not_meet_become_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_other_things_stand_where_they_stood() -> None:
-    found = list(LongText(KINDS["gpt2"]()).encode([("the", True), 1, ("", True), ("x", False), (" x", True), 2]))
-    assert [item if isinstance(item, int) else (item.first, item.last) for item in found] == [(True, True), 1, (True, True), (True, True), 2]
+    found = list(
+        LongText(KINDS["gpt2"]()).encode(
+            [("the", True), 1, ("", True), ("x", False), (" x", True), 2]
+        )
+    )
+    assert [item if isinstance(item, int) else (item.first, item.last) for item in found] == [
+        (True, True),
+        1,
+        (True, True),
+        (True, True),
+        2,
+    ]
     assert LongText(KINDS["gpt2"]()).whole(["the", "", "x"])[1].tolist() == []
 
 
@@ -222,18 +340,41 @@ print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "begin", "end", "limit"),
-    [("text", '{"text": "', '"}', 4), ("messages", '{"messages": [{"role": "user", "content": "', '"}, {"role": "assistant", "content": "the end"}]}', 16)],
+    [
+        ("text", '{"text": "', '"}', 4),
+        (
+            "messages",
+            '{"messages": [{"role": "user", "content": "',
+            '"}, {"role": "assistant", "content": "the end"}]}',
+            16,
+        ),
+    ],
 )
-def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(tokenizer_folder: Callable[..., Path], tmp_path: Path, name: str, begin: str, end: str, limit: int) -> None:
-    """Beyond the memory of a row of 8 MB, which fills every batch. A conversation is in memory as its row, its messages, and its text with and without marks."""
+def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
+    tokenizer_folder: Callable[..., Path],
+    tmp_path: Path,
+    name: str,
+    begin: str,
+    end: str,
+    limit: int,
+) -> None:
+    """Beyond the memory of a row of 8 MB, which fills every batch. A conversation is in memory as
+    its row, its messages, and its text with and without marks.
+    """
     for file_name, count in (("short", 2**19), ("long", 2**22)):
         with (tmp_path / f"{file_name}.jsonl").open("w") as file:
             file.write(begin)
             for _ in range(count // 2**16):
                 file.write("hello the world " * 2**16)
             file.write(end + "\n")
-    paths = [str(tokenizer_folder("unmarked")), str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")]
-    outcome = subprocess.run([sys.executable, "-c", _MEASURE, *paths, name], capture_output=True, text=True, check=True)
+    paths = [
+        str(tokenizer_folder("unmarked")),
+        str(tmp_path / "short.jsonl"),
+        str(tmp_path / "long.jsonl"),
+    ]
+    outcome = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *paths, name], capture_output=True, text=True, check=True
+    )
     count, grown_kib = json.loads(outcome.stdout)
     assert count > 1e7
     assert grown_kib * 1024 < limit * (tmp_path / "long.jsonl").stat().st_size

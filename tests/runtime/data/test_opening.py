@@ -13,80 +13,129 @@ import pyarrow.parquet
 import pytest
 from small_rows import BOTTOM, CHAT, same
 
-from megatrain.runtime.data import DataOptions
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.files import convert
-from megatrain.simulator.workload import Workload
+from megatrain.runtime.data.options import DataOptions
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert
+from megatrain.simulator.model.workload import Workload
 
 Folder = Callable[..., Path]
 
 
 def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Folder) -> None:
-    rows = [{"messages": CHAT}] * 20 + ["{", {"messages": []}, {"text": "no"}, "[]", {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 60}]}]
+    rows = [{"messages": CHAT}] * 20 + [
+        "{",
+        {"messages": []},
+        {"text": "no"},
+        "[]",
+        {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 60}]},
+    ]
     path = jsonl(rows)
     corpus, evaluation, notes = opened(path)
     assert evaluation is None
     assert corpus.truncated_documents == 1
     text = "\n".join(notes)
     assert f"data {path}: jsonl, 1 file" in text
-    assert "recognised: messages, chat template of the tokenizer, loss on all assistant turns, found by its generation markers" in text
+    assert (
+        "recognized: messages, chat template of the tokenizer, loss on all assistant turns, found"
+        " by its generation markers" in text
+    )
     assert "25 rows, 21 documents, " in text
-    assert "tokenised now, and cached" in text
+    assert "tokenized now, and cached" in text
     assert f"4 bad rows left out, the first of each kind: {path}:21: invalid JSON: " in text
     assert (
-        f"; {path}:22: `messages` is not a list of messages; {path}:23: `messages` is not a list of messages; the row has the columns of text; {path}:24: a list, not an object"
-        in text
+        f"; {path}:22: `messages` is not a list of messages; {path}:23: `messages` is not a list of"
+        f" messages; the row has the columns of text; {path}:24: a list, not an object" in text
     )
     assert "training: 21 documents, " in text
     assert "% padding; 1 document truncated by " in text
 
 
-def test_bad_rows_are_counted_by_what_is_wrong_with_them(opened: Callable[..., Any], jsonl: Folder) -> None:
-    wrong = [{"messages": [CHAT[0], {"role": name, "content": "a"}]} for name in ("bot", "robot")] + [{"messages": CHAT[:1]}] * 3
-    rows = [{"messages": CHAT}] * 30 + wrong + [{"messages": [{"role": "user", "content": number}, CHAT[1]]} for number in range(4)]
+def test_bad_rows_are_counted_by_what_is_wrong_with_them(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
+    wrong = [
+        {"messages": [CHAT[0], {"role": name, "content": "a"}]} for name in ("bot", "robot")
+    ] + [{"messages": CHAT[:1]}] * 3
+    rows = (
+        [{"messages": CHAT}] * 30
+        + wrong
+        + [{"messages": [{"role": "user", "content": number}, CHAT[1]]} for number in range(4)]
+    )
     path = jsonl(rows)
     for _ in range(2):  # the second time from the cache
         note = opened(path)[2][3]
-        assert note.startswith(f"9 bad rows left out, the first of each kind: {path}:31: message 2 of `messages` has the unknown role 'bot'; known: ")
-        assert f" (and 1 more like it); {path}:33: no assistant turn in `messages` (and 2 more like it); {path}:36: message 1 of `messages`: " in note
+        assert note.startswith(
+            f"9 bad rows left out, the first of each kind: {path}:31: message 2 of `messages` has"
+            " the unknown role 'bot'; known: "
+        )
+        assert (
+            f" (and 1 more like it); {path}:33: no assistant turn in `messages` (and 2 more like"
+            f" it); {path}:36: message 1 of `messages`: " in note
+        )
         assert note.endswith("`content` is not a string (and 3 more like it)")
 
 
-def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(opened: Callable[..., Any], jsonl: Folder) -> None:
+def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
     called = {**CHAT[1], "tool_calls": [{"function": {"name": "weather"}}]}
     path = jsonl([*[{"messages": CHAT}] * 20, {"messages": [CHAT[0], called]}])
     _, _, notes = opened(path, template="unmarked")
-    assert notes[3].endswith(f"{path}:21: the chat template writes no tool calls: it does not mention `tool_calls`")
-    with pytest.raises(UserError, match=r"bad row .*:21: found the chat template writes no tool calls"):
+    assert notes[3].endswith(
+        f"{path}:21: the chat template writes no tool calls: it does not mention `tool_calls`"
+    )
+    with pytest.raises(
+        UserError, match=r"bad row .*:21: found the chat template writes no tool calls"
+    ):
         opened(path, template="unmarked", strict=True)
     with pytest.raises(
-        UserError, match=r"found no row that can be used, the first .*:1: the chat template writes no tool calls: it does not mention `tool_calls`"
+        UserError,
+        match=(
+            r"found no row that can be used, the first .*:1: the chat template writes no tool"
+            r" calls: it does not mention `tool_calls`"
+        ),
     ):
         opened(jsonl([{"messages": [CHAT[0], called]}]), template="unmarked")
 
 
-def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
     path, template = jsonl([{"messages": CHAT}] * 20), tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
     counts = set()
     for name in ("unmarked", None):  # whether or not the tokenizer has one
         corpus, _, notes = opened(path, template=name, chat_template=str(template))
-        assert f"recognised: messages, chat template {template}, loss on all assistant turns" in notes[1]
+        assert (
+            f"recognized: messages, chat template {template}, loss on all assistant turns"
+            in notes[1]
+        )
         counts.add(corpus.tokens)
     assert len(counts) == 1
     template.write_text("{% for m in messages %}{{ m.content }}!<|end|>{% endfor %}")
     corpus, _, notes = opened(path, chat_template=str(template))
-    assert "tokenised now" in notes[2]
+    assert "tokenized now" in notes[2]
     assert {corpus.tokens - 20 * 2} == counts  # another token in each message
     template.write_text("{% for m in messages %}{{ m.content } }{% endfor %}")
-    with pytest.raises(UserError, match=r"chat template .*own\.jinja: found .* \(line 1\); allowed: a Jinja template"):
+    with pytest.raises(
+        UserError,
+        match=r"chat template .*own\.jinja: found .* \(line 1\); allowed: a Jinja template",
+    ):
         opened(path, chat_template=str(template))
     with pytest.raises(UserError, match=r"none\.jinja"):
         opened(path, chat_template=str(tmp_path / "none.jinja"))
 
 
-def test_strict_stops_at_the_first_bad_row(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"bad row .*rows\.jsonl:21: found `text` is not a string; allowed: rows that can be used; fix: correct it, or run"):
+def test_strict_stops_at_the_first_bad_row(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=(
+            r"bad row .*rows\.jsonl:21: found `text` is not a string; allowed: rows that can be"
+            r" used; fix: correct the row, or run"
+        ),
+    ):
         opened(jsonl([*BOTTOM[:20], {"text": 3}, *BOTTOM]), strict=True)
     assert list((tmp_path / "cache").iterdir()) == []
     with pytest.raises(UserError, match=r"rows\.jsonl:1: found invalid JSON"):
@@ -100,59 +149,119 @@ def test_strict_stops_at_the_first_bad_row(opened: Callable[..., Any], jsonl: Fo
         (["", ""], "found no rows"),
         ([{"text": ""}], "found no text"),
         (["{"], r"found no row that can be read, the first .*rows\.jsonl:1: invalid JSON"),
-        ([{"text": 3}, {"text": 4}], r"found no row that can be used, the first .*rows\.jsonl:1: `text` is not a string"),
+        (
+            [{"text": 3}, {"text": 4}],
+            r"found no row that can be used, the first .*rows\.jsonl:1: `text` is not a string",
+        ),
         ([{"messages": CHAT[:1]}], "the first .*:1: no assistant turn in `messages`"),
-        ([{"question": "q", "answer": "a"}, {"id": 3}], r"columns: found answer, id, question; allowed: messages: messages; .*text: text; fix: rename"),
-        ([{"text": "hello"}], "found 2 tokens; allowed: at least the 96 of one step; fix: give more text, or a smaller batch or sequence"),
+        (
+            [{"question": "q", "answer": "a"}, {"id": 3}],
+            (
+                r"columns: found answer, id, question; allowed: messages: messages; .*text: text;"
+                r" fix: rename"
+            ),
+        ),
+        (
+            [{"text": "hello"}],
+            (
+                "found 2 tokens; allowed: at least the 96 of one step; fix: give more text, or a"
+                " smaller batch or sequence"
+            ),
+        ),
     ],
 )
-def test_nothing_to_train_on_is_one_line(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path, rows: list, reason: str) -> None:
+def test_nothing_to_train_on_is_one_line(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path, rows: list, reason: str
+) -> None:
     with pytest.raises(UserError, match=reason) as error:
         opened(jsonl(rows))
     assert "\n" not in str(error.value)
     assert not any(file.name.startswith(".") for file in (tmp_path / "cache").glob("*"))
 
 
-def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "text.txt").write_text("hello world " * 20)
-    corpus, _, notes = opened(tmp_path / "text.txt", folder=tmp_path / "model", packing="plain", vocabulary=257)
-    assert notes[1] == "text as bytes, at most 67,108,864 of them: the model's folder has no tokenizer"
+    corpus, _, notes = opened(
+        tmp_path / "text.txt", folder=tmp_path / "model", packing="plain", vocabulary=257
+    )
+    assert (
+        notes[1]
+        == "text is read as bytes, at most 67,108,864, because the model's folder has no tokenizer"
+    )
     assert corpus.step(1)[0].documents is None
     assert int(corpus.step(1)[0].ids.max()) <= 256
-    with pytest.raises(UserError, match=rf"^tokenizer {tmp_path}/model: found none; allowed: one in the model's folder, for jsonl data; fix: copy"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"^tokenizer {tmp_path}/model: found none; allowed: one in the model's folder, for"
+            r" jsonl data; fix: copy"
+        ),
+    ):
         opened(jsonl([{"messages": CHAT}]), folder=tmp_path / "model")
 
 
-def test_a_vocabulary_smaller_than_an_id_is_refused_from_the_cache_too(opened: Callable[..., Any], jsonl: Folder) -> None:
+def test_a_vocabulary_smaller_than_an_id_is_refused_from_the_cache_too(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
     path = jsonl(BOTTOM)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"model: vocabulary, for data .*: found 200; allowed: >= 2\d\d, the tokens' largest id \+ 1"):
+        with pytest.raises(
+            UserError,
+            match=(
+                r"model: vocabulary, for data .*: found 200; allowed: >= 2\d\d, the largest token"
+                r" id \+ 1"
+            ),
+        ):
             opened(path, vocabulary=200)
     opened(path)
 
 
-def test_every_kind_of_file_gives_the_same_batches(opened: Callable[..., Any], jsonl: Folder, tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_same_batches(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
     (tmp_path / "saved").mkdir()
     table = pyarrow.Table.from_pylist(BOTTOM)
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pyarrow.ipc.new_stream(tmp_path / "saved" / "data: arrow", table.schema) as stream:
         stream.write_table(table)
     (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data: arrow"}]}')
-    corpora = [opened(path)[0] for path in (jsonl(BOTTOM), tmp_path / "rows.parquet", tmp_path / "saved")]
+    corpora = [
+        opened(path)[0] for path in (jsonl(BOTTOM), tmp_path / "rows.parquet", tmp_path / "saved")
+    ]
     assert same(corpora[0].step(3), corpora[1].step(3))
     assert same(corpora[0].step(3), corpora[2].step(3))
 
 
-def test_rows_with_the_columns_of_another_layout_are_counted(opened: Callable[..., Any], jsonl: Folder) -> None:
-    path = jsonl([*BOTTOM, {"messages": CHAT}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}, {"other": 1}])
+def test_rows_with_the_columns_of_another_layout_are_counted(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
+    path = jsonl(
+        [
+            *BOTTOM,
+            {"messages": CHAT},
+            {"messages": CHAT},
+            {"prompt": "a", "completion": "b"},
+            {"other": 1},
+        ]
+    )
     for _ in range(2):  # from the cache too
         notes = opened(path)[2]
-        assert f"4 bad rows left out, the first of each kind: {path}:51: no `text`; the row has the columns of messages (and 1 more like it); " in "\n".join(
-            notes
+        assert (
+            f"4 bad rows left out, the first of each kind: {path}:51: no `text`; the row has the"
+            " columns of messages (and 1 more like it); " in "\n".join(notes)
         )
-        assert "2 of these have the columns of messages: the first rows decide how all are read, or --columns does" in notes
-        assert "1 of these have the columns of prompt/completion: the first rows decide how all are read, or --columns does" in notes
+        assert (
+            "2 of these have the columns of messages; all rows are read with the layout of the "
+            "first"
+            " rows, or with that of --columns" in notes
+        )
+        assert (
+            "1 of these have the columns of prompt/completion; all rows are read with the layout of"
+            " the first rows, or with that of --columns" in notes
+        )
 
 
 def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) -> None:
@@ -162,24 +271,41 @@ def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) ->
     (tmp_path / "texts" / "bad.txt").write_bytes(b"\xff")
     (tmp_path / "texts" / "empty.txt").touch()
     corpus, _, notes = opened(tmp_path / "texts", work=Workload(batch=1, sequence=48))
-    assert notes[1] == "recognised: text, loss on every token"
+    assert notes[1] == "recognized: text, loss on every token"
     assert notes[2].startswith("42 rows, 1 without text, 40 documents, ")
     assert "1 bad row left out, the first of each kind: " in notes[3]
     batches = [corpus.step(number)[0] for number in range(1, corpus.rows + 1)]
-    assert sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40  # each ends
+    assert (
+        sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40
+    )  # each ends
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"evaluation_fraction": 0.1, "evaluation_split": "test"}, "data: evaluation: found more than one of"),
-        ({"packing": "tight"}, "data: packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'"),
+        (
+            {"evaluation_fraction": 0.1, "evaluation_split": "test"},
+            "data: evaluation: found more than one of",
+        ),
+        (
+            {"packing": "tight"},
+            "data: packing: found 'tight'; allowed: '', 'documents', 'plain', 'none'",
+        ),
         ({"loss": "none"}, "data: loss: found 'none'; allowed: 'assistant', 'last', 'all'"),
         ({"columns": "csv"}, "data: columns: found 'csv'; allowed: 'auto', 'text', "),
-        ({"evaluation_fraction": 1.0}, "data: evaluation_fraction: found 1.0; allowed: `float` < 1.0"),
-        ({"evaluation_fraction": float("nan")}, "data: evaluation_fraction: found nan; allowed: `float`"),
+        (
+            {"evaluation_fraction": 1.0},
+            "data: evaluation_fraction: found 1.0; allowed: `float` < 1.0",
+        ),
+        (
+            {"evaluation_fraction": float("nan")},
+            "data: evaluation_fraction: found nan; allowed: `float`",
+        ),
         ({"evaluation_documents": -1}, "data: evaluation_documents: found -1; allowed: `int` >= 0"),
-        ({"evaluation_fraction": 0.1, "evaluation_data": "x"}, "data: evaluation: found more than one of a fraction, documents and a file or split"),
+        (
+            {"evaluation_fraction": 0.1, "evaluation_data": "x"},
+            "data: evaluation: found more than one of a fraction, a number of documents,",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: str) -> None:

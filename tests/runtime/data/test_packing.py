@@ -12,7 +12,9 @@ from megatrain.runtime.data.packing import best_fit
 
 def documents_of(lengths: list[int]) -> Documents:
     ends = np.cumsum(lengths)
-    return Documents(tokens=np.zeros(sum(lengths), dtype=np.uint16), begins=ends - lengths, ends=ends, whole=True)
+    return Documents(
+        tokens=np.zeros(sum(lengths), dtype=np.uint16), begins=ends - lengths, ends=ends, whole=True
+    )
 
 
 def searched(lengths: list[int], sequence: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""Remarks and preview: a run begins with what its user might not expect of the data, each only where it holds, and a look at the first document."""
+"""Remarks and preview: a run begins with what its user might not expect of the data, each only
+where it holds, and a look at the first document.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,24 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.data import DataOptions, open_data
-from megatrain.simulator.workload import Workload
+from megatrain.runtime.data.opening import open_data
+from megatrain.runtime.data.options import DataOptions
+from megatrain.simulator.model.workload import Workload
 
 Folder = Callable[..., Path]
-CHAT = {"messages": [{"role": "user", "content": "hello\nyou"}, {"role": "assistant", "content": "world"}]}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "hello\nyou"},
+        {"role": "assistant", "content": "world"},
+    ]
+}
 STOP = "does not learn to stop"
 TURNS = "only assistant turns have loss"
 DATE = "the chat template writes today's date"
 TRUNCATED = "documents longer than a row are cut at their end"
 CONTINUED = "a text that does not fit into the rest of its row"
 FILE = "a text file is one document"
-KINDS = "a folder's files of one kind are read"
+KINDS = "only one kind of files in the folder is read"
 FRACTION = "the fraction kept for evaluation counts documents"
 ALL = (STOP, TURNS, DATE, TRUNCATED, CONTINUED, FILE, KINDS, FRACTION)
 
@@ -28,7 +36,14 @@ ALL = (STOP, TURNS, DATE, TRUNCATED, CONTINUED, FILE, KINDS, FRACTION)
 def said(tmp_path: Path) -> Callable[..., list[str]]:
     def make(data: Path, folder: Path, **changes: Any) -> list[str]:
         notes: list[str] = []
-        options = DataOptions(**{"data": str(data), "cache": str(tmp_path / "cache"), "packing": "documents", **changes})
+        options = DataOptions(
+            **{
+                "data": str(data),
+                "cache": str(tmp_path / "cache"),
+                "packing": "documents",
+                **changes,
+            }
+        )
         open_data(options, Workload(batch=1, sequence=64), folder, 400, notes.append)
         return notes
 
@@ -47,15 +62,31 @@ def copy_with(folder: Path, to: Path, template: Callable[[str], str]) -> Path:
     return to
 
 
-def test_each_is_said_where_it_holds(said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path) -> None:
+def test_each_is_said_where_it_holds(
+    said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path
+) -> None:
     chat = jsonl([CHAT] * 20)
     assert remarks(said(chat, tokenizer_folder("marked"))) == {TURNS}
-    assert remarks(said(chat, tokenizer_folder("marked"), evaluation_fraction=0.5)) == {TURNS, FRACTION}
+    assert remarks(said(chat, tokenizer_folder("marked"), evaluation_fraction=0.5)) == {
+        TURNS,
+        FRACTION,
+    }
     long = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "one " * 90}]}
-    assert remarks(said(jsonl([CHAT, long], "long.jsonl"), tokenizer_folder("marked"))) == {TURNS, TRUNCATED}
-    dated = copy_with(tokenizer_folder("marked"), tmp_path / "dated", lambda text: "{{ strftime_now('%Y') }}" + text)
+    assert remarks(said(jsonl([CHAT, long], "long.jsonl"), tokenizer_folder("marked"))) == {
+        TURNS,
+        TRUNCATED,
+    }
+    dated = copy_with(
+        tokenizer_folder("marked"),
+        tmp_path / "dated",
+        lambda text: "{{ strftime_now('%Y') }}" + text,
+    )
     assert remarks(said(chat, dated)) == {TURNS, DATE}
-    unstopped = copy_with(tokenizer_folder("marked"), tmp_path / "unstopped", lambda text: text.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"))
+    unstopped = copy_with(
+        tokenizer_folder("marked"),
+        tmp_path / "unstopped",
+        lambda text: text.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"),
+    )
     assert remarks(said(chat, unstopped)) == {TURNS, STOP}
 
     texts = tmp_path / "texts"
@@ -65,24 +96,43 @@ def test_each_is_said_where_it_holds(said: Callable[..., list[str]], jsonl: Fold
     assert remarks(said(texts, tokenizer_folder())) == {FILE, CONTINUED}
     (texts / "about.csv").write_text("text\nabout")
     assert remarks(said(texts, tokenizer_folder())) == {FILE, CONTINUED, KINDS}
-    assert remarks(said(jsonl([{"text": "hello world"}] * 90, "text.jsonl"), tokenizer_folder(), packing="none")) == set()
+    assert (
+        remarks(
+            said(
+                jsonl([{"text": "hello world"}] * 90, "text.jsonl"),
+                tokenizer_folder(),
+                packing="none",
+            )
+        )
+        == set()
+    )
 
 
-def test_the_first_document_is_shown_with_what_has_loss(said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder) -> None:
+def test_the_first_document_is_shown_with_what_has_loss(
+    said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder
+) -> None:
     shown = said(jsonl([CHAT, *[{"messages": []}] * 3, CHAT]), tokenizer_folder("marked"))[-2:]
     assert shown[0].startswith("  the first document, ")
-    assert shown[0].endswith(" tokens, loss on what stands between « and »:")
-    assert shown[1] == "      <|im_start|>user\\nhello\\nyou<|im_end|>\\n<|im_start|>assistant\\n«world<|im_end|>»\\n"
+    assert shown[0].endswith(" tokens, loss on text between « and »:")
+    assert (
+        shown[1] == "     "
+        " <|im_start|>user\\nhello\\nyou<|im_end|>\\n<|im_start|>assistant\\n«world<|im_end|>»\\n"
+    )
 
     text = said(jsonl([{"text": "hello\x1b[2J\nworld"}] * 20), tokenizer_folder())[-2:]
-    assert text == [f"  the first document, {_count(text[0])} tokens, loss on all of it:", "      hello\\x1b[2J\\nworld<|end|>"]
+    assert text == [
+        f"  the first document, {_count(text[0])} tokens, loss on every token:",
+        "      hello\\x1b[2J\\nworld<|end|>",
+    ]
 
 
 def _count(line: str) -> str:
     return line.split(", ")[1].split(maxsplit=1)[0]
 
 
-def test_of_a_long_document_little_is_shown_but_where_loss_begins(said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder) -> None:
+def test_of_a_long_document_little_is_shown_but_where_loss_begins(
+    said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder
+) -> None:
     rows = [{"prompt": "the words " * 60, "completion": "hello world " * 5000}] * 80
     notes = said(jsonl(rows), tokenizer_folder(), packing="plain")
     shown = [note.removeprefix("      ") for note in notes if note.startswith("      ")]

@@ -11,16 +11,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatrain.runtime.data.formats import BadRow, Row, rows
-from megatrain.runtime.data.sources import Source, find
-from megatrain.simulator.errors import UserError
+from megatrain.runtime.data.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.sources import DataSource, find
+from megatrain.simulator.base.errors import UserError
 
 
-def read(path: Path) -> list[Row | BadRow]:
+def read(path: Path) -> list[TextRow | BadRow]:
     return list(rows(find(path)))
 
 
-def names(source: Source) -> list[str]:
+def names(source: DataSource) -> list[str]:
     return [file.relative_to(source.path).as_posix() for file in source.files]
 
 
@@ -41,32 +41,63 @@ def make(folder: Path, files: Sequence[str]) -> Path:
         ),
         (["train.jsonl"], ["dev.jsonl"], ["eval.jsonl"]),
         (["my_Train_file.csv", "train1.csv"], ["val.csv"], ["a.testing 2.csv"]),
-        (["training/a.jsonl", "training/b.jsonl"], ["deep/valid-1/a.jsonl"], ["test/train.jsonl", "test/b.jsonl"]),
+        (
+            ["training/a.jsonl", "training/b.jsonl"],
+            ["deep/valid-1/a.jsonl"],
+            ["test/train.jsonl", "test/b.jsonl"],
+        ),
         (["wiki.train.tokens.txt"], ["wiki.valid.tokens.txt"], ["wiki.test.tokens.txt"]),
         (["rows.jsonl", "contest.jsonl", "trained.jsonl"], ["validation.jsonl.gz"], ["test.JSONL"]),
     ],
 )
-def test_a_folders_splits_are_told_by_names(tmp_path: Path, train: list[str], validation: list[str], test: list[str]) -> None:
-    folder = make(tmp_path / "eval", [*train, *validation, *test])  # names above the folder say nothing
+def test_a_folders_splits_are_told_by_names(
+    tmp_path: Path, train: list[str], validation: list[str], test: list[str]
+) -> None:
+    folder = make(
+        tmp_path / "eval", [*train, *validation, *test]
+    )  # names above the folder say nothing
     assert names(find(folder)) == sorted(train)
     assert names(find(folder, ("dev",))) == sorted(validation)
     assert names(find(folder, ("missing", "test"))) == sorted(test)
     found = find(folder)
-    assert (found.split, found.left_out) == ("train", f"split validation (1 file), split test ({len(test)} file{'s' * (len(test) > 1)})")
-    with pytest.raises(UserError, match="eval: split: found 'train_sft'; allowed: train, validation, test; fix: name one of these"):
+    assert (found.split, found.left_out) == (
+        "train",
+        f"split validation (1 file), split test ({len(test)} file{'s' * (len(test) > 1)})",
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            "eval: split: found 'train_sft'; allowed: train, validation, test; fix: name one of"
+            " these"
+        ),
+    ):
         find(folder, ("train_sft",))
 
 
 def test_shards_may_have_splits_of_other_names(tmp_path: Path) -> None:
-    make(tmp_path, [f"data/{split}-0000{shard}-of-00002.parquet" for split in ("train_sft", "test_sft", "train_gen") for shard in range(2)])
-    assert names(find(tmp_path, ("train_sft",))) == ["data/train_sft-00000-of-00002.parquet", "data/train_sft-00001-of-00002.parquet"]
-    with pytest.raises(UserError, match="split: found 'train'; allowed: test_sft, train_gen, train_sft"):
+    make(
+        tmp_path,
+        [
+            f"data/{split}-0000{shard}-of-00002.parquet"
+            for split in ("train_sft", "test_sft", "train_gen")
+            for shard in range(2)
+        ],
+    )
+    assert names(find(tmp_path, ("train_sft",))) == [
+        "data/train_sft-00000-of-00002.parquet",
+        "data/train_sft-00001-of-00002.parquet",
+    ]
+    with pytest.raises(
+        UserError, match="split: found 'train'; allowed: test_sft, train_gen, train_sft"
+    ):
         find(tmp_path)
 
 
 def test_a_folder_of_test_data_alone_is_not_trained_on(tmp_path: Path) -> None:
     make(tmp_path, ["README.md", "test.jsonl"])
-    with pytest.raises(UserError, match="split: found 'train'; allowed: test; fix: name one of these"):
+    with pytest.raises(
+        UserError, match="split: found 'train'; allowed: test; fix: name one of these"
+    ):
         find(tmp_path)
     assert find(tmp_path, ("validation", "test", "train")).left_out == "README.md (14 bytes)"
 
@@ -85,18 +116,37 @@ def test_what_is_in_no_split_is_named(tmp_path: Path) -> None:
 
 
 def test_every_file_that_is_not_read_is_named(tmp_path: Path) -> None:
-    left = ["a.csv", "b.csv", "c.TXT", "dataset_infos.json", "e.zip", "f/LICENSE", "g.json", "h.parquet.gz"]
+    left = [
+        "a.csv",
+        "b.csv",
+        "c.TXT",
+        "dataset_infos.json",
+        "e.zip",
+        "f/LICENSE",
+        "g.json",
+        "h.parquet.gz",
+    ]
     make(tmp_path, [*left, "rows.jsonl", "rows.NDJSON.zst", ".hidden.jsonl"])
     (tmp_path / "rows.jsonl").write_text("x" * 10_000)
     found = find(tmp_path)
     assert names(found) == ["rows.NDJSON.zst", "rows.jsonl"]
-    assert found.left_out == "2 *.csv (42 bytes), g.json (98 bytes), c.TXT (42 bytes), f/LICENSE, dataset_infos.json, h.parquet.gz, e.zip"
+    assert (
+        found.left_out
+        == "2 *.csv (42 bytes), g.json (98 bytes), c.TXT (42 bytes), f/LICENSE, dataset_infos.json,"
+        " h.parquet.gz, e.zip"
+    )
 
 
 def test_a_file_has_no_splits(tmp_path: Path) -> None:
     make(tmp_path, ["test.jsonl"])
     assert names(find(tmp_path / "test.jsonl")) == ["."]
-    with pytest.raises(UserError, match=r"test\.jsonl: split: found 'validation'; allowed: train; fix: name one of these, or its folder or file"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"test\.jsonl: split: found 'validation'; allowed: train; fix: name one of these, or"
+            r" its folder or file"
+        ),
+    ):
         find(tmp_path / "test.jsonl", ("validation",))
 
 
@@ -108,7 +158,15 @@ def save_to_disk(folder: Path, texts: list[str], shards: int = 2) -> None:
         table = pyarrow.table({"text": texts[shard::shards]})
         with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
             stream.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None}))
+    (folder / "state.json").write_text(
+        json.dumps(
+            {
+                "_data_files": [{"filename": name} for name in names],
+                "_split": "train",
+                "_format_type": None,
+            }
+        )
+    )
     (folder / "dataset_info.json").write_text("{}")
 
 
@@ -116,21 +174,38 @@ def test_a_saved_dataset_is_its_arrow_files_in_their_order(tmp_path: Path) -> No
     save_to_disk(tmp_path / "train", ["a", "b", "c"])
     save_to_disk(tmp_path / "test", ["x"])
     (tmp_path / "train" / "cache-123.arrow").write_bytes(b"not of the dataset")
-    assert [row.value for row in read(tmp_path / "train")] == [{"text": "a"}, {"text": "c"}, {"text": "b"}]
+    assert [row.value for row in read(tmp_path / "train")] == [
+        {"text": "a"},
+        {"text": "c"},
+        {"text": "b"},
+    ]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert len(read(tmp_path)) == 3
     assert [row.value for row in rows(find(tmp_path, splits=("test",)))] == [{"text": "x"}]
-    with pytest.raises(UserError, match="split: found 'validation'; allowed: train, test; fix: name one of these"):
+    with pytest.raises(
+        UserError, match="split: found 'validation'; allowed: train, test; fix: name one of these"
+    ):
         find(tmp_path, splits=("validation",))
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", '{"_data_files": []}', '{"_data_files": [3]}', '{"_data_files": [{"filename": 3}]}'])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "[]",
+        "{}",
+        '{"_data_files": []}',
+        '{"_data_files": [3]}',
+        '{"_data_files": [{"filename": 3}]}',
+    ],
+)
 def test_a_saved_dataset_without_files_is_one_line(tmp_path: Path, state: str) -> None:
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(UserError, match=r"state\.json: found no list `_data_files` of file names"):
         find(tmp_path)
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
-    with pytest.raises(UserError, match=r"gone\.arrow: found no such file, though state\.json names it"):
+    with pytest.raises(
+        UserError, match=r"gone\.arrow: found no such file, though state\.json names it"
+    ):
         find(tmp_path)
 
 
@@ -138,7 +213,9 @@ def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> Non
     (tmp_path / "README.md").write_text("about the data")
     (tmp_path / "data").mkdir()
     for name in ("b", "a"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / "data" / f"{name}.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": [name]}), tmp_path / "data" / f"{name}.parquet"
+        )
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "packed.txt").write_text("x" * 100_000)
     source = find(tmp_path)
@@ -147,14 +224,31 @@ def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> Non
 
 
 def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"gone: found no such file or folder; allowed: a file or folder with \*\.jsonl, .*\*\.txt.*; fix: check the path"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"gone: found no such file or folder; allowed: a file or folder with \*\.jsonl,"
+            r" .*\*\.txt.*; fix: check the path"
+        ),
+    ):
         find(tmp_path / "gone")
-    with pytest.raises(UserError, match="found a folder without data; allowed: a file or folder with"):
+    with pytest.raises(
+        UserError, match="found a folder without data; allowed: a file or folder with"
+    ):
         find(tmp_path)
     (tmp_path / "rows.xlsx").touch()
-    with pytest.raises(UserError, match=r"found a folder without data, but with rows\.xlsx; allowed: a file or folder with"):
+    with pytest.raises(
+        UserError,
+        match=r"found a folder without data, only rows\.xlsx; allowed: a file or folder with",
+    ):
         find(tmp_path)
-    with pytest.raises(UserError, match=r"rows\.xlsx: found a file ending in '\.xlsx'; allowed: \*\.jsonl, .*; fix: convert or rename the file"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"rows\.xlsx: found a file ending in '\.xlsx'; allowed: \*\.jsonl, .*; fix: convert or"
+            r" rename the file"
+        ),
+    ):
         find(tmp_path / "rows.xlsx")
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match="found no such file or folder, but a device or a pipe"):

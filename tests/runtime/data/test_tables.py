@@ -13,9 +13,19 @@ from megatrain.runtime.data import tables
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_key_that_only_other_rows_have_is_not_read_as_null(tmp_path: Path, kind: Literal["parquet", "arrow"]) -> None:
+def test_a_key_that_only_other_rows_have_is_not_read_as_null(
+    tmp_path: Path, kind: Literal["parquet", "arrow"]
+) -> None:
     arguments = [{"city": "Paris"}, {"zip": 3, "list": [{"a": 1}, {"b": None}]}]
-    given = [{"messages": [{"role": "assistant", "content": None, "tool_calls": [{"arguments": one}]}], "id": None} for one in arguments]
+    given = [
+        {
+            "messages": [
+                {"role": "assistant", "content": None, "tool_calls": [{"arguments": one}]}
+            ],
+            "id": None,
+        }
+        for one in arguments
+    ]
     table, path = pyarrow.Table.from_pylist(given), tmp_path / "rows"
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path)
@@ -23,6 +33,9 @@ def test_a_key_that_only_other_rows_have_is_not_read_as_null(tmp_path: Path, kin
         with pyarrow.ipc.new_stream(path, table.schema) as stream:
             stream.write_table(table)
     first, second = tables.read(path, kind, None)
-    assert first == {"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"city": "Paris"}}]}], "id": None}
+    assert first == {
+        "messages": [{"role": "assistant", "tool_calls": [{"arguments": {"city": "Paris"}}]}],
+        "id": None,
+    }
     assert isinstance(second, dict)
     assert second["messages"][0]["tool_calls"][0]["arguments"] == {"zip": 3, "list": [{"a": 1}, {}]}

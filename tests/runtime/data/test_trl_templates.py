@@ -1,6 +1,8 @@
-"""The chat templates of released models that TRL ships, against their training twins, in which TRL's authors marked what the model generates.
+"""The chat templates of released models that TRL ships, against their training twins, in which
+TRL's authors marked what the model generates.
 
-Only TRL's files are read. Where a twin writes another text than its original, the turns are found in the original's text by a pattern.
+Only TRL's files are read. Where a twin writes another text than its original, the turns are found
+in the original's text by a pattern.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ if _spec is None or not _spec.submodule_search_locations:
     pytest.skip("TRL is not installed", allow_module_level=True)
 FOLDER = Path(next(iter(_spec.submodule_search_locations))) / "chat_templates"
 IMAGES = ("idefics3", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm")
-NAMES = sorted(name for file in FOLDER.glob("*_training.jinja") if (name := file.stem.removesuffix("_training")) not in IMAGES)
+NAMES = sorted(
+    name
+    for file in FOLDER.glob("*_training.jinja")
+    if (name := file.stem.removesuffix("_training")) not in IMAGES
+)
 SPECIAL = re.compile(
     r"<[｜|][^<>\s]+?[｜|]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<\|?tool_(?:call|response)\|>|<\|tool_(?:call|response)>"
 )
@@ -37,7 +43,9 @@ PATTERNS = {
     "deepseekv3": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
     "qwen3": CHATML.format(""),
     "qwen3_5_nothink": CHATML.format(r"(?:<think>\n(?:\n</think>\n\n)?)?"),
-    "qwen3_5_nothink, thoughts in the text": CHATML.format(""),  # the message itself begins like the prompt's empty thought
+    "qwen3_5_nothink, thoughts in the text": CHATML.format(
+        ""
+    ),  # the message itself begins like the prompt's empty thought
     "qwen3_5_think": CHATML.format(r"(?:<think>\n)?"),
     "qwen3_6": CHATML.format(r"(?:<think>\n)?"),
 }
@@ -48,7 +56,8 @@ NULL_CALLS = ("deepseek_r1_distill",)
 """write tool calls only where `content` is null, and transformers leaves out keys that are null"""
 
 NO_ENDS = ("glm4moe",)
-"""end no turn: the last one is followed by the token that would begin the next message, as in the twin"""
+"""end no turn: the last one is followed by the token that would begin the next message, as in the
+twin"""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -64,37 +73,83 @@ def calls(arguments: object) -> list[dict[str, Any]]:
 
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS},
+    }
+]
 ANSWERED = {"role": "tool", "name": "weather", "content": "sunny"}
 THOUGHT = answer("<think>\nhm, well\n</think>\n\nhello")
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one turn": [user("hi"), answer("hello")],
     "two turns": [user("hi"), answer("hello"), user("more"), answer("yes")],
-    "a system message": [{"role": "system", "content": "be brief"}, user("hi"), answer("hello"), user("more"), answer("yes")],
+    "a system message": [
+        {"role": "system", "content": "be brief"},
+        user("hi"),
+        answer("hello"),
+        user("more"),
+        answer("yes"),
+    ],
     "a thought": [user("hi"), answer("hello", reasoning_content="hm, well")],
-    "two thoughts": [user("hi"), answer("hello", reasoning_content="hm, well"), user("more"), answer("yes", reasoning_content="so")],
-    "thoughts in the text": [user("hi"), THOUGHT, user("more"), answer("<think>\nso\n</think>\n\nyes")],
-    "a call": [user("hi"), answer("let me see", tool_calls=calls({"city": "Paris"})), ANSWERED, answer("it is sunny"), user("thanks"), answer("bye")],
-    "a call without words": [user("hi"), answer("", tool_calls=calls({"city": "Paris"})), ANSWERED, answer("it is sunny")],
+    "two thoughts": [
+        user("hi"),
+        answer("hello", reasoning_content="hm, well"),
+        user("more"),
+        answer("yes", reasoning_content="so"),
+    ],
+    "thoughts in the text": [
+        user("hi"),
+        THOUGHT,
+        user("more"),
+        answer("<think>\nso\n</think>\n\nyes"),
+    ],
+    "a call": [
+        user("hi"),
+        answer("let me see", tool_calls=calls({"city": "Paris"})),
+        ANSWERED,
+        answer("it is sunny"),
+        user("thanks"),
+        answer("bye"),
+    ],
+    "a call without words": [
+        user("hi"),
+        answer("", tool_calls=calls({"city": "Paris"})),
+        ANSWERED,
+        answer("it is sunny"),
+    ],
 }
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     """A token a byte, and one for each special token that the template names."""
-    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: number
+        for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = sorted(set(SPECIAL.findall(template)))
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", extra_special_tokens=special)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", extra_special_tokens=special
+    )
     made.chat_template = template
     return made
 
 
-def runs(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]) -> list[tuple[int, str]]:
+def runs(
+    tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]
+) -> list[tuple[int, str]]:
     """Where each run of targets ends, and its text. Runs that touch are one."""
-    places = [list(group) for _, group in itertools.groupby(range(len(ids)), lambda place: mask[place])]
-    return [(group[-1], str(tokenizer.decode([ids[place] for place in group]))) for group in places if mask[group[0]]]
+    places = [
+        list(group) for _, group in itertools.groupby(range(len(ids)), lambda place: mask[place])
+    ]
+    return [
+        (group[-1], str(tokenizer.decode([ids[place] for place in group])))
+        for group in places
+        if mask[group[0]]
+    ]
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
@@ -102,15 +157,19 @@ def runs(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]) -
 def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -> None:
     messages, tools = CONVERSATIONS[kind], TOOLS if "call" in kind else None
     tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
-    (found,) = Chat(tokenizer, "assistant", name).encode([Conversation(messages=messages, tools=tools)])
+    (found,) = Chat(tokenizer, "assistant", name).encode(
+        [Conversation(messages=messages, tools=tools)]
+    )
     if isinstance(found, str):
         if name in NO_CALLS and tools:
-            assert found == "the chat template writes no tool calls: it does not mention `tool_calls`"
+            assert (
+                found == "the chat template writes no tool calls: it does not mention `tool_calls`"
+            )
         elif name in NULL_CALLS and tools:
             assert found == "the chat template leaves out the tool calls of message 2"
         else:
             assert (name, kind) == ("gemma", "a system message")
-            assert found == "the chat template says: System role not supported"
+            assert found == "the chat template reports: System role not supported"
         return
     assert not (tools and name in NO_CALLS + NULL_CALLS)
     ids = [int(token) & (TARGET - 1) for token in found]
@@ -119,22 +178,37 @@ def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -
         messages = with_texts(messages)
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     written = str(tokenizer.decode(ids))
-    assert written.removeprefix(str(text)) in (("<|user|>", "<|observation|>") if name in NO_ENDS else ("",))
+    assert written.removeprefix(str(text)) in (
+        ("<|user|>", "<|observation|>") if name in NO_ENDS else ("",)
+    )
     if name in PATTERNS:
-        assert [part for _, part in ours] == re.findall(PATTERNS.get(f"{name}, {kind}", PATTERNS[name]), str(text), re.DOTALL)
+        assert [part for _, part in ours] == re.findall(
+            PATTERNS.get(f"{name}, {kind}", PATTERNS[name]), str(text), re.DOTALL
+        )
         return
     twin = tokenizer_of((FOLDER / f"{name}_training.jinja").read_text())
-    theirs: Any = twin.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    theirs: Any = twin.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert twin.decode(theirs["input_ids"]) == written  # another text would need a pattern
     marked = runs(twin, theirs["input_ids"], [bool(target) for target in theirs["assistant_masks"]])
     assert len(ours) == len(marked)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [str(tokenizer.apply_chat_template(messages[:number], tools=tools, tokenize=False, add_generation_prompt=True)) for number in turns]
+    prompts = [
+        str(
+            tokenizer.apply_chat_template(
+                messages[:number], tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        )
+        for number in turns
+    ]
     for (_, our), (_, their) in zip(ours, marked, strict=True):
         header, middle, after = their.partition(our)
         assert middle
         assert after.strip() == ""  # a line's end after the token that stops the model
-        assert any(header.strip() in prompt[-40:] for prompt in prompts)  # the twin also has loss on the prompt
+        assert any(
+            header.strip() in prompt[-40:] for prompt in prompts
+        )  # the twin also has loss on the prompt
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,7 +216,12 @@ def test_arguments_as_json_text_are_those_of_an_object(name: str) -> None:
     """OpenAI's format has them as text."""
     conversation = CONVERSATIONS["a call"]
     chat = Chat(tokenizer_of((FOLDER / f"{name}.jinja").read_text()), "assistant", name)
-    of_object, of_text = chat.encode([Conversation(messages=messages, tools=TOOLS) for messages in (conversation, with_texts(conversation))])
+    of_object, of_text = chat.encode(
+        [
+            Conversation(messages=messages, tools=TOOLS)
+            for messages in (conversation, with_texts(conversation))
+        ]
+    )
     assert with_texts(conversation) != conversation
     assert list(of_object) == list(of_text)
 

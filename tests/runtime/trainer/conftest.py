@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.layers.templates import config_of
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, full_name
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.schedule.plan import Plan
 
-TEXT = "".join(f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200))
+TEXT = "".join(
+    f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200)
+)
 
 
 @pytest.fixture
@@ -24,7 +26,9 @@ def place(executable: Callable[..., Plan], tmp_path: Path) -> Path:
     """A folder with a plan, the model that it names, and a corpus."""
     plan = executable(vocabulary=300, dtype="fp32", accumulation=2)
     config = config_of(plan.model)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "small")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        tmp_path / "small"
+    )
     plan.save(tmp_path / "plan.toml")
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "text.py").write_text(TEXT)
@@ -38,11 +42,25 @@ Prepare = Callable[..., Trainer]
 def prepare() -> Prepare:
     """A trainer for a `place`."""
 
-    def make(place: Path, out: str | None = "run", *, callbacks: Sequence[Callback] = (), **fields: Any) -> Trainer:
+    def make(
+        place: Path, out: str | None = "run", *, callbacks: Sequence[Callback] = (), **fields: Any
+    ) -> Trainer:
         """`fields`: of the config, as on the command line."""
-        given = {"training.steps": 5, "schedule.warm_up_steps": 2, **{full_name(name): value for name, value in fields.items()}}
+        given = {
+            "training.steps": 5,
+            "schedule.warm_up_steps": 2,
+            **{full_name(name): value for name, value in fields.items()},
+        }
         path = None if out is None else place / out
-        return Trainer(place / "plan.toml", None, place / "corpus", Config.load(None, given), out=path, callbacks=callbacks, device=torch.device("cpu"))
+        return Trainer(
+            place / "plan.toml",
+            None,
+            place / "corpus",
+            Config.load(None, given),
+            out=path,
+            callbacks=callbacks,
+            device=torch.device("cpu"),
+        )
 
     return make
 

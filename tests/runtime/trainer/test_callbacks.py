@@ -1,4 +1,6 @@
-"""Callbacks hear of everything in order; evaluation, checkpoints and a callback's own wishes come between steps."""
+"""Callbacks hear of everything in order; evaluation, checkpoints and a callback's own wishes come
+between steps.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.manifest import Manifest
-from megatrain.runtime.training.callback import Callback, CallbackError, Evaluation, Step
-from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
+from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.errors import RunError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import RunError
+from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
-TEXT = "".join(f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200))
+TEXT = "".join(
+    f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200)
+)
 
 
 class Recorder(Callback):
@@ -44,7 +48,7 @@ class Recorder(Callback):
         self.steps.append(step)
         self.told.append(("step", step.number))
 
-    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_evaluation(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
         self.told.append(("evaluation", evaluation.number))
 
     def on_save(self, trainer: Trainer, number: int) -> None:
@@ -55,47 +59,112 @@ class Recorder(Callback):
 
 
 def test_a_library_user_needs_few_lines(place: Path) -> None:
-    config = Config(training=Training(steps=3), schedule=LearningRate(kind="cosine", warm_up_steps=1))
+    config = Config(
+        training=TrainingSettings(steps=3), schedule=LearningRate(kind="cosine", warm_up_steps=1)
+    )
     recorder = Recorder()
-    fitted = Trainer(place / "plan.toml", place / "small", place / "corpus", config, callbacks=[recorder], device=CPU).fit()
-    assert (fitted.steps, fitted.loss, fitted.evaluation, fitted.stopped) == (3, recorder.steps[-1].loss, None, "")
+    fitted = Trainer(
+        place / "plan.toml",
+        place / "small",
+        place / "corpus",
+        config,
+        callbacks=[recorder],
+        device=CPU,
+    ).fit()
+    assert (fitted.steps, fitted.loss, fitted.evaluation, fitted.stopped) == (
+        3,
+        recorder.steps[-1].loss,
+        None,
+        "",
+    )
     assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
-    assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], "no run folder was asked for"
+    assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], (
+        "no run folder was asked for"
+    )
 
 
-def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_nothing(place: Path, prepare: Any, run: Any) -> None:
+def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_nothing(
+    place: Path, prepare: Any, run: Any
+) -> None:
     (place / "held-out.txt").write_text(TEXT[:3000])
     straight = run(place, "straight")
     recorder = Recorder()
     held_out = str(place / "held-out.txt")
-    trainer = prepare(place, "both", callbacks=[recorder], evaluation_data=held_out, **{"evaluation.every_steps": 2, "over_steps": 3, "saving.every_steps": 3})
+    trainer = prepare(
+        place,
+        "both",
+        callbacks=[recorder],
+        evaluation_data=held_out,
+        **{"evaluation.every_steps": 2, "over_steps": 3, "saving.every_steps": 3},
+    )
     fitted = trainer.fit()
-    between = [("evaluation", 2), ("step", 3), ("save", 3), ("step", 4), ("evaluation", 4), ("step", 5), ("evaluation", 5), ("save", 5), ("end", None)]
+    between = [
+        ("evaluation", 2),
+        ("step", 3),
+        ("save", 3),
+        ("step", 4),
+        ("evaluation", 4),
+        ("step", 5),
+        ("evaluation", 5),
+        ("save", 5),
+        ("end", None),
+    ]
     assert recorder.told == [("start", 1), ("step", 1), ("step", 2), *between]
-    rows = [json.loads(line) for line in (place / "both" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (place / "both" / "metrics.jsonl").read_text().splitlines()
+    ]
     found = [row for row in rows if "evaluation_loss" in row]
     assert [row["step"] for row in found] == [2, 4, 5]
-    assert all(row["perplexity"] == pytest.approx(math.exp(row["evaluation_loss"])) for row in found)
+    assert all(
+        row["perplexity"] == pytest.approx(math.exp(row["evaluation_loss"])) for row in found
+    )
     assert fitted.evaluation is not None
-    assert (fitted.evaluation.loss, fitted.evaluation.tokens) == (found[-1]["evaluation_loss"], 3 * straight.plan.workload.step_tokens)
+    assert (fitted.evaluation.loss, fitted.evaluation.tokens) == (
+        found[-1]["evaluation_loss"],
+        3 * straight.plan.workload.step_tokens,
+    )
     assert found[-1]["evaluation_loss"] < found[0]["evaluation_loss"] < math.log(300)
-    exported = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "both")]
+    exported = [
+        (place / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "both")
+    ]
     assert exported[0] == exported[1]
-    assert sorted(path.name for path in (place / "both" / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+    assert sorted(path.name for path in (place / "both" / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000005",
+    ]
     assert not (place / "straight" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(("evaluate", "meet"), [(0, "the last alone"), (2, "those of every 6 steps and the last"), (3, "")])
-def test_which_checkpoints_can_be_the_best_is_said(place: Path, prepare: Any, evaluate: int, meet: str) -> None:
+@pytest.mark.parametrize(
+    ("evaluate", "evaluated"),
+    [(0, "only after the last step"), (2, "every 6 steps and after the last step"), (3, "")],
+)
+def test_which_checkpoints_can_be_the_best_is_said(
+    place: Path, prepare: Any, evaluate: int, evaluated: str
+) -> None:
     """A checkpoint without an evaluation has no loss to compare."""
     (place / "held-out.txt").write_text(TEXT[:300])
     notes: list[str] = []
     recorder = Recorder()
     recorder.on_note = notes.append  # type: ignore[method-assign]
     every = {"evaluation.every_steps": evaluate, "saving.every_steps": 3}
-    prepare(place, callbacks=[recorder], evaluation_data=str(place / "held-out.txt"), keep_best=1, export=False, **every).fit()
+    prepare(
+        place,
+        callbacks=[recorder],
+        evaluation_data=str(place / "held-out.txt"),
+        keep_best=1,
+        export=False,
+        **every,
+    ).fit()
     said = [note for note in notes if note.startswith("keep_best")]
-    assert said == ([f"keep_best chooses among checkpoints at which the evaluation data is evaluated: {meet}"] if meet else [])
+    assert said == (
+        [
+            "keep_best chooses only among checkpoints with an evaluation at the same step:"
+            f" {evaluated}"
+        ]
+        if evaluated
+        else []
+    )
 
 
 @pytest.mark.parametrize(("evaluated", "best"), [([], 2), ([3.0, 2.0, 1.0, 4.0], 3)])
@@ -108,15 +177,41 @@ def test_the_best_checkpoint_is_that_of_the_least_evaluation_loss_or_else_of_the
         return dataclasses.replace(step(self, data, number), loss=[5.0, 1.5, 4.0, 3.0][number - 1])
 
     monkeypatch.setattr(Trainer, "_step", scripted_step)
-    monkeypatch.setattr(Trainer, "_evaluate", lambda *given: Evaluation(number=given[2], loss=evaluated[given[2] - 1], tokens=1, seconds=0.0))
+    monkeypatch.setattr(
+        Trainer,
+        "_evaluate",
+        lambda *given: EvaluationResult(
+            number=given[2], loss=evaluated[given[2] - 1], tokens=1, seconds=0.0
+        ),
+    )
     (place / "held-out.txt").write_text(TEXT[:300])
-    fields = {"evaluation_data": str(place / "held-out.txt"), "evaluation.every_steps": 1} if evaluated else {}
-    prepare(place, steps=4, keep_last=1, keep_best=1, export=False, **{"saving.every_steps": 1}, **fields).fit()
-    kept = {path.name: Manifest.load(path).run.loss for path in (place / "run" / "checkpoints").iterdir()}
-    assert kept == {f"step-{best:08d}": (evaluated or [5.0, 1.5, 4.0, 3.0])[best - 1], "step-00000004": evaluated[-1] if evaluated else 3.0}
+    fields = (
+        {"evaluation_data": str(place / "held-out.txt"), "evaluation.every_steps": 1}
+        if evaluated
+        else {}
+    )
+    prepare(
+        place,
+        steps=4,
+        keep_last=1,
+        keep_best=1,
+        export=False,
+        **{"saving.every_steps": 1},
+        **fields,
+    ).fit()
+    kept = {
+        path.name: Manifest.load(path).run.loss
+        for path in (place / "run" / "checkpoints").iterdir()
+    }
+    assert kept == {
+        f"step-{best:08d}": (evaluated or [5.0, 1.5, 4.0, 3.0])[best - 1],
+        "step-00000004": evaluated[-1] if evaluated else 3.0,
+    }
 
 
-def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(place: Path, prepare: Any) -> None:
+def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(
+    place: Path, prepare: Any
+) -> None:
     class Draw(Callback):
         def on_start(self, trainer: Trainer) -> None:
             self.drawn = torch.rand(3).tolist()
@@ -133,15 +228,29 @@ def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(place: 
 def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
     """Also of rows and of a step that are not full."""
     (place / "held-out.txt").write_text(TEXT[:200])
-    evaluation = prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0).fit().evaluation
+    evaluation = (
+        prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0)
+        .fit()
+        .evaluation
+    )
     assert evaluation is not None
     assert evaluation.tokens == 200
     model = AutoModelForCausalLM.from_pretrained(place / "small")
-    ids, length, losses = [*TEXT[:200].encode(), 256], Plan.load(place / "plan.toml").workload.sequence, []
+    ids, length, losses = (
+        [*TEXT[:200].encode(), 256],
+        Plan.load(place / "plan.toml").workload.sequence,
+        [],
+    )
     for start in range(0, 200, length):
         row = torch.tensor([ids[start : min(start + length, 200) + 1]])
         with torch.no_grad():
-            losses.append(float(torch.nn.functional.cross_entropy(model(row[:, :-1]).logits[0], row[0, 1:], reduction="sum")))
+            losses.append(
+                float(
+                    torch.nn.functional.cross_entropy(
+                        model(row[:, :-1]).logits[0], row[0, 1:], reduction="sum"
+                    )
+                )
+            )
     assert evaluation.loss == pytest.approx(sum(losses) / 200, rel=1e-5)
 
 
@@ -149,15 +258,25 @@ def refuse_to_write(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_checkpoint_that_cannot_be_written_stops_the_training(place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+def test_a_checkpoint_that_cannot_be_written_stops_the_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
     monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
     recorder = Recorder()
-    with pytest.raises(RunError, match=r"checkpoint .*step-00000002 was not saved: no space left on device; the ones before it are as they were"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"checkpoint .*step-00000002 was not saved: no space left on device; earlier"
+            r" checkpoints are unchanged"
+        ),
+    ):
         prepare(place, callbacks=[recorder], **{"saving.every_steps": 2}).fit()
     assert recorder.told[-2:] == [("step", 2), ("end", recorder.told[-1][1])]
 
 
-def test_or_it_is_said_and_the_training_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+def test_or_it_is_said_and_the_training_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
     monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
     notes: list[str] = []
     recorder = Recorder()
@@ -182,7 +301,9 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
 
 
 def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) -> None:
-    """As one does that restores a checkpoint: the steps, their numbers and their data are those that are left."""
+    """As one does that restores a checkpoint: the steps, their numbers and their data are those
+    that are left.
+    """
     whole = Recorder()
     run(place, None, callbacks=[whole], rate=0.0)
 
@@ -192,11 +313,17 @@ def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) 
 
     rest = Resume()
     assert prepare(place, None, callbacks=[rest], rate=0.0).fit().steps == 5
-    assert [(step.number, step.loss) for step in rest.steps] == [(step.number, step.loss) for step in whole.steps[3:]]
+    assert [(step.number, step.loss) for step in rest.steps] == [
+        (step.number, step.loss) for step in whole.steps[3:]
+    ]
 
 
-@pytest.mark.parametrize("event", ["on_load", "on_start", "on_step", "on_evaluation", "on_save", "on_end"])
-def test_a_callback_that_fails_is_named_and_memory_is_released(place: Path, event: str, monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+@pytest.mark.parametrize(
+    "event", ["on_load", "on_start", "on_step", "on_evaluation", "on_save", "on_end"]
+)
+def test_a_callback_that_fails_is_named_and_memory_is_released(
+    place: Path, event: str, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("oh\nno")
 
@@ -206,13 +333,17 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(place: Path, even
     monkeypatch.setattr(Broken, event, fail)
     recorder = Recorder()
     every = {"evaluation.every_steps": 1, "saving.every_steps": 1, "over_steps": 1}
-    trainer = prepare(place, callbacks=[Broken(), recorder], evaluation_data=str(place / "corpus"), **every)
+    trainer = prepare(
+        place, callbacks=[Broken(), recorder], evaluation_data=str(place / "corpus"), **every
+    )
     threads = threading.active_count()
     with pytest.raises(CallbackError, match=rf"^callback Broken\.{event}: ZeroDivisionError: oh$"):
         trainer.fit()
     assert trainer.executor._arenas._place == {}
     assert threading.active_count() == threads
-    assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), "the others hear of the end"
+    assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), (
+        "the others hear of the end"
+    )
 
 
 def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
@@ -226,8 +357,12 @@ def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(place: Path, steps: int, executable: Any, prepare: Any) -> None:
-    """Also where the plan leaves a step's update to the next step, and nothing is saved or evaluated."""
+def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
+    place: Path, steps: int, executable: Any, prepare: Any
+) -> None:
+    """Also where the plan leaves a step's update to the next step, and nothing is saved or
+    evaluated.
+    """
 
     class Reader(Callback):
         def __init__(self) -> None:
@@ -235,19 +370,28 @@ def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(place
 
         def on_step(self, trainer: Trainer, step: Step) -> None:
             if step.number == 2:
-                self.found.append(trainer.state.masters(trainer.plan.model.stack["1"])["mlp.up_proj.weight"])
+                self.found.append(
+                    trainer.state.masters(trainer.plan.model.stack["1"])["mlp.up_proj.weight"]
+                )
 
         def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-            self.found.append(trainer.state.masters(trainer.plan.model.stack["1"])["mlp.up_proj.weight"])
+            self.found.append(
+                trainer.state.masters(trainer.plan.model.stack["1"])["mlp.up_proj.weight"]
+            )
 
     readers = {}
     for policy in ("resident", "overlapped"):
-        executable(policy, vocabulary=300, dtype="fp32", accumulation=2, clipping="global").save(place / "plan.toml")
+        executable(policy, vocabulary=300, dtype="fp32", accumulation=2, clipping="global").save(
+            place / "plan.toml"
+        )
         readers[policy] = Reader()
         prepare(place, policy, steps=steps, callbacks=[readers[policy]]).fit()
         prepare(place, f"{policy}-unread", steps=steps).fit()
     one, other = readers["resident"].found, readers["overlapped"].found
     assert len(one) == len(other) == 1 + (steps > 1)
     assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
-    exported = {(place / name / "model" / "model.safetensors").read_bytes() for name in ("resident", "overlapped", "resident-unread", "overlapped-unread")}
+    exported = {
+        (place / name / "model" / "model.safetensors").read_bytes()
+        for name in ("resident", "overlapped", "resident-unread", "overlapped-unread")
+    }
     assert len(exported) == 1

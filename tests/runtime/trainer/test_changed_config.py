@@ -1,4 +1,6 @@
-"""A config.json that changes after it was planned: what decides a step is refused by its key, in a new run and a resumed one; what decides nothing is not."""
+"""A config.json that changes after it was planned: what decides a step is refused by its key, in a
+new run and a resumed one; what decides nothing is not.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +13,91 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.model_config import completed, differences
-from megatrain.runtime.layers.templates import config_of
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
-from megatrain.simulator.specs import ModelSpec
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
 
 GIVEN: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "vocab_size": 300, "rope_theta": 77_000.0, "rms_norm_eps": 1e-3, "hidden_act": "gelu", "transformers_version": "4.40.0",
-    "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", "use_cache": True, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "rope_theta": 77_000.0,
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "gelu",
+    "transformers_version": "4.40.0",
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 ADDED: dict[str, Any] = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 ABSENT = "taken away"
 MEANINGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (GIVEN, ADDED, r"found .*rope_parameters\.factor 8\.0, .*rope_type linear; allowed: .*factor nothing, .*rope_type default, as planned"),
-    (GIVEN | ADDED, {"rope_scaling": ABSENT}, r"found rope_parameters\.factor nothing, .*; allowed: rope_parameters\.factor 8\.0, .*, as planned"),
-    (GIVEN, {"rms_norm_eps": ABSENT}, r"found rms_norm_eps 1e-06; allowed: rms_norm_eps 0\.001, as planned"),
-    (GIVEN, {"rope_theta": ABSENT}, r"found rope_parameters\.rope_theta 10000\.0; allowed: rope_parameters\.rope_theta 77000\.0, as planned"),
+    (
+        GIVEN,
+        ADDED,
+        (
+            r"found .*rope_parameters\.factor 8\.0, .*rope_type linear; allowed: .*factor nothing,"
+            r" .*rope_type default, as planned"
+        ),
+    ),
+    (
+        GIVEN | ADDED,
+        {"rope_scaling": ABSENT},
+        (
+            r"found rope_parameters\.factor nothing, .*; allowed: rope_parameters\.factor 8\.0, .*,"
+            r" as planned"
+        ),
+    ),
+    (
+        GIVEN,
+        {"rms_norm_eps": ABSENT},
+        r"found rms_norm_eps 1e-06; allowed: rms_norm_eps 0\.001, as planned",
+    ),
+    (
+        GIVEN,
+        {"rope_theta": ABSENT},
+        (
+            r"found rope_parameters\.rope_theta 10000\.0; allowed: rope_parameters\.rope_theta"
+            r" 77000\.0, as planned"
+        ),
+    ),
     (GIVEN, {"hidden_act": ABSENT}, r"found hidden_act silu; allowed: hidden_act gelu, as planned"),
-    (GIVEN, {"pad_token_id": 0}, r"found pad_token_id 0; allowed: pad_token_id nothing, as planned"),
-    (GIVEN, {"num_hidden_layers": 1}, r"found num_hidden_layers 1; allowed: num_hidden_layers 2, as planned"),
+    (
+        GIVEN,
+        {"pad_token_id": 0},
+        r"found pad_token_id 0; allowed: pad_token_id nothing, as planned",
+    ),
+    (
+        GIVEN,
+        {"num_hidden_layers": 1},
+        r"found num_hidden_layers 1; allowed: num_hidden_layers 2, as planned",
+    ),
 ]
 COSMETIC: dict[str, Any] = {
-    "transformers_version": "5.0.0", "_name_or_path": "elsewhere", "torch_dtype": ABSENT, "dtype": "bfloat16", "architectures": ABSENT, "use_cache": False,
-    "bos_token_id": ABSENT, "eos_token_id": [2, 3], "initializer_range": 0.5, "rope_scaling": None, "attention_bias": False, "tie_word_embeddings": False,
-}  # fmt: skip
+    "transformers_version": "5.0.0",
+    "_name_or_path": "elsewhere",
+    "torch_dtype": ABSENT,
+    "dtype": "bfloat16",
+    "architectures": ABSENT,
+    "use_cache": False,
+    "bos_token_id": ABSENT,
+    "eos_token_id": [2, 3],
+    "initializer_range": 0.5,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
 
 
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +111,9 @@ def planned(place: Path, executable: Callable[..., Plan]) -> Callable[[dict[str,
     def make(config: dict[str, Any]) -> Path:
         (place / "small" / "config.json").write_text(json.dumps(config))
         plan = executable(model=ModelSpec.load(str(place / "small")), dtype="fp32", accumulation=2)
-        AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).save_pretrained(place / "small")
+        AutoModelForCausalLM.from_config(
+            config_of(plan.model), dtype=torch.float32
+        ).save_pretrained(place / "small")
         (place / "small" / "config.json").write_text(json.dumps(config))
         plan.save(place / "plan.toml")
         return place
@@ -60,9 +121,18 @@ def planned(place: Path, executable: Callable[..., Plan]) -> Callable[[dict[str,
     return make
 
 
-@pytest.mark.parametrize(("config", "changes", "message"), MEANINGS, ids=[",".join(changes) for _, changes, _ in MEANINGS])
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    MEANINGS,
+    ids=[",".join(changes) for _, changes, _ in MEANINGS],
+)
 def test_another_meaning_is_refused_before_anything_is_written(
-    planned: Callable[[dict[str, Any]], Path], prepare: Any, run: Any, config: dict[str, Any], changes: dict[str, Any], message: str
+    planned: Callable[[dict[str, Any]], Path],
+    prepare: Any,
+    run: Any,
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     place = planned(config)
     run(place, "begun", steps=2, export=False, **{"saving.every_steps": 1})
@@ -74,13 +144,30 @@ def test_another_meaning_is_refused_before_anything_is_written(
     assert "\n" not in str(caught.value)
     going_on = Config.load(place / "begun" / "config.toml", {"training.steps": 3})
     with pytest.raises(UserError, match=r"config\.json: " + message + fix):
-        Trainer(place / "begun" / "plan.toml", None, None, going_on, out=place / "begun", resume="newest", device=torch.device("cpu")).fit()
+        Trainer(
+            place / "begun" / "plan.toml",
+            None,
+            None,
+            going_on,
+            out=place / "begun",
+            resume="newest",
+            device=torch.device("cpu"),
+        ).fit()
     assert sorted(place.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("config", "changes", "message"), MEANINGS, ids=[",".join(changes) for _, changes, _ in MEANINGS])
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    MEANINGS,
+    ids=[",".join(changes) for _, changes, _ in MEANINGS],
+)
 def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
-    planned: Callable[[dict[str, Any]], Path], run: Any, executable: Callable[..., Plan], config: dict[str, Any], changes: dict[str, Any], message: str
+    planned: Callable[[dict[str, Any]], Path],
+    run: Any,
+    executable: Callable[..., Plan],
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     """The folder and the plan agree with each other, and not with the checkpoint."""
     place = planned(config)
@@ -90,11 +177,23 @@ def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
     (place / "small" / "config.json").write_text(json.dumps(changed(config, changes)))
     key = message.partition(" ")[2].partition(" ")[0].rpartition(".*")[2]
     going_on = Config.load(place / "begun" / "config.toml", {"training.steps": 3})
-    with pytest.raises(UserError, match=rf"found .*model\.{key} .*; allowed: .*model\.{key} .*, as in this run"):
-        Trainer(plan, place / "small", None, going_on, out=place / "begun", resume="newest", device=torch.device("cpu")).fit()
+    with pytest.raises(
+        UserError, match=rf"found .*model\.{key} .*; allowed: .*model\.{key} .*, as in this run"
+    ):
+        Trainer(
+            plan,
+            place / "small",
+            None,
+            going_on,
+            out=place / "begun",
+            resume="newest",
+            device=torch.device("cpu"),
+        ).fit()
 
 
-def test_what_decides_nothing_may_change(planned: Callable[[dict[str, Any]], Path], run: Any) -> None:
+def test_what_decides_nothing_may_change(
+    planned: Callable[[dict[str, Any]], Path], run: Any
+) -> None:
     place = planned(GIVEN)
     (place / "small" / "config.json").write_text(json.dumps(changed(GIVEN, COSMETIC)))
     run(place, steps=1)
@@ -106,11 +205,15 @@ def test_what_decides_nothing_may_change(planned: Callable[[dict[str, Any]], Pat
 def test_each_cosmetic_key_alone_makes_no_difference() -> None:
     model = ModelSpec.from_config(GIVEN, "config.json")
     for key, value in COSMETIC.items():
-        assert not differences(model, ModelSpec.from_config(changed(GIVEN, {key: value}), "config.json")), key
+        assert not differences(
+            model, ModelSpec.from_config(changed(GIVEN, {key: value}), "config.json")
+        ), key
 
 
 @pytest.mark.parametrize("config", [GIVEN, GIVEN | ADDED])
-def test_a_plan_s_file_keeps_all_of_the_model(tmp_path: Path, executable: Callable[..., Plan], config: dict[str, Any]) -> None:
+def test_a_plan_s_file_keeps_all_of_the_model(
+    tmp_path: Path, executable: Callable[..., Plan], config: dict[str, Any]
+) -> None:
     model = ModelSpec.from_config(config, "config.json")
     executable(model=model).save(tmp_path / "plan.toml")
     assert not differences(model, Plan.load(tmp_path / "plan.toml").model)
@@ -118,19 +221,53 @@ def test_a_plan_s_file_keeps_all_of_the_model(tmp_path: Path, executable: Callab
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"final_logit_softcapping": None}), ("gemma2", {"pad_token_id": None}), ("gemma2", {})],
+    [
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"pad_token_id": None}),
+        ("gemma2", {}),
+    ],
 )
 def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
-    """In a plan, which TOML holds, a key that is null stays null, and one that is missing gets the default of transformers' class."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
-    config = completed(ModelSpec.from_config({"model_type": family, **sizes, **changes}, "config.json"))
+    """In a plan, which TOML holds, a key that is null stays null, and one that is missing gets the
+    default of transformers' class.
+    """
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+    }
+    config = completed(
+        ModelSpec.from_config({"model_type": family, **sizes, **changes}, "config.json")
+    )
     assert {key: getattr(config, key) for key in changes} == changes
     if not changes:
-        assert (config.attn_logit_softcapping, config.final_logit_softcapping, config.pad_token_id) == (50.0, 30.0, 0)
+        assert (
+            config.attn_logit_softcapping,
+            config.final_logit_softcapping,
+            config.pad_token_id,
+        ) == (50.0, 30.0, 0)
 
 
 def test_a_value_that_transformers_refuses_is_one_line() -> None:
-    model = ModelSpec.from_config({**GIVEN, "rope_scaling": {"rope_type": "linear", "factor": "eight"}, "rms_norm_eps": "small"}, "config.json", "small")
-    with pytest.raises(UserError, match=r"model small: config: found .*rms_norm_eps.*; allowed: values that transformers accepts; fix: correct") as caught:
+    model = ModelSpec.from_config(
+        {
+            **GIVEN,
+            "rope_scaling": {"rope_type": "linear", "factor": "eight"},
+            "rms_norm_eps": "small",
+        },
+        "config.json",
+        "small",
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"model small: config: found .*rms_norm_eps.*; allowed: values that transformers"
+            r" accepts; fix: correct"
+        ),
+    ) as caught:
         completed(model)
     assert "\n" not in str(caught.value)

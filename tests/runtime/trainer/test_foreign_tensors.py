@@ -1,4 +1,6 @@
-"""Tensors of a model's folder that are not the model's: a training and an export say so; a folder of other weights is refused before memory is allocated."""
+"""Tensors of a model's folder that are not the model's: a training and an export say so; a folder
+of other weights is refused before memory is allocated.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.exporting import export_run
-from megatrain.simulator.errors import UserError
+from megatrain.simulator.base.errors import UserError
 
 
 class Noting(Callback):
@@ -26,19 +28,28 @@ class Noting(Callback):
 def change(place: Path, **changes: torch.Tensor | None) -> None:
     file = place / "small" / "model.safetensors"
     tensors: dict[str, Any] = {**load_file(file), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def test_a_training_and_an_export_name_them(place: Path, prepare: Any) -> None:
     change(place, **{"mtp.layers.0.weight": torch.zeros(3), "mtp.layers.0.bias": torch.zeros(3)})
     noting = Noting()
     prepare(place, steps=1, callbacks=[noting], **{"saving.every_steps": 1}).fit()
-    expected = f"{place / 'small'} has 2 tensors that are not the model's, neither trained nor exported: mtp.layers.0.* (2)"
+    expected = (
+        f"{place / 'small'} has 2 tensors that do not belong to the model and are neither"
+        " trained nor exported: mtp.layers.0.* (2)"
+    )
     assert expected in noting.notes
     notes: list[str] = []
     export_run(place / "run", place / "out", on_note=notes.append)
     assert [note.partition(" has ")[2] for note in notes] == [expected.partition(" has ")[2]]
-    assert not [name for name in load_file(place / "out" / "model.safetensors") if name.startswith("mtp")]
+    assert not [
+        name for name in load_file(place / "out" / "model.safetensors") if name.startswith("mtp")
+    ]
 
 
 def test_an_export_needs_no_weights_of_the_folder(place: Path, run: Any) -> None:
@@ -49,8 +60,18 @@ def test_an_export_needs_no_weights_of_the_folder(place: Path, run: Any) -> None
     assert not notes
 
 
-def test_other_weights_are_refused_before_memory_is_allocated(place: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_refused_before_memory_is_allocated(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change(place, **{"model.norm.weight": None})
-    monkeypatch.setattr(trainer_module, "Executor", lambda *_, **__: pytest.fail("memory was allocated"))
-    with pytest.raises(UserError, match=r"small: found no tensor model\.norm\.weight; allowed: a tensor model\.norm\.weight of shape \(32,\)"):
+    monkeypatch.setattr(
+        trainer_module, "Executor", lambda *_, **__: pytest.fail("memory was allocated")
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"small: found no tensor model\.norm\.weight; allowed: a tensor model\.norm\.weight of"
+            r" shape \(32,\)"
+        ),
+    ):
         run(place)

@@ -1,4 +1,6 @@
-"""A disk that really runs full while a run saves: the checkpoint before stays, and training stops or goes on, as the config says."""
+"""A disk that really runs full while a run saves: the checkpoint before stays, and training stops
+or goes on, as the config says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.errors import RunError
+from megatrain.simulator.base.errors import RunError
 
 
 class Filler(Callback):
@@ -33,14 +35,32 @@ class Filler(Callback):
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_on_a_disk_that_is_full_training_stops(place: Path, small_disk: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, foreseen: bool) -> None:
+def test_on_a_disk_that_is_full_training_stops(
+    place: Path, small_disk: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, foreseen: bool
+) -> None:
     filler = Filler(small_disk)
     if not foreseen:
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
-        monkeypatch.setattr(filler, "on_save", lambda *_: (small_disk / "filler").write_bytes(bytes(free_bytes(small_disk) - 100_000)))
-    with pytest.raises(RunError, match=r"step-00000002 was not saved: no space left on device.*; the ones before it are as they were"):
-        prepare(place, "disk/run", callbacks=[filler], export=False, **{"saving.every_steps": 1}).fit()
-    assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+        monkeypatch.setattr(
+            checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)
+        )
+        monkeypatch.setattr(
+            filler,
+            "on_save",
+            lambda *_: (small_disk / "filler").write_bytes(bytes(free_bytes(small_disk) - 100_000)),
+        )
+    with pytest.raises(
+        RunError,
+        match=(
+            r"step-00000002 was not saved: no space left on device.*; earlier checkpoints are"
+            r" unchanged"
+        ),
+    ):
+        prepare(
+            place, "disk/run", callbacks=[filler], export=False, **{"saving.every_steps": 1}
+        ).fit()
+    assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == [
+        "step-00000001"
+    ]
     verify(small_disk / "run" / "checkpoints" / "step-00000001")
 
 
@@ -49,11 +69,27 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_or_goes_on_and_saves_again_when_there_is_room(place: Path, small_disk: Path, prepare: Any) -> None:
+def test_or_goes_on_and_saves_again_when_there_is_room(
+    place: Path, small_disk: Path, prepare: Any
+) -> None:
     filler = Filler(small_disk)
-    fitted = prepare(place, "disk/run", callbacks=[filler], export=False, on_failure="go on", **{"saving.every_steps": 1}).fit()
+    fitted = prepare(
+        place,
+        "disk/run",
+        callbacks=[filler],
+        export=False,
+        on_failure="go on",
+        **{"saving.every_steps": 1},
+    ).fit()
     assert fitted.steps == 5
-    assert [note.partition(" was ")[0][-8:] for note in filler.notes if "no space left on device" in note] == ["00000002"]
-    assert sorted(path.name for path in (small_disk / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
+    assert [
+        note.partition(" was ")[0][-8:]
+        for note in filler.notes
+        if "no space left on device" in note
+    ] == ["00000002"]
+    assert sorted(path.name for path in (small_disk / "run" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000005",
+    ]
     for path in (small_disk / "run" / "checkpoints").iterdir():
         verify(path)

@@ -10,14 +10,15 @@ import msgspec
 import pytest
 import torch
 
-from megatrain.runtime.data import DataOptions, open_data
+from megatrain.runtime.data.opening import open_data
+from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, Step
-from megatrain.runtime.training.config import Config, Training
+from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 
 def change_plan(place: Path, **changes: Any) -> None:
@@ -25,11 +26,16 @@ def change_plan(place: Path, **changes: Any) -> None:
 
 
 def test_checkpoints_need_a_run_folder(place: Path, prepare: Any) -> None:
-    with pytest.raises(UserError, match="training: out: found no run folder; allowed: one, for checkpoints to lie in"):
+    with pytest.raises(
+        UserError,
+        match="training: out: found no run folder; allowed: a run folder, which checkpoints need",
+    ):
         prepare(place, None, **{"saving.every_steps": 2})
 
 
-def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(place: Path, prepare: Any) -> None:
+def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(
+    place: Path, prepare: Any
+) -> None:
     with pytest.raises(UserError, match=r"optimizer: groups: match: found 'nothing\*'"):
         prepare(place, groups=[{"match": "nothing*"}])
 
@@ -74,18 +80,32 @@ def remove_plan(place: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (remove_model, r"model .*small: found no config\.json; allowed: a Hugging Face model folder; fix: check `source` in the plan, or pass --init random"),
+        (
+            remove_model,
+            (
+                r"model .*small: found no config\.json; allowed: a Hugging Face model folder; fix:"
+                r" check `source` in the plan, or pass --init random"
+            ),
+        ),
         (remove_weights, r"small: found no \*\.safetensors file"),
         (truncate_weights, r"small/model\.safetensors: found a file that cannot be read"),
         (empty_corpus, r"data .*corpus: found 5 tokens; allowed: at least the 65 of one step"),
         (remove_corpus, r"data .*corpus: found a folder without data"),
         (wrong_digest, r"digest: found '0123456789abcdef'; allowed: "),
-        (small_device, r"device memory: found a plan whose peak is .*; allowed: 9\.77 KiB; fix: raise the limit by "),
+        (
+            small_device,
+            (
+                r"device memory: found a plan that needs .*; allowed: 9\.77 KiB; fix: raise the"
+                r" limit by "
+            ),
+        ),
         (broken_plan, r"plan\.toml.*unknown"),
         (remove_plan, r"plan\.toml: found "),
     ],
 )
-def test_a_refusal_is_one_line_and_writes_nothing(place: Path, spoil: Callable[[Path], None], message: str, run: Any) -> None:
+def test_a_refusal_is_one_line_and_writes_nothing(
+    place: Path, spoil: Callable[[Path], None], message: str, run: Any
+) -> None:
     spoil(place)
     before = sorted(place.rglob("*"))
     with pytest.raises(UserError, match=message) as error:
@@ -94,13 +114,21 @@ def test_a_refusal_is_one_line_and_writes_nothing(place: Path, spoil: Callable[[
     assert sorted(place.rglob("*")) == before
 
 
-def test_what_the_machine_lacks_is_refused_before_a_weight_is_read_unless_the_plan_knows_the_machine(
+def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
     place: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
-    """A plan for a calibrated machine brings its limit: a virtual machine may show less memory than it can grow to."""
+    """A plan for a calibrated machine brings its limit: a virtual machine may show less memory than
+    it can grow to.
+    """
     monkeypatch.setattr(trainer_module, "host_bytes", lambda: 2**20)
     remove_weights(place)  # nothing asks for them
-    with pytest.raises(UserError, match=r"host memory: found a plan whose peak is .*; allowed: 1\.00 MiB, what this machine has; fix: raise the limit by"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"host memory: found a plan that needs .*; allowed: 1\.00 MiB, what this machine"
+            r" has; fix: raise the limit by"
+        ),
+    ):
         run(place)
     (place / "calibrated.toml").write_text("# a machine\n")
     change_plan(place, hardware="calibrated.toml")
@@ -112,7 +140,13 @@ def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -
     (place / taken).parent.mkdir(exist_ok=True)
     (place / taken).write_text("mine")
     before = sorted(place.rglob("*"))
-    with pytest.raises(UserError, match="run: found something there already; allowed: a new or empty folder; fix: name another one with --out"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "run: found something there already; allowed: a new or empty folder; fix: name another"
+            " one with --out"
+        ),
+    ):
         run(place)
     assert sorted(place.rglob("*")) == before
     assert (place / taken).read_text() == "mine"
@@ -124,26 +158,40 @@ def test_an_empty_out_is_used(place: Path, run: Any) -> None:
     assert (place / "run" / "metrics.jsonl").read_text()
 
 
-def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(place: Path, run: Any) -> None:
+def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(
+    place: Path, run: Any
+) -> None:
     (place / "file").write_text("")
     before = sorted(place.rglob("*"))
     steps: list[Step] = []
     listener = Callback()
     listener.on_step = lambda _, step: steps.append(step)  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"file/run: found not a directory; allowed: a folder that can be made"):
+    with pytest.raises(
+        UserError, match=r"file/run: found not a directory; allowed: a folder that can be made"
+    ):
         run(place, "file/run", steps=1, callbacks=[listener])
     assert steps == []
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_keep_them_apart(place: Path) -> None:
+def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_keep_them_apart(
+    place: Path,
+) -> None:
     plan = Plan.load(place / "plan.toml")
-    config = Config(training=Training(steps=1), schedule=LearningRate(warm_up_steps=0))
+    config = Config(training=TrainingSettings(steps=1), schedule=LearningRate(warm_up_steps=0))
     for packing, refused in (("none", True), ("documents", True), ("plain", False)):
-        corpus, _ = open_data(DataOptions(data=str(place / "corpus"), packing=packing), plan.workload, None, 300)
+        corpus, _ = open_data(
+            DataOptions(data=str(place / "corpus"), packing=packing), plan.workload, None, 300
+        )
         trainer = Trainer(place / "plan.toml", None, corpus, config, device=torch.device("cpu"))
         if refused:
-            with pytest.raises(UserError, match=rf"data: packing: found {packing}; allowed: plain, since the plan attends over whole rows"):
+            with pytest.raises(
+                UserError,
+                match=(
+                    rf"data: packing: found {packing}; allowed: plain, since the plan attends over"
+                    r" whole rows"
+                ),
+            ):
                 trainer.fit()
         else:
             trainer.fit()
@@ -152,17 +200,30 @@ def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rate": 2e-3}, r"settings\.schedule\.rate 0\.001; allowed: settings\.schedule\.rate 0\.002"),
-        ({"weight_decay": 0.1}, r"optimizer\.weight_decay 0\.0; allowed: optimizer\.weight_decay 0\.1"),
+        (
+            {"rate": 2e-3},
+            r"settings\.schedule\.rate 0\.001; allowed: settings\.schedule\.rate 0\.002",
+        ),
+        (
+            {"weight_decay": 0.1},
+            r"optimizer\.weight_decay 0\.0; allowed: optimizer\.weight_decay 0\.1",
+        ),
         ({"seed": 1}, r"settings\.training\.seed 0"),
     ],
 )
 def test_another_run_is_refused_before_data_is_read_and_memory_allocated(
-    place: Path, changed: dict[str, Any], message: str, run: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    changed: dict[str, Any],
+    message: str,
+    run: Any,
+    prepare: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run(place, steps=2, **{"saving.every_steps": 1}, export=False)
     for heavy in ("find_data", "find_model", "Executor"):
-        monkeypatch.setattr(trainer_module, heavy, lambda *_, heavy=heavy, **__: pytest.fail(f"{heavy} was begun"))
+        monkeypatch.setattr(
+            trainer_module, heavy, lambda *_, heavy=heavy, **__: pytest.fail(f"{heavy} was begun")
+        )
     with pytest.raises(UserError, match=message):
         resumed(place, prepare, **changed).fit()
 
@@ -171,14 +232,22 @@ def test_other_data_and_a_checkpoint_that_lacks_a_file_are_refused_before_memory
     place: Path, run: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(place, steps=2, **{"saving.every_steps": 1}, export=False)
-    monkeypatch.setattr(trainer_module, "Executor", lambda *_, **__: pytest.fail("memory was allocated"))
+    monkeypatch.setattr(
+        trainer_module, "Executor", lambda *_, **__: pytest.fail("memory was allocated")
+    )
     text = (place / "corpus" / "text.py").read_text()
     (place / "corpus" / "text.py").write_text(text + "# another one\n")
     with pytest.raises(UserError, match=r"settings\.data\.digest"):
         resumed(place, prepare).fit()
     (place / "corpus" / "text.py").write_text(text)
     (place / "run" / "checkpoints" / "step-00000002" / "state-00001.safetensors").unlink()
-    with pytest.raises(UserError, match=r"state-00001\.safetensors: found no such file; .*; fix: resume from step 1, the newest sound one before it"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"state-00001\.safetensors: found no such file; .*; fix: resume from step 1, the newest"
+            r" undamaged checkpoint before it"
+        ),
+    ):
         resumed(place, prepare).fit()
 
 

@@ -15,21 +15,23 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.exporting import export_run
 from megatrain.runtime.training.run_folder import append
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.errors import UserError
-from megatrain.simulator.memory import account
-from megatrain.simulator.plan import Plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.memory.account import account
 from megatrain.simulator.policies import lower
-from megatrain.simulator.timeline import Timeline
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 CPU = torch.device("cpu")
-TEXT = "".join(f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200))
+TEXT = "".join(
+    f"def function_{index}(argument):\n    return argument + {index}\n\n" for index in range(200)
+)
 
 
 def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
@@ -57,7 +59,11 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
     assert rows[0]["loss"] == pytest.approx(math.log(300), rel=0.05)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     assert [row["rate"] for row in rows] == [1.5e-3, 3e-3, 3e-3, 3e-3, 3e-3]
-    assert all(row["tokens_per_second"] == pytest.approx(plan.workload.step_tokens / row["seconds"], abs=0.1) for row in rows)
+    assert all(
+        row["tokens_per_second"]
+        == pytest.approx(plan.workload.step_tokens / row["seconds"], abs=0.1)
+        for row in rows
+    )
     assert sum(loaded) == plan.model.parameters
 
     assert Timeline.load(out / "measured.json") == measured
@@ -65,7 +71,10 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
     assert measured in [step.timeline for step in steps[2:]], "a step after the warm-up"
     memory = json.loads((out / "memory.json").read_text())
     predicted = account(lower(plan), 1, 1, 0, 0)
-    assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (predicted.device_peak_bytes, predicted.host_peak_bytes)
+    assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (
+        predicted.device_peak_bytes,
+        predicted.host_peak_bytes,
+    )
     environment = json.loads((out / "environment.json").read_text())
     assert {"device", "cores", "torch", "python"} <= environment.keys()
 
@@ -74,7 +83,10 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
     assert (out / kept.source).resolve() == (place / "small").resolve()
     exported = AutoModelForCausalLM.from_pretrained(out / "model")
     start = AutoModelForCausalLM.from_pretrained(place / "small")
-    assert all(not torch.equal(parameter, start.get_parameter(name)) for name, parameter in exported.named_parameters())
+    assert all(
+        not torch.equal(parameter, start.get_parameter(name))
+        for name, parameter in exported.named_parameters()
+    )
     ids = torch.tensor([list(TEXT[:32].encode())])
     with torch.no_grad():
         assert float(exported(ids, labels=ids).loss) < float(start(ids, labels=ids).loss)
@@ -84,14 +96,21 @@ def test_the_same_seed_gives_the_same_run(place: Path, run: Any) -> None:
     losses = []
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
         run(place, out, seed=seed, init="random", export=False, steps=2)
-        losses.append([json.loads(line)["loss"] for line in (place / out / "metrics.jsonl").read_text().splitlines()])
+        losses.append(
+            [
+                json.loads(line)["loss"]
+                for line in (place / out / "metrics.jsonl").read_text().splitlines()
+            ]
+        )
         assert not (place / out / "model").exists()
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_run_keeps_the_hardware_file_of_its_plan(place: Path, run: Any) -> None:
     (place / "measured-here.toml").write_text("# a machine\n")
-    msgspec.structs.replace(Plan.load(place / "plan.toml"), hardware="measured-here.toml").save(place / "plan.toml")
+    msgspec.structs.replace(Plan.load(place / "plan.toml"), hardware="measured-here.toml").save(
+        place / "plan.toml"
+    )
     run(place, steps=1, export=False)
     assert (place / "run" / "hardware.toml").read_text() == "# a machine\n"
     assert Plan.load(place / "run" / "plan.toml").hardware == "hardware.toml"
@@ -101,21 +120,48 @@ def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, ru
     run(place, "long", **{"saving.every_steps": 2, "steps": 4})
     run(place, "short", steps=2)
     config = Config.load(place / "long" / "config.toml", {"training.steps": 2})
-    assert Trainer(place / "long" / "plan.toml", None, None, config, out=place / "long", resume=2, device=CPU).fit().steps == 2
+    assert (
+        Trainer(
+            place / "long" / "plan.toml",
+            None,
+            None,
+            config,
+            out=place / "long",
+            resume=2,
+            device=CPU,
+        )
+        .fit()
+        .steps
+        == 2
+    )
     between, end = (place / name / "model" / "model.safetensors" for name in ("long", "short"))
     assert between.read_bytes() == end.read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_export_has_the_dtype_that_was_asked_for_and_the_model_s_companions(place: Path, dtype: str, run: Any) -> None:
+def test_the_export_has_the_dtype_that_was_asked_for_and_the_model_s_companions(
+    place: Path, dtype: str, run: Any
+) -> None:
     run(place, steps=1, export_dtype=dtype)
-    assert AutoModelForCausalLM.from_pretrained(place / "run" / "model", dtype="auto").dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    assert (place / "run" / "model" / "generation_config.json").read_text() == (place / "small" / "generation_config.json").read_text()
+    assert (
+        AutoModelForCausalLM.from_pretrained(place / "run" / "model", dtype="auto").dtype
+        == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    )
+    assert (place / "run" / "model" / "generation_config.json").read_text() == (
+        place / "small" / "generation_config.json"
+    ).read_text()
 
 
-def test_a_chat_template_of_ones_own_goes_with_the_model_as_it_was_when_the_run_began(place: Path, run: Any) -> None:
-    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=vocabulary, merges=[])))
+def test_a_chat_template_of_ones_own_goes_with_the_model_as_it_was_when_the_run_began(
+    place: Path, run: Any
+) -> None:
+    vocabulary = {
+        character: number
+        for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    )
     tokenizer.chat_template = "the tokenizer's"
     tokenizer.save_pretrained(place / "small")
     (place / "small" / "chat_template.json").write_text("{}")
@@ -140,23 +186,44 @@ def test_deterministic_mode_comes_from_the_config(place: Path, run: Any) -> None
 
 
 def test_the_config_is_kept_and_read_back(place: Path, run: Any) -> None:
-    trainer = run(place, steps=1, kind="wsd", warm_up_steps=0, groups=[{"match": "*norm*", "weight_decay": 0.1}], export=False)
+    trainer = run(
+        place,
+        steps=1,
+        kind="wsd",
+        warm_up_steps=0,
+        groups=[{"match": "*norm*", "weight_decay": 0.1}],
+        export=False,
+    )
     assert Config.load(place / "run" / "config.toml") == trainer.config
 
 
-def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(place: Path, run: Any) -> None:
+def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
+    place: Path, run: Any
+) -> None:
     """At rate 0 and without decay, training leaves the weights as they were loaded."""
     for out, random_init in (("from-folder", False), ("random", True)):
         run(place, out, steps=1, rate=0.0, init="random" if random_init else "model")
-    start = AutoModelForCausalLM.from_pretrained(place / "small").get_parameter("model.layers.1.mlp.up_proj.weight")
+    start = AutoModelForCausalLM.from_pretrained(place / "small").get_parameter(
+        "model.layers.1.mlp.up_proj.weight"
+    )
     name = "model.layers.1.mlp.up_proj.weight"
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "from-folder" / "model").get_parameter(name), start)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(place / "from-folder" / "model").get_parameter(name),
+        start,
+    )
     drawn = random_weights(0)("1", "mlp.up_proj.weight", (96, 32))
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(place / "random" / "model").get_parameter(name), drawn)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(place / "random" / "model").get_parameter(name), drawn
+    )
 
 
-@pytest.mark.parametrize(("done", "left"), [(0, []), (1, ["config.toml", "environment.json", "metrics.jsonl", "plan.toml"])])
-def test_a_run_that_could_not_do_a_step_leaves_nothing(place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("done", "left"),
+    [(0, []), (1, ["config.toml", "environment.json", "metrics.jsonl", "plan.toml"])],
+)
+def test_a_run_that_could_not_do_a_step_leaves_nothing(
+    place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]
+) -> None:
     """One that did a step keeps what it knows of it."""
     step = Executor.step
 
@@ -171,10 +238,14 @@ def test_a_run_that_could_not_do_a_step_leaves_nothing(place: Path, prepare: Any
     assert sorted(path.name for path in (place / "run").rglob("*") if path.name != ".lock") == left
 
 
-def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what JSON does not know is null."""
     synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").read_text()))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").read_text())
+    )
     append(tmp_path / "metrics.jsonl", {"step": 1, "loss": math.inf})
     append(tmp_path / "metrics.jsonl", {"step": 2, "loss": 0.5})
     first, second = '{"step": 1, "loss": null}\n', '{"step": 2, "loss": 0.5}\n'
@@ -182,5 +253,8 @@ def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(tmp_path: Pat
 
 
 def test_a_full_disk_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: "):
+    with pytest.raises(
+        UserError,
+        match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: ",
+    ):
         append(Path("/dev/full"), {"step": 1})

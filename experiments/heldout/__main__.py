@@ -1,0 +1,321 @@
+"""Calibrates once, then executes plans that were not calibrated on: `python -m
+megatrain.experiments.heldout --out DIR`.
+
+DIR receives `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with one line for
+each repetition of a case, `timelines.jsonl` with the middle step of each case, and `summary.json`.
+The repetitions of a case are minutes apart. Their spread is the smallest error that a prediction
+can have on this machine. A second run with the same DIR continues the first: it reuses the
+calibration, plans and rows in DIR. `python -m megatrain.experiments.heldout.show DIR` makes tables
+and a picture of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatrain.experiments import options
+from megatrain.experiments.hardware_file import write_hardware
+from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, planned
+from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_visits
+from megatrain.experiments.heldout.suites import HeldoutCase, Suite, refuse_grid, suite
+from megatrain.experiments.heldout.summary import format_summary, summarize
+from megatrain.experiments.row_file import append_row
+from megatrain.experiments.script import ended
+from megatrain.runtime.calibration.calibrate import Subject, calibrate
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_json, write_json
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import PROCESS
+from megatrain.simulator.planner.assessment import Choice
+
+HARDWARE, PLANS, ROWS, TIMELINES, SUMMARY = (
+    "hardware.toml",
+    "plans.json",
+    "rows.jsonl",
+    "timelines.jsonl",
+    "summary.json",
+)
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A case's name and its plan."""
+
+    name: str
+    choice: Choice
+
+
+def parser() -> options.OneLineParser:
+    made = options.OneLineParser(
+        prog="python -m megatrain.experiments.heldout", description=__doc__
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the folder for calibration, plans, rows and summary",
+    )
+    made.add_argument(
+        "--suite",
+        default="h200",
+        metavar="NAME",
+        help="the suite of cases: h200 (default), or tiny to try the script on a CPU",
+    )
+    made.add_argument(
+        "--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these"
+    )
+    made.add_argument(
+        "--seconds",
+        type=options.real("--seconds"),
+        metavar="N",
+        help="start only cases that will end within N seconds from now",
+    )
+    made.add_argument(
+        "--repetitions",
+        type=options.whole("--repetitions"),
+        default=2,
+        metavar="N",
+        help="how often each case is executed (default 2); all cases run once before any repeats",
+    )
+    made.add_argument(
+        "--plan-only", action="store_true", help="calibrate and plan, but execute nothing"
+    )
+    options.add_device(made)
+    return made
+
+
+def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> HardwareSpec:
+    """Returns the calibration stored in the folder, or calibrates and stores it."""
+    path = folder / HARDWARE
+    if path.exists():
+        return HardwareSpec.load(str(path))
+    first, *others = (Subject(model, config_of(model)) for model in chosen.models.values())
+    began = time.monotonic()
+    hardware = calibrate(
+        "proved",
+        first.model,
+        chosen.base,
+        first.config,
+        device,
+        grid=chosen.points(),
+        others=others,
+        host_bytes=chosen.host_bytes,
+        device_bytes=chosen.device_bytes,
+        progress=lambda what: print(
+            f"{time.monotonic() - began:6.1f} s  calibrating: {what}", flush=True
+        ),
+    )
+    write_hardware(path, hardware, "python -m megatrain.experiments.heldout")
+    print(f"{time.monotonic() - began:6.1f} s  wrote {path}", flush=True)
+    return hardware
+
+
+def plans(
+    chosen: Suite, cases: Sequence[HeldoutCase], folder: Path, hardware: HardwareSpec
+) -> dict[str, Choice]:
+    """Returns the plan of each case by its name. Plans in the folder are reused, and missing ones
+    are made and stored. Cases without a plan are left out.
+    """
+    path = folder / PLANS
+    found = (
+        {entry.name: entry.choice for entry in convert(read_json(path), list[Planned], str(path))}
+        if path.exists()
+        else {}
+    )
+    began, missing = time.monotonic(), [case for case in cases if case.name not in found]
+    for case in missing:
+        if choice := planned(chosen, case, hardware, HARDWARE):
+            found[case.name] = choice
+    if missing:
+        write_json(path, [Planned(name=name, choice=choice) for name, choice in found.items()])
+        print(f"{time.monotonic() - began:6.1f} s  planned {len(missing)} cases", flush=True)
+    return {case.name: found[case.name] for case in cases if case.name in found}
+
+
+def announce(
+    cases: Sequence[HeldoutCase],
+    choices: dict[str, Choice],
+    rows: Sequence[HeldoutRow],
+    repetitions: int,
+) -> None:
+    """Prints the cases that will run and their predicted run times."""
+    width, total = max(len(case.name) for case in cases), 0.0
+    for case in cases:
+        choice = choices.get(case.name)
+        if choice is None:
+            print(
+                f"{case.name:<{width}}  left out: it does not fit, or its variant changes nothing"
+            )
+            continue
+        seconds = case_seconds(choice) * max(repetitions - _visits(rows, case, choice), 0)
+        total += seconds
+        account = choice.account
+        memory = (
+            f"device {format_bytes(account.device_peak_bytes):>10}  host"
+            f" {format_bytes(account.host_peak_bytes):>10}"
+        )
+        print(
+            f"{case.name:<{width}}  step {format_seconds(choice.step_seconds):>9}  {memory} "
+            f" {f'{seconds:5.1f} s' if seconds else 'done'}"
+        )
+    print(f"{total:.0f} s in total", flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.seconds if args.seconds else float("inf")
+    chosen, device, folder = suite(args.suite), options.device(args), args.out
+    cases = [
+        case
+        for case in chosen.cases
+        if not args.cases or any(text in case.name for text in args.cases)
+    ]
+    if not cases:
+        raise UserError(
+            "--cases",
+            found=" ".join(args.cases),
+            allowed=f"a part of a name such as {chosen.cases[0].name}",
+            fix="leave the option out to run all cases",
+        )
+    refuse_grid(chosen, cases)
+    options.check_writable(folder / ROWS)
+    folder.mkdir(parents=True, exist_ok=True)
+    hardware = measured_machine(chosen, folder, device)
+    refuse_grid(chosen, cases, hardware.costs)
+    choices = plans(chosen, cases, folder, hardware)
+    rows = read_visits(folder / ROWS)
+    announce(cases, choices, rows, args.repetitions)
+    if args.plan_only:
+        return 0
+    _execute(
+        [case for case in cases if case.name in choices],
+        choices,
+        rows,
+        args,
+        hardware,
+        device,
+        deadline,
+    )
+    return report(
+        folder, [row for row in by_case(rows) if row.name in {case.name for case in cases}]
+    )
+
+
+def _execute(
+    cases: Sequence[HeldoutCase],
+    choices: dict[str, Choice],
+    rows: list[HeldoutRow],
+    args: argparse.Namespace,
+    hardware: HardwareSpec,
+    device: torch.device,
+    deadline: float,
+) -> None:
+    """Executes all cases once, then all again until each has `args.repetitions` repetitions. Each
+    row is appended to the file in the folder and to `rows`. A case that failed is not tried again
+    in this run.
+    """
+    waiting = [
+        choices[case.name].account
+        for case in cases
+        if _visits(rows, case, choices[case.name]) < args.repetitions
+    ]
+    if not waiting:
+        return
+    memory, later = ReusablePinnedPool(registered=device.type == "cuda"), set[str]()
+    try:
+        if most := max(
+            account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in waiting
+        ):
+            memory.reserve(most)
+        load_libraries(next(iter(suite("tiny").models.values())), device)
+        for repetition, case in itertools.product(range(args.repetitions), cases):
+            choice = choices[case.name]
+            if case.name in later or _visits(rows, case, choice) > repetition:
+                continue
+            if twin := _twin(case, choice, rows):
+                row = msgspec.structs.replace(
+                    twin,
+                    name=case.name,
+                    policy=case.policy,
+                    variant=case.variant,
+                    same_as=twin.name,
+                )
+            else:
+                seconds = case_seconds(choice)
+                if time.monotonic() + seconds > deadline:
+                    print(
+                        f"{case.name}: left for the next run, {seconds:.0f} s exceed --seconds",
+                        flush=True,
+                    )
+                    later.add(case.name)
+                    continue
+                began = time.monotonic()
+                row, timeline = executed(case, choice, hardware, device, memory)
+                if timeline:  # written before the row, so that every measured case has one
+                    append_row(args.out / TIMELINES, timeline)
+                outcome = row.failure or (
+                    f"predicted {format_seconds(choice.step_seconds)}, "
+                    f"measured {format_seconds(row.step_seconds or 0)}"
+                )
+                print(
+                    f"{case.name}: {outcome}; {time.monotonic() - began:.1f} of {seconds:.1f} s",
+                    flush=True,
+                )
+                if row.failure:
+                    later.add(case.name)
+            append_row(args.out / ROWS, row)
+            rows.append(row)
+    finally:
+        memory.free()
+
+
+def _visits(rows: Iterable[HeldoutRow], case: HeldoutCase, choice: Choice) -> int:
+    """Returns how often this plan of the case was measured. If the plan is another case's plan, it
+    needs no measurement, and the count is `sys.maxsize`.
+    """
+    row = next(
+        (row for row in by_case(rows) if row.name == case.name and row.plan == choice.plan), None
+    )
+    return 0 if row is None else sys.maxsize if row.same_as else len(row.repetitions)
+
+
+def _twin(case: HeldoutCase, choice: Choice, rows: Iterable[HeldoutRow]) -> HeldoutRow | None:
+    """Returns a measured row of another case with the same plan, if there is one."""
+    return next(
+        (
+            row
+            for row in rows
+            if row.name != case.name
+            and row.plan == choice.plan
+            and not row.failure
+            and not row.same_as
+        ),
+        None,
+    )
+
+
+def report(folder: Path, rows: list[HeldoutRow]) -> int:
+    """Writes and prints the summary of the rows."""
+    summary = summarize(rows)
+    write_json(folder / SUMMARY, summary)
+    print("\n" + format_summary(rows, summary))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if it ran, whatever the errors are, and 2 for a user's mistake."""
+    return ended("heldout", lambda: run(parser().parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Regression check: predicts stored rows again with the current simulator and the calibration in
+the same folder, and replays their steps. Reports the rows whose error grew and counts the measured
+steps within the calibration's spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from megatrain.experiments.heldout.compared import replay_error
+from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
+from megatrain.experiments.heldout.summary import device_error, step_error
+from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.compare.error_table import signed_percent
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.policies import lower
+from megatrain.simulator.verdict.verdict import summarize
+
+TOLERANCE = 0.001
+"""Growth of an error that counts as rounding."""
+
+
+def moved(
+    rows: Iterable[HeldoutRow], hardware: HardwareSpec, timelines: Mapping[str, StoredTimeline]
+) -> list[str]:
+    """Returns one line for each row whose plan now lowers to another schedule, or whose error of
+    the step time, the device peak or the replay has grown. The replay is checked if the row's
+    timeline is stored.
+    """
+    found = []
+    for row in rows:
+        if row.failure or row.same_as:
+            continue
+        plan = row.plan
+        try:
+            digest = lower(plan).digest
+            now = row_of(row, hardware, timelines.get(row.name)) if digest == plan.digest else None
+        except UserError as error:
+            found.append(f"{row.name}: {error}")
+            continue
+        if now is None:
+            found.append(f"{row.name}: lowers to schedule {digest}, ran as {plan.digest}")
+            continue
+        errors = [
+            ("step", step_error(row), step_error(now)),
+            ("device peak", device_error(row), device_error(now)),
+        ]
+        if row.replay_error is not None and now.replay_error is not None:
+            errors.append(("replay", row.replay_error, now.replay_error))
+        for what, stored, today in errors:
+            if abs(today) > abs(stored) + TOLERANCE:
+                found.append(
+                    f"{row.name}: {what} {signed_percent(today)}, was {signed_percent(stored)}"
+                )
+    return found
+
+
+def row_of(row: HeldoutRow, hardware: HardwareSpec, stored: StoredTimeline | None) -> HeldoutRow:
+    """Returns `row` with today's prediction. If its timeline is stored, the row has today's replay
+    error too.
+    """
+    plan = row.plan
+    costs = cost_model(hardware, plan.model, plan.workload)
+    schedule = lower(plan)
+    replay = (
+        replay_error(schedule, stored.timeline(schedule), costs) if stored else row.replay_error
+    )
+    return msgspec.structs.replace(row, plan=assess(plan, costs).plan, replay_error=replay)
+
+
+def within_range(rows: Iterable[HeldoutRow], hardware: HardwareSpec) -> tuple[int, int]:
+    """Returns (number of measured steps within the range that the calibration's spreads give,
+    number of measured steps).
+    """
+    found = []
+    for row in rows:
+        if row.failure or row.same_as or row.step_seconds is None:
+            continue
+        verdict = summarize(
+            assess(row.plan, cost_model(hardware, row.plan.model, row.plan.workload)), hardware
+        )
+        found.append(
+            verdict.step_seconds_low is not None
+            and verdict.step_seconds_high is not None
+            and verdict.step_seconds_low <= row.step_seconds <= verdict.step_seconds_high
+        )
+    return sum(found), len(found)
+
+
+def moved_in(folder: Path) -> list[str]:
+    """Returns `moved` for the files of a folder that `python -m megatrain.experiments.heldout`
+    wrote.
+    """
+    return moved(
+        read_rows(folder / "rows.jsonl"),
+        HardwareSpec.load(str(folder / "hardware.toml")),
+        read_timelines(folder / "timelines.jsonl"),
+    )

@@ -1,0 +1,207 @@
+"""Suites: what is calibrated, and the cases that are held out of the calibration.
+
+No case has the batch and sequence of a point of the calibration grid, which `refuse_grid` checks.
+Cases are ordered by their value, so that a run that is cut off has the most useful ones. Models
+have few layers: each layer costs as much as in the whole model, and registering their memory takes
+less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import CostTable
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+ALTERNATIVES = {
+    "overlapped": (
+        "nothing stays",
+        "host updates",
+        "one slot",
+        "half stays",
+        "offloaded_inputs",
+        "small copies",
+    ),
+    "k_buffer": ("four slots", "blocks of two", "blocks of four", "small copies"),
+}
+"""Policy -> changes to its best plan. The planner's choice is compared with these variants."""
+POLICIES = ("overlapped", "k_buffer", "double_buffer", "sequential")
+BEST = "best"
+"""The planner's choice among all policies that the runtime executes."""
+
+
+class HeldoutCase(NamedTuple):
+    """One plan to predict and to execute."""
+
+    model: str
+    """The model's name in the suite."""
+    batch: int
+    """Sequences in a micro-batch."""
+    sequence: int
+    """Tokens in a sequence."""
+    policy: str
+    """A policy's name, or BEST."""
+    device_cap: int | None = None
+    """Device memory in bytes. None for the whole device."""
+    accumulation: int = 1
+    """Micro-batches in a step."""
+    variant: str = ""
+    """The change to the policy's best plan, a key of `VARIANTS` in `variants.py`."""
+
+    @property
+    def name(self) -> str:
+        """Returns the case's name: model, workload, cap, policy and variant."""
+        cap = f"{self.device_cap / 2**30:g}GiB" if self.device_cap else "whole"
+        return (
+            f"{self.model}/{self.accumulation}x{self.batch}x{self.sequence}/{cap}/{self.policy}"
+            + (f"/{self.variant}" if self.variant else "")
+        )
+
+
+class Suite(NamedTuple):
+    """One calibration and its cases."""
+
+    models: dict[str, ModelSpec]
+    """Models by name. The machine's rates are measured with the first one."""
+    base: Workload
+    """The first calibrated workload. Its other fields hold for every case."""
+    grid: tuple[tuple[int, int], ...]
+    """(batch, sequence) of the calibrated points in addition to the base."""
+    cases: tuple[HeldoutCase, ...]
+    """The cases, the most useful first."""
+    host_bytes: int | None = None
+    """Host memory that plans may use. None for the machine's own value."""
+    device_bytes: int | None = None
+    """Device memory that plans may use. None for the machine's own value."""
+
+    def workload(self, case: HeldoutCase) -> Workload:
+        """Returns the workload of a case."""
+        return self._at(case.batch, case.sequence, case.accumulation)
+
+    def points(self) -> list[Workload]:
+        """Returns the workloads of the grid."""
+        return [self._at(batch, sequence) for batch, sequence in self.grid]
+
+    def _at(self, batch: int, sequence: int, accumulation: int = 1) -> Workload:
+        base = self.base
+        return Workload(
+            batch=batch,
+            sequence=sequence,
+            accumulation=accumulation,
+            dtype=base.dtype,
+            loss_chunk=base.loss_chunk,
+            compiled=base.compiled,
+        )
+
+
+def refuse_grid(suite: Suite, cases: Iterable[HeldoutCase], table: CostTable | None = None) -> None:
+    """Raises UserError for a case that is calibrated on: its layer shapes and workload are a point
+    of the grid or of `table`.
+    """
+    measured = {
+        f"{model.shape}/{point.shape}"
+        for model in suite.models.values()
+        for point in (suite.base, *suite.points())
+    }
+    measured |= {shape for shapes in (table.compute.values() if table else ()) for shape in shapes}
+    for case in cases:
+        if f"{suite.models[case.model].shape}/{suite.workload(case).shape}" in measured:
+            raise UserError(
+                f"case {case.name}",
+                found="a point of the calibration's grid",
+                allowed="a workload that is not calibrated",
+                fix="change its batch or sequence",
+            )
+
+
+def _h200() -> Suite:
+    """Returns the suite for an H200: three models, one with Llama's head counts, one with Qwen2.5's
+    and one with Qwen3's, 4k to 128k tokens per step, sequences of 1,024 to 4,096 tokens.
+    """
+    models = {
+        "llama-3.2-3b-8": ModelSpec.load("llama-3.2-3b").with_layers(8),
+        "qwen2.5-3b-10": ModelSpec.load("qwen2.5-3b").with_layers(10),
+        "qwen3-4b-8": ModelSpec.load("qwen3-4b").with_layers(8),
+    }
+    cap = 16 * 2**30
+    first, second, last = models
+    cases = [
+        HeldoutCase(model, 16, 1024, policy, cap)
+        for model in models
+        for policy in (BEST, *POLICIES)
+    ]  # compares the order of the policies, and the planner's choice
+    cases += [HeldoutCase(model, 1, 4096, BEST, cap) for model in models] + [
+        HeldoutCase(first, 8, 1024, BEST, cap, 4),
+        HeldoutCase(second, 32, 4096, BEST),
+    ]
+    for model in models:  # plans that the planner could have chosen instead
+        cases += [
+            HeldoutCase(model, 16, 1024, policy, cap, variant=variant)
+            for policy, variants in ALTERNATIVES.items()
+            for variant in variants
+        ]
+    # The cases above cover every target, in case the machine's time runs out. The next ones have
+    # few tokens, an odd number of loss chunks, and many tokens on the whole device.
+    cases += [
+        HeldoutCase(model, 4, 1024, policy, cap)
+        for model in models
+        for policy in ("overlapped", "k_buffer", "sequential")
+    ]
+    cases += [HeldoutCase(model, 5, 1024, BEST, cap) for model in models] + [
+        HeldoutCase(model, 16, 1024, "resident") for model in models
+    ]
+    cases += [HeldoutCase(model, 8, 1024, BEST, cap, 4) for model in (second, last)] + [
+        HeldoutCase(model, 32, 4096, BEST) for model in (first, last)
+    ]
+    cases += [HeldoutCase(last, 4, 4096, "overlapped", cap, 4), HeldoutCase(first, 40, 3072, BEST)]
+    grid = ((1, 2048), (3, 2048), (6, 2048), (24, 2048), (72, 2048), (48, 512), (3, 8192))
+    return Suite(models, Workload(batch=12, sequence=2048, loss_chunk=2048), grid, tuple(cases))
+
+
+def _tiny_model(name: str, **changes: object) -> ModelSpec:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    }
+    return ModelSpec.from_config({**config, **changes}, name, name)
+
+
+def _tiny() -> Suite:
+    """Returns a suite to try the script on a CPU in half a minute. Its accuracy means nothing."""
+    models = {
+        "tiny": _tiny_model("tiny"),
+        "tiny-heads": _tiny_model("tiny-heads", num_attention_heads=8, num_key_value_heads=4),
+    }
+    cases = [HeldoutCase("tiny", 4, 16, policy) for policy in (BEST, *POLICIES)]
+    cases += [
+        HeldoutCase("tiny", 4, 16, "overlapped", variant=variant)
+        for variant in ("one slot", "nothing stays")
+    ]
+    cases += [
+        HeldoutCase("tiny-heads", 3, 16, "k_buffer", 2**27, accumulation=2),
+        HeldoutCase("tiny-heads", 2, 24, BEST),
+    ]
+    base = Workload(batch=2, sequence=16, loss_chunk=32, dtype="fp32")
+    return Suite(
+        models, base, ((8, 16), (2, 32)), tuple(cases), host_bytes=2**32, device_bytes=2**31
+    )
+
+
+def suite(name: str) -> Suite:
+    """Returns the suite `h200` or `tiny`. Raises UserError for another name."""
+    made = {"h200": _h200, "tiny": _tiny}
+    if name not in made:
+        raise UserError(
+            "--suite", found=repr(name), allowed=", ".join(made), fix="name one of these"
+        )
+    return made[name]()

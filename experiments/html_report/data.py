@@ -1,0 +1,135 @@
+"""Data of the page's pictures, as plain lists: a thousand ops take some hundred kilobytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from megatrain.experiments.compared_run import ComparedRun
+from megatrain.simulator.base.units import format_bytes, format_count
+from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of, kinds_of, usage
+from megatrain.simulator.planner.assessment import activations_bytes, plan_account
+from megatrain.simulator.plots.pictures import DATA_COLOURS, KIND_COLOURS, UNKNOWN
+from megatrain.simulator.schedule import Op
+
+_CLASS_COLOURS = {name: DATA_COLOURS[name] for name in CLASSES}
+
+
+def pictures(run: ComparedRun) -> dict[str, Any]:
+    """Returns the data of all pictures. Times are in nanoseconds from the start of the step, sizes
+    in bytes.
+    """
+    return {
+        "ops": _ops(run),
+        "lanes": list(run.schedule.lanes),
+        "kinds": _kinds(run),
+        "memory": _memory(run),
+        "loss": _loss(run),
+    }
+
+
+def _kinds(run: ComparedRun) -> list[dict[str, str]]:
+    """Returns the kinds of op with their colours, in the order that the legends of other pictures
+    have.
+    """
+    used = {op.kind for op in run.schedule.ops}
+    return [
+        {"name": kind, "colour": KIND_COLOURS.get(kind, UNKNOWN)}
+        for kind in sorted(used, key=[*KIND_COLOURS, *sorted(used)].index)
+    ]
+
+
+def _ops(run: ComparedRun) -> dict[str, list[Any]]:
+    """Returns one list for each column, in program order. `after` has the indices of the ops on
+    other lanes that an op waits for.
+    """
+    schedule, place = run.schedule, {op.id: index for index, op in enumerate(run.schedule.ops)}
+    kinds, lanes = [kind["name"] for kind in _kinds(run)], list(schedule.lanes)
+    columns: dict[str, list[Any]] = {
+        "id": [op.id for op in schedule.ops],
+        "kind": [kinds.index(op.kind) for op in schedule.ops],
+        "lane": [lanes.index(op.lane) for op in schedule.ops],
+        "after": [[place[other] for other in op.after] for op in schedule.ops],
+        "size": [_size(op) for op in schedule.ops],
+    }
+    for timeline in (run.predicted, run.measured):
+        spans = [timeline.by_op[op.id] for op in schedule.ops]
+        columns[timeline.name] = [
+            [span.start_ns for span in spans],
+            [span.end_ns for span in spans],
+        ]
+    return columns
+
+
+def _size(op: Op) -> str:
+    """Returns the sizes that an op's cost depends on, as text."""
+    parts = []
+    if op.bytes:
+        parts.append(format_bytes(op.bytes))
+    if op.flops:
+        parts.append(f"{op.flops / 1e12:,.3g} TFLOP")
+    if op.parameters:
+        parts.append(f"{format_count(op.parameters)} parameters")
+    return ", ".join(parts)
+
+
+def _memory(run: ComparedRun) -> dict[str, Any]:
+    """Returns the memory of each place that holds any bytes: its limit, and for each timeline the
+    bytes of each class. An entry of `classes` holds from the time with the same index, and the
+    first time is 0.
+    """
+    plan, costs = run.plan, run.costs
+    account = plan_account(plan, run.schedule, costs)
+    limits = {"device": plan.device_limit_bytes, "host": plan.host_limit_bytes}
+    places: dict[str, Any] = {}
+    # The account leaves out the slots whose bytes another pool reuses; `kinds_of` has them too.
+    kinds = kinds_of(run.schedule)
+    classes = {pool: class_of(kinds.get(pool)) for pool in (*account.pools, *kinds)}
+    for timeline in (run.predicted, run.measured):
+        steps = usage(run.schedule, timeline, activations_bytes(plan.model, plan.workload, costs))
+        if workspace := account.pools.get(WORKSPACE):
+            steps[WORKSPACE] = [(0, workspace)]
+        for place in PLACES:
+            held = _by_class(
+                {pool: points for pool, points in steps.items() if pool.startswith(f"{place}.")},
+                classes,
+            )
+            if any(any(values) for values in held["classes"].values()):
+                places.setdefault(place, {"limit": limits[place]})[timeline.name] = held
+    return {"classes": _CLASS_COLOURS, "places": places}
+
+
+def _by_class(
+    pools: dict[str, list[tuple[int, int]]], class_by_pool: dict[str, str]
+) -> dict[str, Any]:
+    """Returns the bytes of each class at each time at which one of them changes."""
+    changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for pool, points in pools.items():
+        before = 0
+        for time, held in points:
+            changes[time][class_by_pool[pool]] += held - before
+            before = held
+    held_now = dict.fromkeys(
+        [name for name in CLASSES if name in {class_by_pool[pool] for pool in pools}], 0
+    )
+    classes: dict[str, list[int]] = {name: [] for name in held_now}
+    times = sorted(changes)
+    for time in times:
+        for name in held_now:
+            held_now[name] += changes[time].get(name, 0)
+            classes[name].append(held_now[name])
+    return {"times": times, "classes": classes}
+
+
+def _loss(run: ComparedRun) -> dict[str, Any]:
+    record = run.record
+    losses, speeds = (
+        [round(loss, 6) for loss in record.losses],
+        [round(speed, 1) for speed in record.speeds],
+    )
+    return {
+        "steps": record.steps,
+        "losses": losses,
+        "speeds": speeds,
+        "evaluations": [list(each) for each in record.evaluations],
+    }

@@ -1,0 +1,412 @@
+"""The page's text and tables as HTML. Errors come from the run's error report, and sizes and times
+have the same format as in the command's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from megatrain.experiments import report
+from megatrain.experiments.compared_run import ComparedRun
+from megatrain.experiments.html_report.tables import Cell, OpRow, table
+from megatrain.experiments.html_report.why import reasons, rivals
+from megatrain.simulator.base.files import read_json, read_text
+from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
+from megatrain.simulator.compare.error_table import signed_percent
+from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of
+from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
+from megatrain.simulator.planner.search import plan_account
+from megatrain.simulator.policies import names
+from megatrain.simulator.schedule import Buffer
+
+_MACHINE = {
+    "device": "device",
+    "device_bytes": "device memory",
+    "processor": "processor",
+    "cores": "cores",
+    "host_bytes": "host memory",
+    "system": "system",
+    "python": "Python",
+    "torch": "PyTorch",
+    "transformers": "transformers",
+    "cuda": "CUDA",
+}
+
+
+def title(run: ComparedRun) -> str:
+    """Returns the page's title."""
+    return f"{run.plan.model.name}, policy {run.plan.policy}, on {run.record.device}"
+
+
+def heading(run: ComparedRun) -> str:
+    """Returns the page's heading and the main facts of the run."""
+    work = run.plan.workload
+    micro = f"{work.accumulation} &times; " if work.accumulation > 1 else ""
+    facts = [
+        f"{format_count(run.plan.model.parameters).replace(' ', '&nbsp;')} parameters",
+        f"{micro}{work.batch} &times; {work.sequence:,} tokens per step",
+        f"{work.dtype}{', compiled' if work.compiled else ''}",
+        f"policy {escape(run.plan.policy)}",
+        f"{len(run.record.steps):,} steps",
+    ]
+    return (
+        f"<h1>{escape(run.plan.model.name)} <span>on {escape(run.record.device)}</span></h1><p"
+        f" class=facts>{' &middot; '.join(facts)}</p>"
+    )
+
+
+def figures(run: ComparedRun) -> str:
+    """Returns the main numbers, with the measured value large and the predicted one below it."""
+    errors, seconds = run.errors, run.errors.measured_seconds
+    work = run.plan.workload
+    tflops = f"{tflops_6n(run.plan.model, work, seconds):,.4g} TFLOPS (6N)"
+    parts = [
+        (
+            "step",
+            format_seconds(seconds),
+            f"predicted {format_seconds(errors.predicted_seconds)}, {signed_percent(errors.error)}",
+            _steady(run),
+        ),
+        (
+            "tokens/s",
+            f"{tokens_per_second(work, seconds):,.0f}",
+            f"predicted {tokens_per_second(work, errors.predicted_seconds):,.0f}",
+            tflops,
+        ),
+    ]
+    limits = {"device": run.plan.device_limit_bytes, "host": run.plan.host_limit_bytes}
+    for place, name in (("device", "whole device peak"), ("host", "host pools")):
+        peak = next((row for row in errors.memory if row.what == name), None) or next(
+            row for row in errors.memory if row.what == f"{place} pools"
+        )
+        error = (
+            "as predicted"
+            if peak.error == 0
+            else f"predicted {format_bytes(peak.predicted_bytes)}, {signed_percent(peak.error)}"
+        )
+        label = f"{place} peak" if peak.what == "whole device peak" else peak.what
+        parts.append(
+            (
+                label,
+                format_bytes(peak.measured_bytes),
+                error,
+                f"limit {format_bytes(limits[place])}",
+            )
+        )
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}"
+        f"<small>{escape(first)}</small><small>{escape(second)}</small></dd></div>"
+        for name, value, first, second in parts
+    )
+
+
+def _steady(run: ComparedRun) -> str:
+    times = run.record.steady_seconds.values()
+    return (
+        f"wall time {format_seconds(min(times))} to {format_seconds(max(times))}" if times else ""
+    )
+
+
+def plan(run: ComparedRun) -> str:
+    """Returns the chosen plan, the reasons for it, and the best plans of other policies."""
+    knobs = run.plan.knobs
+    rows: list[Sequence[Cell]] = [
+        ["policy", run.plan.policy],
+        ["copies", format_bytes(knobs.chunk_bytes)],
+    ]
+    rows += [
+        [field.replace("_", " "), str(getattr(knobs, field))]
+        for field in knobs.__struct_fields__
+        if field not in ("placement", "chunk_bytes", "weights_ahead")
+    ]
+    placed = [
+        (field, getattr(knobs.placement, field)) for field in knobs.placement.__struct_fields__
+    ]
+    rows += [
+        [
+            report.PLACEMENT_LABELS[field]
+            .format("")
+            .replace("  ", " ")
+            .replace(" of ", " ")
+            .strip(),
+            layers,
+        ]
+        for field, layers in placed
+        if layers
+    ]
+    others = rivals(run)
+    named = (
+        "<p class=note>Layers: <em>e</em> is the embedding, <em>h</em> is the head if it has its"
+        " own weights, and numbers are decoder layers.</p>"
+    )
+    left_out = [name for name in names() if others and name not in [cells[0] for cells in others]]
+    slower = (
+        "<p class=note>Not searched, because none of their plans can be faster than the first:"
+        f" {', '.join(left_out)}.</p>"
+        if left_out
+        else ""
+    )
+    letters = named if any(layers for _, layers in placed) else ""
+    head = ["policy", "step", "against this plan", "device", "host"]
+    return (
+        f"<ul class=why>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons(run))}</ul>"
+        "<div class=pair>"
+        f"<div><h3>The plan</h3>{table(['knob', 'value'], rows, left=(0, 1))}{letters}</div>"
+        "<div><h3>Best plan of each policy by today's planner</h3>"
+        f"{table(head, others)}{slower}</div></div>"
+    )
+
+
+def errors(run: ComparedRun) -> str:
+    """Returns the tables of `megatrain compare`, with ops that can be clicked."""
+    found = run.errors
+    rows: list[Sequence[Cell]] = [
+        [
+            "end to end",
+            format_seconds(found.predicted_seconds),
+            format_seconds(found.measured_seconds),
+            _fine(found.error),
+        ]
+    ]
+    if found.replayed_seconds is not None:
+        replayed = format_seconds(found.replayed_seconds)
+        rows.append(
+            [
+                "engine: measured durations, replayed",
+                replayed,
+                format_seconds(found.measured_seconds),
+                _fine(found.engine_error),
+            ]
+        )
+        rows.append(
+            [
+                "cost model: errors of all durations",
+                format_seconds(found.predicted_seconds),
+                replayed,
+                _fine(found.cost_model_error),
+            ]
+        )
+    if found.steps:
+        name = f"median wall time of {found.steps.count:,} steady steps"
+        rows.append(
+            [
+                name,
+                format_seconds(found.steps.predicted_seconds),
+                format_seconds(found.steps.median_seconds),
+                _fine(found.steps.median_error),
+            ]
+        )
+    called = {"compute": "compute busy", "waiting": "no lane busy"}
+    parts = [
+        [
+            called.get(part.name, f"{part.name}, exposed"),
+            *_pair(part.predicted_seconds, part.measured_seconds),
+            signed_percent(part.of_step),
+        ]
+        for part in found.parts
+    ]
+    spread = ["median", "P95 |error|", "worst", "op"]
+    kinds = [
+        [
+            kind.kind,
+            f"{kind.count:,}",
+            *_pair(kind.predicted_seconds, kind.measured_seconds),
+            signed_percent(kind.error),
+            signed_percent(kind.of_step),
+            *_spread(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op),
+        ]
+        for kind in found.kinds
+    ]
+    lanes = [
+        [
+            lane.lane,
+            f"{lane.count:,}",
+            *_pair(lane.predicted_busy_seconds, lane.measured_busy_seconds),
+            signed_percent(lane.busy_error),
+            format_seconds(lane.measured_stalled_seconds),
+            *_spread(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op),
+        ]
+        for lane in found.lanes
+    ]
+    compared, differences = (
+        ["predicted", "measured", "error"],
+        ["predicted", "measured", "difference"],
+    )
+    by_kind = ["ops", *compared, "of the step", *spread]
+    by_lane = ["ops", *compared, "stalled", *spread]
+    weight = (
+        "<em>Of the step</em>: how much smaller the step's error would be if these ops alone were"
+        " predicted exactly."
+    )
+    stalled = "<em>Stalled</em>: time in which the lane was idle although its next op was ready."
+    add = (
+        "The times add up to the step, and the differences to its error. <em>Exposed</em>: that"
+        " lane ran while compute did not."
+    )
+    return (
+        "<div class=pair>"
+        f"<div><h3>The step</h3>{table(['', *compared], rows)}{_order(run)}</div>"
+        f"<div><h3>Parts of the step</h3>{table(['', *differences], parts)}"
+        f"<p class=note>{add}</p></div></div>"
+        f"<h3>Kinds of op</h3>{table(['kind', *by_kind], kinds, left=(0, 9))}"
+        f"<p class=note>{weight}</p>"
+        f"<h3>Lanes</h3>{table(['lane', *by_lane], lanes, left=(0, 9))}"
+        f"<p class=note>{stalled}</p>"
+    )
+
+
+def _order(run: ComparedRun) -> str:
+    found = run.errors
+    order = "Every op started after the ops that it waits for had ended."
+    if found.violations:
+        bad = found.violations[0]
+        order = (
+            f"{len(found.violations):,} ops started too early. The first is"
+            f" {OpRow(bad.op).html()}, which started before {OpRow(bad.waits_for).html()} ended."
+        )
+    late = found.first_divergence or found.latest
+    if late is None:
+        return f"<p class=note>{order}</p>"
+    by, limit = format_seconds(late.late_ns / 1e9), format_seconds(found.divergence_ns / 1e9)
+    if found.first_divergence:
+        first = (
+            f"First divergence: {OpRow(late.op).html()} started {by} later than the measured"
+            " durations explain."
+        )
+    else:
+        first = (
+            f"No divergence: {OpRow(late.op).html()} started {by} later than the measured durations"
+            f" explain, more than any other op. A divergence is {limit} or more."
+        )
+    return f"<p class=note>{order} {first}</p>"
+
+
+def memory(run: ComparedRun) -> str:
+    """Returns the table of memory by class: the planned and the allocated bytes. The framework's
+    own allocations are known only as one number.
+    """
+    measured = read_json(run.folder / "memory.json")
+    account = plan_account(run.plan, run.schedule, run.costs)
+    dynamic = {buffer.pool for buffer in run.schedule.buffers if buffer.dynamic} | {WORKSPACE}
+    pools = {pool: int(size) for pool, size in dict(measured.get("pools", {})).items()}
+    blocks = []
+    for place in PLACES:
+        fixed = {
+            pool: size
+            for pool, size in _pool_bytes(run.schedule.buffers).items()
+            if pool.startswith(f"{place}.")
+        }
+        rows: list[Sequence[Cell]] = [
+            _bytes_row(
+                name,
+                sum(fixed[pool] for pool in members),
+                sum(pools.get(pool, 0) for pool in members),
+            )
+            for name in CLASSES
+            if (members := [pool for pool in fixed if class_of(account.kinds[pool]) == name])
+        ]
+        if place == "device":
+            grown = sum(size for pool, size in account.pools.items() if pool in dynamic)
+            peak = measured.get("device_peak_bytes")
+            rows.append(
+                _bytes_row(
+                    "activations and workspace of running ops",
+                    grown,
+                    None if peak is None else peak - measured["device_pool_bytes"],
+                )
+            )
+            rows.append(_bytes_row("whole device", account.device_peak_bytes, peak))
+        elif rows:
+            rows.append(_bytes_row("all pools", sum(fixed.values()), measured["host_pool_bytes"]))
+        if rows:
+            blocks.append(
+                f"<div><h3>{place.capitalize()}</h3>"
+                f"{table(['class', 'predicted', 'measured', 'error'], rows, total=True)}</div>"
+            )
+    return f"<div class=pair>{''.join(blocks)}</div>"
+
+
+def _pool_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for buffer in buffers:
+        if not buffer.dynamic:
+            sizes[buffer.pool] = sizes.get(buffer.pool, 0) + buffer.allocated
+    return sizes
+
+
+def _bytes_row(name: str, predicted: int, measured: int | None) -> list[Cell]:
+    if measured is None:
+        return [name, format_bytes(predicted), "not measured", ""]
+    error = (
+        "equal"
+        if predicted == measured
+        else ""
+        if not measured
+        else f"{100 * (predicted / measured - 1):+.2f} %"
+    )
+    return [name, format_bytes(predicted), format_bytes(measured), error]
+
+
+def loss(run: ComparedRun) -> str:
+    """Returns a sentence on the loss of the first and the last step, and on the last evaluation."""
+    record = run.record
+    if not record.losses:
+        return "<p class=note>No step was completed.</p>"
+    text = (
+        f"From {record.losses[0]:.4f} in step {record.steps[0]:,} to {record.losses[-1]:.4f} in"
+        f" step {record.steps[-1]:,}."
+    )
+    if record.evaluations:
+        step, value = record.evaluations[-1]
+        text += f" Points are evaluations. The last one, after step {step:,}, is {value:.4f}."
+    return f"<p class=note>{text}</p>"
+
+
+def machine(run: ComparedRun) -> str:
+    """Returns where the run was measured, the source of its costs, and the
+    commands to repeat it.
+    """
+    found = read_json(run.folder / "environment.json")
+    rows: list[Sequence[Cell]] = [
+        [name, format_bytes(int(found[key])) if key.endswith("_bytes") else str(found[key])]
+        for key, name in _MACHINE.items()
+        if found.get(key) is not None
+    ]
+    rows.append(["costs", run.hardware.source or run.hardware.name])
+    config = run.folder / "config.toml"
+    train = (
+        "megatrain train plan.toml --config config.toml --out RUN"
+        if config.is_file()
+        else "megatrain train plan.toml --data DATA --steps N --out RUN"
+    )
+    commands = "\n".join([f"{train}", "megatrain compare RUN", "megatrain report RUN"])
+    files = "".join(
+        f"<details><summary>{name}</summary>"
+        f"<pre>{escape(read_text(run.folder / name))}</pre></details>"
+        for name in ("plan.toml", "config.toml")
+        if (run.folder / name).is_file()
+    )
+    return (
+        "<div class=pair>"
+        f"<div><h3>Machine</h3>{table(['', ''], rows, left=(0, 1))}</div>"
+        "<div><h3>Commands to repeat the run from this folder's files</h3>"
+        f"<pre class=commands>{escape(commands)}</pre>{files}</div></div>"
+    )
+
+
+def _pair(*seconds: float) -> list[str]:
+    return [format_seconds(value) for value in seconds]
+
+
+def _fine(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.2f} %"
+
+
+def _spread(median: float | None, p95: float | None, worst: float | None, op: str) -> list[Cell]:
+    return [
+        signed_percent(median),
+        signed_percent(p95).removeprefix("+"),
+        signed_percent(worst),
+        OpRow(op) if op else "",
+    ]

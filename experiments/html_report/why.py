@@ -1,0 +1,132 @@
+"""The reasons for a plan, from its memory, its bounds and its timeline, and the plans of other
+policies.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatrain.experiments import report
+from megatrain.experiments.compared_run import ComparedRun
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.engine.evaluator import bounds
+from megatrain.simulator.memory.account import class_of
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.search import candidates, plan_account
+from megatrain.simulator.verdict.marginal_memory import one_more_gib
+from megatrain.simulator.verdict.verdict import summarize
+
+
+def reasons(run: ComparedRun) -> list[str]:
+    """Returns the reasons as sentences, with the most important first."""
+    plan, account = run.plan, plan_account(run.plan, run.schedule, run.costs)
+    limits, parts = bounds(run.schedule, run.costs), {part.name: part for part in run.errors.parts}
+    state = sum(
+        buffer.allocated
+        for buffer in run.schedule.buffers
+        if buffer.persistent and class_of(buffer) in ("weights", "gradients", "moments")
+    )
+    device = plan.device_limit_bytes
+    sides = (
+        "so part of it streams from host memory"
+        if account.host_peak_bytes
+        else "and all of it stays there"
+    )
+    found = [
+        (
+            f"Weights, gradients and optimizer state take {format_bytes(state)}. The device may"
+            f" hold {format_bytes(device)}, with activations, {sides}."
+        ),
+        (
+            f"The step is limited by {limits.binding}: that lane has the most work,"
+            f" {format_seconds(limits.lanes_ns[limits.binding] / 1e9)}. No order of these ops and"
+            f" no more overlap beats {format_seconds(limits.lower_bound_ns / 1e9)}. The predicted"
+            f" step takes {format_seconds(run.errors.predicted_seconds)}."
+        ),
+    ]
+    step = run.errors.predicted_seconds
+    waits = sorted(
+        (
+            (part.predicted_seconds, name)
+            for name, part in parts.items()
+            if name != "compute" and part.predicted_seconds >= step / 1000
+        ),
+        reverse=True,
+    )
+    if waits:
+        shares = ", ".join(
+            f"{'no lane' if name == 'waiting' else name} {format_seconds(seconds)}"
+            for seconds, name in waits
+        )
+        total = sum(part.predicted_seconds for name, part in parts.items() if name != "compute")
+        measured = sum(part.measured_seconds for name, part in parts.items() if name != "compute")
+        found.append(
+            f"Compute is predicted to be idle for {format_seconds(total)}, waiting for {shares}."
+            f" Measured: {format_seconds(measured)}."
+        )
+    else:
+        found.append("Nothing is exposed: compute is predicted to run all the time.")
+    place = max(
+        ("device", "host"),
+        key=lambda name: (
+            getattr(account, f"{name}_peak_bytes") / max(getattr(plan, f"{name}_limit_bytes"), 1)
+        ),
+    )
+    peak, limit = getattr(account, f"{place}_peak_bytes"), getattr(plan, f"{place}_limit_bytes")
+    found.append(
+        f"{place.capitalize()} memory is the tighter one: {format_bytes(peak)} of"
+        f" {format_bytes(limit)}, {peak / limit:.0%}."
+    )
+    return found + _margins(run)
+
+
+def _margins(run: ComparedRun) -> list[str]:
+    """Returns what one more GiB of each memory would buy on this run's machine, in the words of
+    `megatrain plan`.
+    """
+    try:
+        choice = assess(run.plan, run.costs)
+        bought = one_more_gib(choice, run.hardware, run.costs)
+    except UserError:  # this machine has no measured cost for an op of the plan
+        return []
+    return [
+        f"{line}."
+        for line in report.margins(
+            msgspec.structs.replace(summarize(choice, run.hardware), one_more_gib=bought)
+        )
+    ]
+
+
+def rivals(run: ComparedRun) -> list[list[str]]:
+    """Returns one row for each policy: its best plan by today's planner on the same machine and
+    limits, with its step time, its difference to this plan, and its memory. A plan that does not
+    fit is marked as such.
+    """
+    plan, step = run.plan, run.errors.predicted_seconds + run.costs.step_overhead_ns / 1e9
+    try:
+        found = candidates(
+            plan.model,
+            run.hardware,
+            plan.workload,
+            source=plan.source,
+            hardware_name=plan.hardware,
+            device_limit=plan.device_limit_bytes,
+            host_limit=plan.host_limit_bytes,
+        )
+    except UserError:  # this machine has no measured cost for an op of another policy
+        found = []
+    rows = []
+    for choice in found:
+        account = choice.account
+        sizes = [format_bytes(account.device_peak_bytes), format_bytes(account.host_peak_bytes)]
+        speed = (
+            [
+                format_seconds(choice.step_seconds),
+                f"{100 * (choice.step_seconds / step - 1):+.1f} %",
+            ]
+            if choice.feasible
+            else ["does not fit", ""]
+        )
+        rows.append([choice.plan.policy, *speed, *sizes])
+    return rows

@@ -1,0 +1,40 @@
+"""Figure 1: speed by model size for all systems, on a GH200 and on an H200 with 1.5 TB. Takes about
+35 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.experiments.paper_data.published_vs_ours import (
+    published,
+    published_vs_ours,
+    unpublished,
+)
+
+NAMES = {
+    "7b": "qwen2.5-7b",
+    "14b": "qwen2.5-14b",
+    "32b": "qwen2.5-32b",
+    "72b": "qwen2.5-72b",
+    "gpt-oss-120b": "gpt-oss-120b",
+}
+SYSTEMS = {
+    "MegaTrain": "megatrain_code",
+    "ZeRO-3": "zero3_offload",
+    "FSDP": "fsdp2_offload",
+    "ZeRO-Offload": "zero_offload",
+}
+
+
+def simulate() -> Any:
+    reported = published("paper Figure 1")
+    speeds = {(row.setting, row.policy, row.model) for row in reported if row.quantity == "tflops"}
+    more = [
+        unpublished(f"{system} {name}{where}", setting, policy, model)
+        for setting, where in (("gh200", ""), ("h200-paper", " on an H200"))
+        for name, model in NAMES.items()
+        for system, policy in SYSTEMS.items()
+        if (setting, policy, model) not in speeds
+    ]
+    return published_vs_ours([*reported, *more])

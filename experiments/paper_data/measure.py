@@ -1,0 +1,156 @@
+"""Measures on one H200 the plans of the figures that have no measurement yet: `python -m
+megatrain.experiments.paper_data.measure [CASE ...] --out DIR`
+
+Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own,
+`DIR/CASE.json`. The result is written when the case is done, so an interrupted command loses one
+case. The figures read the results in `experiments/results/figures/measured`. The plans are for the
+H200 with 16 cores and 128 GiB of host memory that was calibrated (`ablations.CALIBRATED`). Table
+4's full plan and the contexts of 1,024 and 131,072 tokens are measured in
+`experiments/results/h200-qwen2.5-7b-batches`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatrain.experiments import benchmark
+from megatrain.experiments.options import OneLineParser
+from megatrain.experiments.paper_data import ablations
+from megatrain.runtime.warm_up import WARM_UP_STEPS
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.plan import Plan
+
+ABLATIONS = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:]}
+CONTEXTS = {"table7-32k": (1, 32768), "table7-8k": (5, 8192)}
+"""Case -> (sequences in one micro-batch, tokens of each)."""
+CASES = (*ABLATIONS, *CONTEXTS)
+"""All cases, the most useful first."""
+CONTEXT_DEVICE_BYTES = 131 * 2**30
+"""The limit of the measured step of 1 x 131,072 tokens. Compiled layers use less than it, because
+the library's costs are of eager activations.
+"""
+
+
+def plan(case: str) -> tuple[Choice, str]:
+    """Returns the plan of one of CASES and the machine that it is for. Contexts are planned for the
+    library's `h200`, because they were not calibrated.
+    """
+    if case in ABLATIONS:
+        return ablations.ablated(ABLATIONS[case]), os.path.relpath(ablations.CALIBRATED)
+    batch, sequence = CONTEXTS[case]
+    work = Workload(
+        batch=batch,
+        sequence=sequence,
+        compiled=True,
+        attention="cudnn",
+        loss_chunk=ablations.WORK.loss_chunk,
+    )
+    found = candidates(
+        ModelSpec.load(ablations.MODEL),
+        HardwareSpec.load("h200"),
+        work,
+        source=ablations.MODEL,
+        hardware_name="h200",
+        device_limit=CONTEXT_DEVICE_BYTES,
+        host_limit=ablations.HOST_BYTES,
+    )
+    return found[0], "h200"
+
+
+def arguments(case: str, out: Path, steps: int) -> list[str]:
+    """Returns the benchmark's arguments for a case. Writes the plan into the
+    folder of the result.
+    """
+    choice, hardware = plan(case)
+    choice.plan.save(path := out / f"{case}.plan.toml")
+    return [
+        "--plan",
+        str(path),
+        "--hardware",
+        hardware,
+        "--systems",
+        "ours",
+        "--steps",
+        str(steps),
+        "--out",
+        str(out / f"{case}.json"),
+    ]
+
+
+def main() -> int:
+    parser = OneLineParser(
+        prog="python -m megatrain.experiments.paper_data.measure", description=__doc__
+    )
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help=f"one of {', '.join(CASES)} (default all, in this order)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help=f"steps of each case; the first {WARM_UP_STEPS} are warm-up (default 5)",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the results"
+    )
+    parser.add_argument(
+        "--commit",
+        metavar="HASH",
+        help="the commit to record if the code is not in a git repository",
+    )
+    parser.add_argument(
+        "--only-plan",
+        action="store_true",
+        help="write the plans and print their predictions, but measure nothing",
+    )
+    try:
+        args: argparse.Namespace = parser.parse_args()
+        if unknown := [case for case in args.cases if case not in CASES]:
+            raise UserError(
+                "CASE", found=", ".join(unknown), allowed=", ".join(CASES), fix="name some of these"
+            )
+        args.out.mkdir(parents=True, exist_ok=True)
+        failed = 0
+        for case in args.cases or CASES:
+            words = arguments(case, args.out, args.steps)
+            if args.only_plan:
+                print(_expected(args.out / f"{case}.plan.toml"), flush=True)
+                continue
+            print(f"=== {case}", flush=True)
+            failed = max(
+                failed,
+                benchmark.main([*words, *(["--commit", args.commit] if args.commit else [])]),
+            )
+    except UserError as error:
+        print(f"measure: {error}", file=sys.stderr)
+        return 2
+    return failed
+
+
+def _expected(path: Path) -> str:
+    prediction = Plan.load(path).prediction
+    assert prediction is not None
+    peaks = (
+        format_bytes(size) for size in (prediction.device_peak_bytes, prediction.host_peak_bytes)
+    )
+    return (
+        f"{path.name}: step {format_seconds(prediction.step_seconds)}, device"
+        f" {' host '.join(peaks)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Compares a published row with the prediction for the published system, and with our answers for
+the same model, machine and tokens.
+
+The prediction for the published system is `validation.predict`, which `validate_published` also
+reports.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from megatrain.experiments.paper_data.answers import Answer, ours, paper_schedule
+from megatrain.experiments.validation.predict import predict
+from megatrain.experiments.validation.rows import PublishedRow, Setting, load_rows, load_settings
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+CODE = "megatrain_code"
+
+
+def published(source: str) -> list[PublishedRow]:
+    """Returns the stored rows of one figure or table of the paper, such as `paper Figure 5`."""
+    return [row for row in load_rows() if row.source == source]
+
+
+def unpublished(
+    item: str,
+    setting: str,
+    policy: str,
+    model: str,
+    quantity: str = "tflops",
+    unit: str = "TFLOPS",
+    **fields: Any,
+) -> PublishedRow:
+    """Returns a row for a point that the paper does not report, so that it can be predicted.
+    `fields` replace those of the row.
+    """
+    row = PublishedRow(
+        item=item,
+        setting=setting,
+        policy=policy,
+        model=model,
+        changes={},
+        batch=None,
+        sequence=None,
+        quantity=quantity,
+        unit=unit,
+        value=None,
+        sure="?",
+        used=False,
+        source="",
+        note="",
+    )
+    return msgspec.structs.replace(row, **fields)
+
+
+def published_vs_ours(rows: Iterable[PublishedRow]) -> list[dict[str, Any]]:
+    """Returns each row as plain data: the published figure, `code` (the prediction for the system's
+    own code), and for MegaTrain's rows `paper_schedule` and `ours`.
+    """
+    settings = load_settings()
+    return [_compared(row, settings[row.setting]) for row in rows]
+
+
+def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
+    model, found = row.spec(), predict(row, setting)
+    record: dict[str, Any] = {
+        "item": row.item,
+        "source": row.source,
+        "setting": row.setting,
+        "machine": setting.machine().name,
+        "system": row.policy or row.item.split()[0].lower(),
+        "model": row.model,
+        "changes": row.changes,
+        "layers": model.layers,
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+        "quantity": row.quantity,
+        "unit": row.unit,
+        "paper": row.value,
+        "sure": row.sure if row.source else "",
+        "note": row.note,
+        "code": None,
+        "paper_schedule": None,
+        "ours": None,
+    }
+    if found:
+        record["code"] = {
+            "value": found.value,
+            "fits": found.fits,
+            "batch": found.batch,
+            "sequence": found.sequence,
+        }
+    if row.policy == CODE and found and not row.ablation:
+        changes = tuple(sorted(row.changes.items()))
+        for name in ("paper_schedule", "ours"):
+            record[name] = msgspec.to_builtins(
+                _answer(name, row.model, changes, row.setting, found.batch, found.sequence)
+            )
+    return record
+
+
+@functools.cache
+def _answer(
+    name: str,
+    model: str,
+    changes: tuple[tuple[str, str], ...],
+    setting: str,
+    batch: int,
+    sequence: int,
+) -> Answer:
+    spec, hardware = _model(model, changes), load_settings()[setting].machine()
+    if name == "ours":
+        return ours(spec, hardware, Workload(batch=batch, sequence=sequence))
+    return paper_schedule(spec, hardware, batch, sequence)
+
+
+def _model(name: str, changes: tuple[tuple[str, str], ...]) -> ModelSpec:
+    return unpublished("", "", "", name, changes=dict(changes)).spec()

@@ -1,0 +1,70 @@
+"""Stored data of a simulation, with how it was made: the command, the date, and a digest of its
+inputs.
+
+The digest covers the simulator's sources and library, the published figures and their validation,
+and the simulation's own code. If it differs from today's, running the simulation again may give
+other numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megatrain.experiments.code_digest import code_digest
+from megatrain.simulator.base.files import read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "experiments" / "results"
+_INPUTS = (
+    "simulator/[!_]*.py",
+    "simulator/*/**/*.py",
+    "simulator/library/**/*.*",
+    "experiments/published/*.*",
+    "experiments/validation/*.py",
+    "experiments/paper_data/answers.py",
+    "experiments/paper_data/published_vs_ours.py",
+)
+_MORE = {
+    "table4": (
+        "experiments/paper_data/ablations.py",
+        "experiments/results/h200-qwen2.5-7b-batches/hardware.toml",
+    )
+}
+
+
+def digest(name: str) -> str:
+    """Returns a digest of today's inputs of a simulation, 16 hexadecimal digits. Data files count
+    byte by byte, and code by `code_digest`.
+    """
+    patterns = (*_INPUTS, f"experiments/paper_data/{name}.py", *_MORE.get(name, ()))
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()})
+    sha = hashlib.sha256(code_digest(path for path in paths if path.suffix == ".py").encode())
+    for path in paths:
+        if path.suffix != ".py":
+            sha.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+def store(folder: Path, name: str, data: Any, date: str) -> Path:
+    """Writes `figures/NAME.json` in the results folder `folder`, whole or not at all."""
+    path = folder / "figures" / f"{name}.json"
+    write_json(
+        path,
+        {
+            "command": f"megatrain figures {name} --rerun",
+            "date": date,
+            "inputs": digest(name),
+            "data": data,
+        },
+    )
+    return path
+
+
+def is_stale(folder: Path, name: str) -> bool:
+    """Returns whether the stored result was made from other inputs than today's. Raises UserError
+    if it is missing or malformed.
+    """
+    found = read_json(folder / "figures" / f"{name}.json")
+    return not isinstance(found, dict) or found.get("inputs") != digest(name)

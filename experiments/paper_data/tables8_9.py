@@ -1,0 +1,43 @@
+"""Tables 8 and 9: an A6000 and an RTX 3090, and the cards that readers asked about. Takes about 20
+s.
+
+For the readers' cards there is only our best plan, with 4 sequences of 1,024 tokens per step and
+the library's host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatrain.experiments.paper_data.answers import ours
+from megatrain.experiments.paper_data.published_vs_ours import published, published_vs_ours
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+CARDS = ("rtx3080-10gb", "rtx4090", "ryzen-ai-max-395-128gb", "apple-m4-max", "apple-m3-ultra")
+MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b")
+BATCH, SEQUENCE = 4, 1024
+
+
+def simulate() -> Any:
+    readers = []
+    for card in CARDS:
+        hardware = HardwareSpec.load(card)
+        for name in MODELS:
+            found = ours(ModelSpec.load(name), hardware, Workload(batch=BATCH, sequence=SEQUENCE))
+            readers.append(
+                {
+                    "card": card,
+                    "model": name,
+                    "host_gib": hardware.host_bytes / 2**30,
+                    "unified": hardware.unified,
+                    "ours": msgspec.to_builtins(found),
+                }
+            )
+    return {
+        "rows": published_vs_ours([*published("paper Table 8"), *published("paper Table 9")]),
+        "readers": readers,
+    }

@@ -1,0 +1,1 @@
+"""Measures a machine: copies, layers, updates, and how much they slow each other."""

@@ -1,0 +1,383 @@
+"""Measures how much lanes slow each other.
+
+The speed of each lane, in units of work per second, is measured alone and while other lanes are
+busy. Each pair of lanes runs for one window of time. Lanes that share the host's DRAM run for two
+windows, in pairs and also all three together, because the effects of two pairs do not multiply:
+while both directions of the link are busy, the cores keep more of their speed than the product, and
+the link keeps less.
+
+A result is computed from whole windows. For its spread, windows are cut into equal parts, and the
+result is also computed from the first part of each window, from the second, and so on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatrain.runtime.calibration.timing import Work, spread
+from megatrain.runtime.execution.lanes import DEVICE_LANES
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, layer_tensors
+from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.simulator.hardware.machine import DRAM_LANES, KernelInterleaving
+from megatrain.simulator.model.specs import LayerSpec
+
+_WINDOW_SECONDS = 0.5
+_DRAM_WINDOWS = 2  # windows for lanes that share the host's DRAM, whose speed varies most
+_PARTS = 8  # parts of a window
+_TWO_ERRORS = 2 / (1.35 * _PARTS**0.5)
+"""Two standard errors of the mean over the parts, relative to their interquartile range. That range
+is 1.35 standard deviations."""
+_UPDATED = 2**25
+"""The most parameters in a unit of work of an update."""
+_MOST_UPDATED = 2**28
+"""The most parameters in the largest update: 3.5 GiB."""
+_AHEAD = 3
+"""Units of work that the thread of a stream enqueues ahead, as in the executor. Otherwise waiting
+for Python's lock would count as a slower GPU."""
+Rates = tuple[float, ...]
+"""Units of work per second, over a whole window and then over each of its parts."""
+Speeds = Mapping[tuple[str, ...], Mapping[str, float]]
+"""Units of work per second of each lane, by the lanes that run together."""
+
+
+class Contention(NamedTuple):
+    """How much lanes slow each other."""
+
+    kept: dict[str, dict[str, float]]
+    """The share of its speed that a lane keeps while others are busy, by lane and other lanes, as
+    in CostTable."""
+    turns: KernelInterleaving | None
+    """How kernels of the update lane and of the compute lane share the GPU; None without a GPU."""
+    spread: dict[str, float]
+    """Interquartile range over median, by `contention.LANE.OTHER` and `turns.FIELD`."""
+
+
+def measure_contention(
+    templates: FunctionalLayers,
+    arenas: Arenas,
+    layer: LayerSpec,
+    largest: int,
+    threads: dict[str, int],
+    device: torch.device,
+    host_update: Work,
+) -> Contention:
+    """Measures how much lanes slow each other.
+
+    Args:
+        templates: Runs `layer`, which is the work of the compute lane.
+        arenas: Holds the weights of `layer`, and buffers to copy from and to.
+        layer: A decoder layer.
+        largest: Bytes of each of these buffers.
+        threads: Threads that an op of each lane may use.
+        device: The device to measure.
+        host_update: A unit of work of the cpu lane. Updates are most of this lane's work, and need
+            the most DRAM bandwidth.
+    """
+    work = _lane_work(templates, arenas, layer, largest, device) | {"cpu": host_update}
+    runs = _measure_together(work, threads, device)
+    whole, *parts = [
+        {
+            lanes: {lane: rates[turn] for lane, rates in found.items()}
+            for lanes, found in runs.items()
+        }
+        for turn in range(1 + _PARTS)
+    ]
+    spreads = {
+        f"contention.{lane}.{other}": spread([shares(part)[lane, other] for part in parts])
+        for lane, other in shares(whole)
+    }
+    turns, spreads_of_turns = (
+        _measure_interleaving(templates, arenas, layer, work["compute"], threads, device)
+        if device.type == "cuda"
+        else (None, {})
+    )
+    return Contention(kept(whole, spreads), turns, spreads | spreads_of_turns)
+
+
+def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
+    """Returns the speed of each lane while others are busy, divided by its speed alone. Keys are
+    the lane and the others, which are joined as in `h2d+d2h`.
+    """
+    together = {lanes: rates for lanes, rates in speeds.items() if len(lanes) > 1}
+    return {
+        (lane, "+".join(other for other in lanes if other != lane)): (
+            rates[lane] / speeds[lane,][lane]
+        )
+        for lanes, rates in together.items()
+        for lane in lanes
+    }
+
+
+def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Returns `shares(speeds)` by lane and other lanes, as numbers from 0.01 to 1. A share that is
+    less than two standard errors below 1 counts as 1.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for (lane, others), share in shares(speeds).items():
+        clear = 1 - share > _TWO_ERRORS * spreads.get(f"contention.{lane}.{others}", 0.0)
+        found.setdefault(lane, {})[others] = round(max(share, 0.01), 3) if clear else 1.0
+    return found
+
+
+def run_together(
+    work: Mapping[str, Work], threads: dict[str, int], device: torch.device, windows: int = 1
+) -> dict[str, Rates]:
+    """Runs the work of all lanes together for `windows` windows, and returns the rates of each
+    lane. They are counted from when all lanes have started until the first stops.
+
+    If the work of a lane raises, all lanes are stopped and the exception is raised here.
+    """
+    counts: dict[str, list[float]] = {lane: [] for lane in work}
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def serve(lane: str) -> None:
+        try:
+            loop(lane)
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
+
+    def loop(lane: str) -> None:
+        torch.set_num_threads(threads[lane])
+        stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" and lane in DEVICE_LANES else None
+        )
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+        begun: deque[torch.cuda.Event] = deque()
+        while not stop.is_set():
+            work[lane]()
+            if stream is not None:
+                begun.append(stream.record_event())
+                if len(begun) > _AHEAD:
+                    begun.popleft().synchronize()
+            counts[lane].append(time.perf_counter())
+
+    workers = [threading.Thread(target=serve, args=(lane,)) for lane in work]
+    for worker in workers:
+        worker.start()
+    while not stop.is_set() and not all(len(stamps) >= 2 for stamps in counts.values()):
+        time.sleep(0.005)
+    stop.wait(windows * _WINDOW_SECONDS)
+    while not stop.is_set() and not all(len(stamps) >= 5 for stamps in counts.values()):
+        time.sleep(0.005)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    if failures:
+        raise failures[0]
+    begin, end = (
+        max(stamps[1] for stamps in counts.values()),
+        min(stamps[-1] for stamps in counts.values()),
+    )
+    return {lane: _rates(stamps, begin, end) for lane, stamps in counts.items()}
+
+
+def _rates(stamps: list[float], begin: float, end: float) -> Rates:
+    """Returns the rates from `begin` to `end`, computed from the times at which units of work
+    ended. If fewer than two are in that range, uses all but the first.
+
+    A unit that overlaps two parts counts in both, in proportion to its time in each.
+    """
+    inside = [stamp for stamp in stamps if begin <= stamp <= end]
+    if len(inside) < 2:
+        inside = stamps[1:]
+    units, seconds = len(inside) - 1, inside[-1] - inside[0]
+    done = np.interp(np.linspace(inside[0], inside[-1], _PARTS + 1), inside, np.arange(units + 1))
+    return (units / seconds, *(float(rate) for rate in np.diff(done) * _PARTS / seconds))
+
+
+def _lane_work(
+    templates: FunctionalLayers,
+    arenas: Arenas,
+    layer: LayerSpec,
+    largest: int,
+    device: torch.device,
+) -> dict[str, Work]:
+    """Returns a unit of work for each lane except cpu: for compute, forward and backward of the
+    layer; for update, AdamW; and for h2d and d2h, a copy.
+    """
+    work, model = templates.workload, templates.model
+    width = templates.dtype.itemsize
+    weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
+    for tensor in weights.values():
+        tensor.normal_(0, 0.02)
+    x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(templates.dtype)
+    chunk = _copied_bytes(layer, width, largest)
+    flat = {
+        name: arenas.flat(name, torch.uint8, chunk)
+        for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")
+    }
+
+    templates.begin(0)
+    templates.forward(layer.name, weights, x)  # the balancing loss needs the router's choices
+
+    def layer_both_ways() -> None:
+        saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
+        templates.backward(saved, "device.layer:0", x)
+
+    return {
+        "compute": layer_both_ways,
+        "update": _update(_updated(layer), device),
+        "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
+        "d2h": (
+            lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True)
+        ),
+    }
+
+
+def _updated(layer: LayerSpec) -> int:
+    """Returns the number of parameters in a unit of work of an update."""
+    return min(layer.elements, _UPDATED)
+
+
+def _update(count: int, device: torch.device) -> Work:
+    """Returns a function that runs AdamW on `count` parameters on the device."""
+    state, residual = (
+        torch.zeros(2, count, device=device),
+        torch.zeros(count, dtype=torch.int16, device=device),
+    )
+    master, gradient = (torch.randn(count, device=device).to(torch.bfloat16) for _ in range(2))
+    return lambda: optimizer.update(
+        master, residual, state, gradient, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None
+    )
+
+
+def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
+    """Returns the bytes of one copy, which is a unit of work of the copy lanes."""
+    return min(largest, width * layer.elements)
+
+
+def _measure_together(
+    work: dict[str, Work], threads: dict[str, int], device: torch.device
+) -> dict[tuple[str, ...], dict[str, Rates]]:
+    """Returns the rates of each lane alone, of all pairs and, with CUDA, of the three lanes that
+    share the host's DRAM.
+    """
+    combinations: list[tuple[str, ...]] = [
+        *itertools.combinations(work, 1),
+        *itertools.combinations(work, 2),
+    ]
+    if device.type == "cuda":
+        combinations.append(tuple(DRAM_LANES))
+    windows = {
+        lanes: _DRAM_WINDOWS if set(lanes) <= DRAM_LANES.keys() else 1 for lanes in combinations
+    }
+    return {
+        lanes: run_together({lane: work[lane] for lane in lanes}, threads, device, windows[lanes])
+        for lanes in combinations
+    }
+
+
+class _ConcurrentUpdate(NamedTuple):
+    """Units of work per second of an update, and of compute that runs at the same time."""
+
+    alone: float
+    """Updates per second without compute."""
+    update: float
+    """Updates per second with compute."""
+    compute: float
+    """Units of compute per second with updates."""
+
+    def loss(self, compute_alone: float) -> float:
+        """Returns the relative loss of compute's speed, divided by the share of its own speed that
+        the update keeps.
+        """
+        return (1 - self.compute / compute_alone) * self.alone / self.update
+
+
+def _measure_interleaving(
+    templates: FunctionalLayers,
+    arenas: Arenas,
+    layer: LayerSpec,
+    both_ways: Work,
+    threads: dict[str, int],
+    device: torch.device,
+) -> tuple[KernelInterleaving, dict[str, float]]:
+    """Measures how kernels of an update and of compute share the GPU. Returns the result and the
+    spread of its fields.
+
+    An update of a chunk and one of a layer run at the same time as a layer's forward. The layer's
+    update also runs at the same time as forward and backward (`both_ways`).
+    """
+    weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
+    x = torch.randn(
+        templates.workload.batch, templates.workload.sequence, templates.model.hidden, device=device
+    ).to(templates.dtype)
+
+    def forward() -> None:
+        templates.forward(layer.name, weights, x)
+
+    def together(compute: Work, update: Work, alone: Rates) -> list[_ConcurrentUpdate]:
+        found = run_together({"compute": compute, "update": update}, threads, device)
+        return [
+            _ConcurrentUpdate(*rates)
+            for rates in zip(alone, found["update"], found["compute"], strict=True)
+        ]
+
+    forwards, both = (
+        run_together({"compute": work}, threads, device)["compute"] for work in (forward, both_ways)
+    )
+    runs = []
+    for count in (_updated(layer), min(layer.elements, _MOST_UPDATED)):
+        update = _update(count, device)
+        alone = run_together({"update": update}, threads, device)["update"]
+        runs.append(together(forward, update, alone))
+    chunk, whole = runs
+    found = [
+        _interleaving(*rates)
+        for rates in zip(
+            forwards, both, chunk, whole, together(both_ways, update, alone), strict=True
+        )
+    ]
+    wait, loss, backward_loss = found[0]
+    spreads = {
+        f"turns.{field}": spread(values)
+        for field, values in zip(
+            KernelInterleaving.__struct_fields__, zip(*found[1:], strict=True), strict=True
+        )
+    }
+    return (
+        KernelInterleaving(
+            wait_ns=max(round(wait), 0),
+            forward_loss=_share(loss),
+            backward_loss=_share(backward_loss),
+        ),
+        spreads,
+    )
+
+
+def _interleaving(
+    forwards: float,
+    both: float,
+    chunk: _ConcurrentUpdate,
+    layer: _ConcurrentUpdate,
+    layer_with_both: _ConcurrentUpdate,
+) -> tuple[float, float, float]:
+    """Returns `wait_ns`, `forward_loss` and `backward_loss` of KernelInterleaving.
+
+    Args:
+        forwards: Forward passes per second.
+        both: Pairs of forward and backward passes per second.
+        chunk: Updates of a chunk during forward passes.
+        layer: Updates of a layer during forward passes.
+        layer_with_both: Updates of a layer during forward and backward passes.
+    """
+    wait = statistics.mean(1 / run.update - 1 / run.alone for run in (chunk, layer))
+    share = both / forwards  # the forward's share of the time of forward and backward
+    loss = layer.loss(forwards)
+    return 1e9 * wait, loss, (layer_with_both.loss(both) - share * loss) / (1 - share)
+
+
+def _share(value: float) -> float:
+    return round(min(max(value, 0.0), 1.0), 3)

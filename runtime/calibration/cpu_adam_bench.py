@@ -1,0 +1,146 @@
+"""Times AdamW on the CPU for chunks of a layer, without pauses in between, as in a step.
+
+With pauses, the threads would fall asleep between two chunks, and updates would take longer than in
+a step (`docs/lab_notes.md`). The same updates load the cores when calibration measures how much the
+CPU and the link slow each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+
+import torch
+
+from megatrain.runtime.calibration.timing import Work
+from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.schedule import Buffer, Schedule
+
+_SIZES = (2**14, 2**22, 2**24, 2**25)
+"""Numbers of parameters to time: one block of the C kernel, and chunks of the usual sizes."""
+_MOST = 2**26
+"""The most parameters: 1.2 GB, which is four times the cache of a processor."""
+_LEAST = 5
+"""The least number of updates of each size."""
+_ANY = 2**62
+"""No limit in bytes. The caller limits the number of parameters."""
+BYTES = 18
+"""The most bytes of host memory per parameter."""
+
+
+class ChunkUpdates:
+    """Optimizer state in host memory, and threads that update it.
+
+    The state has `count` parameters, but at most 2^26, with weights in `dtype`. `threads` threads
+    update it.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, threads: int) -> None:
+        self._count, self._threads = min(count, _MOST), threads
+        widths = {
+            "weights": dtype.itemsize,
+            "master_low": 2,
+            "moments": 8,
+            "gradients": dtype.itemsize,
+            "sums": 4,
+        }
+        if dtype == torch.float32:
+            del widths["master_low"], widths["sums"]
+        buffers = tuple(
+            Buffer(
+                id=f"host.{name}:0",
+                bytes=width * self._count,
+                data="workspace",
+                dtype="mixed",
+                persistent=True,
+            )
+            for name, width in widths.items()
+        )
+        schedule = Schedule(policy="rates", buffers=buffers, ops=())
+        self._arenas = Arenas(
+            schedule, torch.device("cpu"), device_limit_bytes=_ANY, host_limit_bytes=_ANY
+        )
+        self._held = contextlib.ExitStack()
+        self._held.callback(self._arenas.close)
+        try:
+            self._workers = optimizer.workers(threads)
+            self._held.callback(self._workers.close)
+            self._weights, self._moments = (
+                self._flat("weights", dtype),
+                self._arenas.tensor("host.moments:0", torch.float32, (2, self._count)),
+            )
+            self._low = self._flat("master_low", torch.int16) if "master_low" in widths else None
+            self._gradients = {"cpu_update": self._flat("gradients", dtype)}
+            if "sums" in widths:
+                self._gradients["cpu_update:wide"] = self._flat("sums", torch.float32)
+            self._settings, self._clip = AdamW(), torch.ones(())
+            for tensor in (self._weights, *self._gradients.values()):
+                tensor.uniform_(-0.02, 0.02)
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _flat(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self._arenas.flat(f"host.{name}:0", dtype, self._count)
+
+    def measure(self, seconds: float) -> dict[tuple[str, str | int], list[int]]:
+        """Times updates for about `seconds`. Returns the durations in ns, by key of the cost table
+        and number of parameters.
+
+        Gradients have the dtype of the weights or fp32. A size is timed if the state has at least
+        two chunks of it.
+        """
+        found: dict[tuple[str, str | int], list[int]] = {}
+        sizes, own_threads = (
+            [size for size in _SIZES if 2 * size <= self._count],
+            torch.get_num_threads(),
+        )
+        torch.set_num_threads(self._threads)  # for PyTorch's updates, if there are no kernels
+        for size, (kind, gradient) in itertools.product(sizes, self._gradients.items()):
+            durations = found.setdefault((kind, size), [])
+            ends = time.perf_counter() + seconds / (len(self._gradients) * len(sizes))
+            for start in itertools.cycle(range(0, self._count - size + 1, size)):
+                durations.append(self._update(slice(start, start + size), gradient))
+                if len(durations) >= _LEAST and time.perf_counter() > ends:
+                    break
+        torch.set_num_threads(own_threads)
+        return found
+
+    def in_turn(self) -> Work:
+        """Returns a function that updates the two halves of the state in turn.
+
+        A single half could partly stay in the processor's cache, unlike the state of a step. Then
+        copies would slow the updates more than in a step, because they evict the data from the
+        cache (`docs/lab_notes.md`).
+        """
+        half = max(self._count // 2, 1)
+        starts = itertools.cycle((0, self._count - half))
+
+        def update() -> None:
+            start = next(starts)
+            self._update(slice(start, start + half), self._gradients["cpu_update"])
+
+        return update
+
+    def _update(self, part: slice, gradient: torch.Tensor) -> int:
+        """Updates `part` of the state and returns the duration in ns."""
+        begin = time.perf_counter_ns()
+        optimizer.update(
+            self._weights[part],
+            None if self._low is None else self._low[part],
+            self._moments[:, part],
+            gradient[part],
+            settings=self._settings,
+            rate=1e-5,
+            number=1,
+            clip=self._clip,
+            workers=self._workers,
+        )
+        return time.perf_counter_ns() - begin
+
+    def close(self) -> None:
+        """Ends the threads and frees the memory."""
+        self._held.close()

@@ -1,0 +1,320 @@
+"""Measures rates that do not depend on a model: copies of several sizes, matrix products, memory,
+single calls, and how much lanes slow each other (`contention.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from megatrain.runtime.calibration.contention import Contention, measure_contention, run_together
+from megatrain.runtime.calibration.timing import (
+    TimedRate,
+    Work,
+    rounded,
+    spread,
+    synchronize,
+    timed,
+)
+from megatrain.runtime.layers.functional_layers import FunctionalLayers
+from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.memory.host_memory import HostMemory, map_pages
+from megatrain.simulator.hardware.machine import FixedCosts
+from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule import Buffer, Schedule
+
+_COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
+_LEAST_DUPLEX = 2**20  # bytes; enqueueing a smaller copy takes as long as the copy
+_DUPLEX_UNIT = 2**26  # bytes of copies that are enqueued at once
+_TOUCHED_BYTES = 2**30  # bytes of new pages that are timed
+_PIECES = 8  # how many parts of them are touched and registered one after the other
+_CALLS, _ROUNDS = 100, 10  # calls in a round, and rounds, for launches and events
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The measured rates, per second."""
+
+    copies: dict[str, list[tuple[int, int]]]
+    """Bytes and ns of copies, for `load_weights` and `save_gradients`."""
+    duplex: list[tuple[int, int]]
+    """Bytes and ns of copies while equal copies run in the other direction. Empty without a
+    GPU."""
+    contention: Contention
+    """How much lanes slow each other."""
+    matmul_flops: float
+    """FLOP/s of a matrix product in the dtype of the workload."""
+    device_bytes_per_s: float
+    """Bytes read and written per second by a copy in device memory."""
+    host_bytes_per_s: float
+    """Bytes read and written per second by a copy in host memory, on all threads."""
+    thread_bytes_per_s: float
+    """Bytes read and written per second by a copy in host memory, on one thread."""
+    cpu_adam_per_s: float
+    """Parameters per second of a fused AdamW on the CPU, with bf16 weights and gradients."""
+    fixed: FixedCosts
+    """Costs of single calls and of new memory."""
+    spread: dict[str, float]
+    """Interquartile range over median of each measurement. Keys are `KIND BYTES` for a copy, and
+    otherwise the field of HardwareSpec or CostTable."""
+
+
+def measure_rates(
+    model: ModelSpec,
+    workload: Workload,
+    config: PretrainedConfig,
+    device: torch.device,
+    threads: dict[str, int],
+    host_update: Work,
+) -> Rates:
+    """Measures all rates, which takes about 20 s.
+
+    Args:
+        model: Its decoder layer 0 is the work of the compute lane.
+        workload: The workload of that layer.
+        config: The transformers configuration of the model.
+        device: The device to measure.
+        threads: Threads that an op of each lane may use.
+        host_update: The work of the cpu lane while other lanes are busy.
+    """
+    layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
+    largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
+    sizes = {
+        "host.weights:0": largest,
+        "host.gradients:0": largest,
+        "device.weights:0": largest,
+        "device.gradients:0": largest,
+    }
+    sizes["device.layer:0"] = width * layer.elements
+    schedule = Schedule(
+        policy="rates",
+        buffers=tuple(
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True)
+            for name, size in sizes.items()
+        ),
+        ops=(),
+    )
+    arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
+    own_threads = torch.get_num_threads()
+    try:
+        # bytes from 1 to 59 make finite floats; with zeros, matrix products run 13 % too fast
+        for name, size in sizes.items():
+            arenas.flat(name, torch.uint8, size).random_(1, 60)
+        torch.set_num_threads(1)
+        copies: dict[str, list[tuple[int, int]]] = {}
+        spreads: dict[str, float] = {}
+        for kind, source, target in (
+            ("load_weights", "host.weights:0", "device.weights:0"),
+            ("save_gradients", "device.gradients:0", "host.gradients:0"),
+        ):
+            for size in (size for size in _COPY_SIZES if size <= largest):
+                typical, spreads[f"{kind} {size}"] = _time_copy(
+                    arenas, source, target, size, largest, device
+                )
+                copies.setdefault(kind, []).append((size, round(typical)))
+        duplex = []
+        for size in (size for size in _COPY_SIZES if cuda and _LEAST_DUPLEX <= size <= largest):
+            typical, spreads[f"duplex_curve {size}"] = _time_duplex(
+                arenas, size, largest, threads, device
+            )
+            duplex.append((size, round(typical)))
+        torch.set_num_threads(threads["compute"])
+        templates = FunctionalLayers(model, workload, config, device)
+        contention = measure_contention(
+            templates, arenas, layer, largest, threads, device, host_update
+        )
+        host = torch.device("cpu")
+        measured = {
+            f"peak_tflops.{workload.dtype}": _matmul(templates.dtype, device),
+            "device_gb_per_s": _memory_rate(device),
+            "host_gb_per_s": _memory_rate(host),
+            "cpu_adam_per_s": _adam_rate(),
+        }
+        fixed, spreads_of_fixed = _fixed_costs(device)
+        torch.set_num_threads(1)
+        measured["thread_gb_per_s"] = _memory_rate(host)
+        spreads |= (
+            {name: found.spread for name, found in measured.items()}
+            | contention.spread
+            | spreads_of_fixed
+        )
+        matmul, device_rate, host_rate, adam, thread_rate = (
+            found.value for found in measured.values()
+        )
+        return Rates(
+            copies,
+            duplex,
+            contention,
+            matmul,
+            device_rate,
+            host_rate,
+            thread_rate,
+            adam,
+            fixed,
+            spreads,
+        )
+    finally:
+        torch.set_num_threads(own_threads)
+        arenas.close()
+
+
+def _time_copy(
+    arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device
+) -> TimedRate:
+    """Returns the time in ns of one copy of `size` bytes. The place in both buffers changes from
+    copy to copy, as in a step, so that small copies do not come from a cache.
+    """
+    pairs = _pairs(arenas, source, target, size, largest)
+    times = []
+    for turn in range(12):
+        read, write = pairs[(turn * 7) % len(pairs)]
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            write.copy_(read, non_blocking=True)
+            end.record()
+            end.synchronize()
+            times.append(round(start.elapsed_time(end) * 1e6))
+        else:
+            begin = time.perf_counter_ns()
+            write.copy_(read)
+            times.append(time.perf_counter_ns() - begin)
+    return TimedRate(statistics.median(times[2:]), spread(times[2:]))
+
+
+def _pairs(
+    arenas: Arenas, source: str, target: str, size: int, largest: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns pairs of tensors of `size` bytes to copy from and to, at all places in the
+    buffers.
+    """
+    places = range(0, largest - size + 1, size)
+    return [
+        (
+            arenas.flat(source, torch.uint8, size, place),
+            arenas.flat(target, torch.uint8, size, place),
+        )
+        for place in places
+    ]
+
+
+def _time_duplex(
+    arenas: Arenas, size: int, largest: int, threads: dict[str, int], device: torch.device
+) -> TimedRate:
+    """Returns the time in ns of a copy of `size` bytes in the slower direction, while equal copies
+    run in the other direction without a pause.
+    """
+    count = max(_DUPLEX_UNIT // size, 1)
+
+    def work(source: str, target: str) -> Work:
+        places = itertools.cycle(_pairs(arenas, source, target, size, largest))
+
+        def copies() -> None:
+            for read, write in itertools.islice(places, count):
+                write.copy_(read, non_blocking=True)
+
+        return copies
+
+    both = {
+        "h2d": work("host.weights:0", "device.weights:0"),
+        "d2h": work("device.gradients:0", "host.gradients:0"),
+    }
+    whole, *parts = (
+        1e9 / (count * min(rates))
+        for rates in zip(*run_together(both, threads, device).values(), strict=True)
+    )
+    return TimedRate(whole, spread(parts))
+
+
+def _matmul(dtype: torch.dtype, device: torch.device) -> TimedRate:
+    """Returns the FLOP/s of a large square matrix product of random numbers."""
+    size = 8192 if device.type == "cuda" else 768
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return _rate(2 * size**3, timed(lambda: left @ right, device))
+
+
+def _memory_rate(device: torch.device) -> TimedRate:
+    """Returns the bytes read and written per second by a copy inside the memory of `device`."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
+    target = torch.empty_like(source)
+    return _rate(2 * size, timed(lambda: target.copy_(source), device))
+
+
+def _adam_rate() -> TimedRate:
+    """Returns the parameters per second of PyTorch's fused AdamW on the CPU, for bf16 weights and
+    gradients and fp32 moments.
+
+    The measurement has everything in fp32, which moves 28 bytes per parameter, and is converted to
+    22 bytes per parameter. This is valid because both are bound by memory: on an H200's host, 137
+    and 136 GB/s were measured.
+    """
+    parameter = torch.zeros(2**25, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    fused = torch.optim.AdamW([parameter], fused=True)
+    return _rate(parameter.numel() * 28 / 22, timed(fused.step, torch.device("cpu"), repeats=3))
+
+
+def _rate(amount: float, seconds: TimedRate) -> TimedRate:
+    """Returns `amount` divided by `seconds`, with the same spread."""
+    return TimedRate(amount / seconds.value, seconds.spread)
+
+
+def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
+    """Returns the fixed costs and their spread. The time of a launch or event is the mean of calls
+    that are enqueued without waiting. Memory is timed on new pages, in pieces.
+    """
+    small, cuda = torch.zeros(64, device=device), device.type == "cuda"
+
+    def enqueued(work: Work) -> list[float]:
+        """Returns the ns per call, for each round."""
+        synchronize(device)
+        stamps = [time.perf_counter_ns()]
+        for _ in range(_ROUNDS):
+            for _ in range(_CALLS):
+                work()
+            stamps.append(time.perf_counter_ns())
+        synchronize(device)
+        return [(end - begin) / _CALLS for begin, end in itertools.pairwise(stamps)]
+
+    def piecewise(work: Callable[[torch.Tensor], object]) -> list[float]:
+        """Returns the GB/s of each piece."""
+        rates = []
+        for piece in pieces:
+            begin = time.perf_counter()
+            work(piece)
+            rates.append(piece.nbytes / (time.perf_counter() - begin) / 1e9)
+        return rates
+
+    enqueued(lambda: small.add_(1))  # loads the kernel
+    launches, recorded = enqueued(lambda: small.add_(1)), [0.0]
+    if cuda:
+        events = iter([torch.cuda.Event(enable_timing=True) for _ in range(_ROUNDS * _CALLS)])
+        recorded = enqueued(lambda: next(events).record())
+    pieces = torch.frombuffer(map_pages(_TOUCHED_BYTES), dtype=torch.uint8).chunk(_PIECES)
+    memory = HostMemory(registered=cuda)
+    touched = piecewise(lambda piece: piece.fill_(1))
+    registered = piecewise(memory.register) if cuda else [0.0]
+    memory.close()
+    rounds = {
+        "launch_ns": launches,
+        "event_ns": recorded,
+        "first_touch_gb_per_s": touched,
+        "registration_gb_per_s": registered,
+    }
+    fixed = FixedCosts(
+        launch_ns=round(statistics.mean(launches)),
+        event_ns=round(statistics.mean(recorded)),
+        first_touch_gb_per_s=rounded(statistics.harmonic_mean(touched)),
+        registration_gb_per_s=rounded(statistics.harmonic_mean(registered)),
+    )
+    return fixed, {
+        f"fixed.{name}": spread(found) for name, found in rounds.items() if len(found) > 1
+    }

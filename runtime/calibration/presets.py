@@ -1,0 +1,102 @@
+"""The models and workloads that `megatrain calibrate` measures if the user does not name them.
+
+The presets have decoder layers of a few widths, with heads of 128 and grouped queries, as in most
+models. Layers of another model are predicted from the nearest of these layers by FLOPs, and are
+reported as extrapolated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Dtype, Workload
+
+
+class DefaultSet(NamedTuple):
+    """Models whose layers are measured, and the workloads of the measurements."""
+
+    models: tuple[str, ...]
+    """Names of models in the library, or `llama-WIDTH` for a small model on a CPU. What does not
+    depend on the model is measured with the first."""
+    batch: int
+    """Sequences in a micro-batch."""
+    sequence: int
+    """Tokens in a sequence."""
+    grid: tuple[tuple[int, int], ...]
+    """Further pairs of batch and sequence."""
+    dtype: Dtype = "bf16"
+    """Dtype of the computation."""
+
+
+LARGE = DefaultSet(
+    ("qwen2.5-3b", "llama-3.1-8b", "qwen2.5-14b"), 32, 1024, ((4, 1024), (16, 1024), (8, 4096))
+)
+"""Hidden sizes 2048, 4096 and 5120."""
+SMALL = DefaultSet(
+    ("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-3b"), 8, 1024, ((1, 1024), (4, 1024), (2, 4096))
+)
+"""Hidden sizes 1024, 1536 and 2048."""
+CPU = DefaultSet(("llama-256", "llama-512", "llama-768"), 2, 128, ((4, 128), (1, 256)), "fp32")
+"""Hidden sizes 256, 512 and 768, in fp32. A CPU without bf16 instructions takes many times as long
+for a matrix product in bf16."""
+LARGE_DEVICE_BYTES, LARGE_HOST_BYTES = 64 * 2**30, 32 * 2**30
+"""The memory that LARGE needs: its last model has all state on the device, and its first model all
+state on the host."""
+_HEAD_SIZE, _VOCABULARY = 128, 4096
+
+
+def default_set(device_type: str, device_bytes: int, host_bytes: int) -> DefaultSet:
+    """Returns the preset for a machine. It takes less than four minutes on a GPU (`LARGE` on an
+    H200), and less than two minutes on a CPU with two cores.
+    """
+    if device_type != "cuda":
+        return CPU
+    return LARGE if device_bytes >= LARGE_DEVICE_BYTES and host_bytes >= LARGE_HOST_BYTES else SMALL
+
+
+def model_of(name: str) -> ModelSpec:
+    """Returns the model `name` of a preset."""
+    if name not in CPU.models:
+        return ModelSpec.load(name)
+    hidden = int(name.rpartition("-")[2])
+    heads = hidden // _HEAD_SIZE
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": hidden,
+        "intermediate_size": 7 * hidden // 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": _HEAD_SIZE,
+        "vocab_size": _VOCABULARY,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    }
+    return ModelSpec.from_config(config, name, name)
+
+
+def usual_grid(workload: Workload) -> list[Workload]:
+    """Returns the workloads to measure around `workload`: an eighth, half and twice its batch, and
+    as many tokens in sequences of half and twice the length.
+
+    With compiled layers, each workload has to be compiled. In that case there are only a quarter
+    and twice the batch, and the longer sequences.
+    """
+    batch, sequence = workload.batch, workload.sequence
+    points = [
+        (batch // 8, sequence),
+        (batch // 2, sequence),
+        (2 * batch, sequence),
+        (2 * batch, sequence // 2),
+        (batch // 2, 2 * sequence),
+    ]
+    if workload.compiled:
+        points = [(batch // 4, sequence), (2 * batch, sequence), (batch // 2, 2 * sequence)]
+    made = [
+        msgspec.structs.replace(workload, batch=max(rows, 1), sequence=max(length, 1))
+        for rows, length in points
+    ]
+    return [point for point in dict.fromkeys(made) if point != workload]

@@ -1,0 +1,141 @@
+"""The options of a run that concern its data. Reading them does not import torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatrain.simulator.base.errors import UserError
+
+Columns = Literal["auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"]
+Loss = Literal["assistant", "last", "all"]
+Packing = Literal["documents", "plain", "none"]
+
+
+def default_cache() -> Path:
+    """Returns `$XDG_CACHE_HOME/megatrain/tokens`, or `~/.cache/megatrain/tokens`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / "tokens"
+
+
+class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data to train and evaluate on, and how it is read and packed.
+
+    None of it changes a schedule. The seed of the order is an option of the run.
+    """
+
+    data: Annotated[
+        str,
+        Meta(
+            description=(
+                "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of such files, or a"
+                " folder that datasets.save_to_disk wrote"
+            )
+        ),
+    ] = ""
+    split: Annotated[
+        str,
+        Meta(
+            description=(
+                "split to train on, for a folder with several splits; the names of its files and"
+                " folders show which split they belong to"
+            )
+        ),
+    ] = "train"
+    columns: Annotated[
+        Columns, Meta(description="layout of a row's columns; auto: recognized from the first rows")
+    ] = "auto"
+    loss: Annotated[
+        Loss,
+        Meta(
+            description=(
+                "tokens with loss. In a conversation: those of every assistant turn, of the last"
+                " assistant turn, or all. In a prompt with its completion: those of the completion,"
+                " or with `all` also those of the prompt"
+            )
+        ),
+    ] = "assistant"
+    chat_template: Annotated[
+        str,
+        Meta(
+            description=(
+                "Jinja file with a chat template, used for conversations and for the exported"
+                " model instead of the tokenizer's own"
+            )
+        ),
+    ] = ""
+    packing: Annotated[
+        Literal["", Packing],
+        Meta(
+            description=(
+                "how rows are filled. documents: with several documents, and attention stays within"
+                " each; plain: with one text, and attention crosses the borders of documents; none:"
+                " with one document each; empty: as in the plan"
+            )
+        ),
+    ] = ""
+    strict: Annotated[
+        bool, Meta(description="stop at the first bad row instead of leaving it out")
+    ] = False
+    evaluation_fraction: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="share of the documents kept for evaluation; which ones does not depend on"
+            " the seed",
+        ),
+    ] = 0.0
+    evaluation_documents: Annotated[
+        int, Meta(ge=0, le=2**40, description="number of documents at the end kept for evaluation")
+    ] = 0
+    evaluation_data: Annotated[
+        str, Meta(description="file or folder to evaluate on, read in the same way as the data")
+    ] = ""
+    evaluation_split: Annotated[
+        str,
+        Meta(
+            description=(
+                "split to evaluate on, of the evaluation data or else of the data; empty: the first"
+                " of validation, test and train that exists"
+            )
+        ),
+    ] = ""
+    trust_remote_code: Annotated[
+        bool, Meta(description=("run the code in the tokenizer's folder, with your permissions"))
+    ] = False
+    cache: Annotated[
+        str,
+        Meta(
+            description=(
+                "folder for tokenized data; empty: ~/.cache/megatrain/tokens. Its files may be"
+                " deleted at any time"
+            )
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        if (
+            sum(
+                [
+                    self.evaluation_fraction > 0,
+                    self.evaluation_documents > 0,
+                    bool(self.evaluation_data or self.evaluation_split),
+                ]
+            )
+            > 1
+        ):
+            raise UserError(
+                "data: evaluation",
+                found="more than one of a fraction, a number of documents, and a file or split",
+                allowed="one of them",
+                fix="leave the others out",
+            )
+
+    @property
+    def cache_folder(self) -> Path:
+        """`cache` as a path, or the default folder if it is empty."""
+        return Path(self.cache) if self.cache else default_cache()

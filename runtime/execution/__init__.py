@@ -1,0 +1,1 @@
+"""Executes schedules on CUDA streams and threads."""

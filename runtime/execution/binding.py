@@ -1,0 +1,595 @@
+"""Turns each op of a schedule into a closure over the tensors of its buffers.
+
+There is one method for each kind of op. Its docstring says what the closure does that it returns.
+Nothing here decides an order or waits for another op: the lanes do that (`lanes.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.runtime.execution.host_scalars import HostScalarCopy
+from megatrain.runtime.execution.param_groups import ParamGroup, group_slices, param_group
+from megatrain.runtime.layers.attention import Attention
+from megatrain.runtime.layers.functional_layers import (
+    FunctionalLayers,
+    SavedForBackward,
+    layer_tensors,
+)
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer import outside
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.optimizer import ADAMW, find
+from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.schedule import Op, Schedule, parse_id, whole
+from megatrain.simulator.schedule.arithmetic import RATIO_ROW
+from megatrain.simulator.schedule.plan import Plan
+
+Run = Callable[[], object]
+
+
+@dataclass
+class StepState:
+    """Values that change from step to step and that ops read."""
+
+    scale: float = 0.0
+    """Factor on each token's loss: 1 / (labelled tokens of the step)."""
+    update_at: tuple[float, int] | None = None
+    """Learning rate and number of the step whose update is applied. None if no update is due, as
+    in the first step of a plan that defers updates."""
+    saved: dict[str, SavedForBackward] = field(default_factory=dict)
+    """The autograd graph of each buffer of activations, from forward or recompute to backward."""
+    mirrors: dict[str, HostScalarCopy] = field(default_factory=dict)
+    """The host copy of each device buffer of losses, norms or clipping factors that ops on the cpu
+    lane read."""
+
+
+class Binder:
+    """Binds the ops of `schedule` to the tensors of `arenas`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        arenas: Arenas,
+        templates: FunctionalLayers,
+        settings: AdamW,
+        host_workers: optimizer.Workers,
+        state: StepState,
+    ) -> None:
+        self.plan, self.schedule, self.arenas, self.templates, self.settings, self.state = (
+            plan,
+            schedule,
+            arenas,
+            templates,
+            settings,
+            state,
+        )
+        self.dtype = TORCH_DTYPE[plan.workload.dtype]
+        self._optimizer = find(plan.workload.optimizer)
+        self._host_workers = host_workers
+        self._kinds: dict[str, Callable[[Op], Run]] = {
+            "load_weights": self._copy,
+            "save_gradients": self._copy,
+            "load_gradients": self._copy,
+            "save_activations": self._copy,
+            "load_activations": self._copy,
+            "load_state": self._move_state,
+            "save_state": self._move_state,
+            "load_second_moment": self._load_second,
+            "embed": self._embed,
+            "forward": self._forward,
+            "recompute": self._recompute,
+            "backward": self._backward,
+            "head": self._head,
+            "loss": self._loss,
+            "embed_backward": self._embed_backward,
+            "accumulate_gradients": self._accumulate_gradients,
+            "norm": self._norm,
+            "update_ratios": self._ratios,
+            "clip": self._clip,
+            "update": self._update,
+            "cpu_update": self._update,
+        }
+        """The method that binds each kind of op."""
+        read = {whole(buffer) for op in schedule.ops if op.lane == "cpu" for buffer in op.reads}
+        on_device = {buffer for buffer in read if schedule.buffer[buffer].place == "device"}
+        stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
+        self._mirrors = state.mirrors = (
+            {buffer: HostScalarCopy(self._floats(buffer), stream) for buffer in sorted(on_device)}
+            if stream
+            else {}
+        )
+
+    def bind(self, op: Op) -> Run:
+        """Returns the function that does the work of `op`."""
+        work = self._kinds[op.kind](op)
+        read, written = (
+            (self._mirrored(op.reads), []) if op.lane == "cpu" else ([], self._mirrored(op.writes))
+        )
+        if not read and not written:
+            return work
+
+        def run() -> None:
+            for mirror in read:
+                mirror.wait()
+            work()
+            for mirror in written:
+                mirror.send()
+
+        return run
+
+    def _mirrored(self, buffers: Sequence[str]) -> list[HostScalarCopy]:
+        """Returns the host copies of those of `buffers` that have one."""
+        return [self._mirrors[buffer] for buffer in buffers if buffer in self._mirrors]
+
+    def tokens(self, micro: int) -> torch.Tensor:
+        """Returns the tokens of a micro-batch on the device: int64, [2 or 3, batch, sequence]. The
+        rows are ids, labels and, if the workload has documents, document numbers.
+        """
+        work = self.plan.workload
+        return self.arenas.tensor(
+            self.schedule.state["tokens", str(micro)],
+            torch.int64,
+            (work.token_rows, work.batch, work.sequence),
+        )
+
+    def _dtype(self, buffer: str, layer: str) -> torch.dtype:
+        """Returns the dtype in which `buffer` holds the data of `layer`."""
+        return TORCH_DTYPE[self.schedule.dtype_of(buffer, layer)]
+
+    def _hidden(self, buffer: str) -> torch.Tensor:
+        """Returns hidden states, or their gradient: [batch, sequence, hidden] in the compute
+        dtype.
+        """
+        work = self.plan.workload
+        return self.arenas.tensor(
+            buffer, self.dtype, (work.batch, work.sequence, self.plan.model.hidden)
+        )
+
+    def _attention(self, layer: str, buffer: str) -> Attention:
+        """Returns the saved attention output of `layer` in `buffer`, [batch, sequence, heads, head
+        size], and its log-sum-exp, [batch, heads, sequence] fp32.
+        """
+        model, work = self.plan.model, self.plan.workload
+        part = model.kept_attention(layer, work.tokens, work.dtype)
+        heads = part.log_sum_exp // (4 * work.tokens)
+        size = part.output // (heads * work.tokens * self.dtype.itemsize)
+        return Attention(
+            self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, heads, size)),
+            self.arenas.tensor(
+                buffer, torch.float32, (work.batch, heads, work.sequence), part.offset
+            ),
+        )
+
+    def _weights(self, layer: str, buffer: str) -> dict[str, torch.Tensor]:
+        """Returns the weights of `layer` in `buffer` by tensor name."""
+        return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
+
+    def _copy(self, op: Op) -> Run:
+        """Copies the same range of bytes from one buffer to another."""
+        (source,), (target,) = (map(whole, op.reads), map(whole, op.writes))
+        read, write = (
+            self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset)
+            for buffer in (source, target)
+        )
+        return lambda: write.copy_(read, non_blocking=True)
+
+    def _move_state(self, op: Op) -> Run:
+        """Copies the optimizer state of a chunk between host and device. An op may read and write
+        several buffers, in the same order.
+        """
+        pairs = [
+            pair
+            for source, target in zip(op.reads, op.writes, strict=True)
+            for pair in zip(self._pieces(source, op), self._pieces(target, op), strict=True)
+        ]
+
+        def run() -> None:
+            for read, write in pairs:
+                write.copy_(read, non_blocking=True)
+
+        return run
+
+    def _load_second(self, op: Op) -> Run:
+        """Copies the second moment of a chunk to the device, for `update_ratios`."""
+        read, write = (self._moments(whole(buffer), op)[1] for buffer in (*op.reads, *op.writes))
+        return lambda: write.copy_(read, non_blocking=True)
+
+    def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
+        """Returns the parts of `buffer` for the parameters of `op`, which is a chunk of its layer:
+        one vector, or for moments one for each moment that the optimizer keeps.
+        """
+        held = self.schedule.buffer[whole(buffer)]
+        if held.data == "moments":
+            return list(self._moments(held.id, op))
+        return [self._elements(held.id, op)]
+
+    def _elements(self, buffer: str, op: Op) -> torch.Tensor:
+        """Returns the parameters of `op` as a vector. `buffer` holds a whole layer or one chunk."""
+        dtype, first = (
+            self._dtype(buffer, op.layer),
+            0 if self.schedule.buffer[buffer].chunk else op.offset,
+        )
+        return self.arenas.flat(buffer, dtype, op.parameters, first * dtype.itemsize)
+
+    def _moments(self, buffer: str, op: Op) -> torch.Tensor:
+        """Returns all moments of the parameters of `op`, [moments, parameters] fp32. `buffer`
+        holds a whole layer or one chunk.
+        """
+        count = self._optimizer.moments
+        if self.schedule.buffer[buffer].chunk:
+            return self.arenas.tensor(buffer, torch.float32, (count, op.parameters))
+        elements = self.plan.model.stack[op.layer].elements
+        return self.arenas.tensor(buffer, torch.float32, (count, elements))[
+            :, op.offset : op.offset + op.parameters
+        ]
+
+    def _embed(self, op: Op) -> Run:
+        """Runs the embedding. This is the first op of a micro-batch."""
+        weights, tokens = op.reads
+        tensors, output, micro = (
+            self._weights(EMBEDDING, weights),
+            self._hidden(op.writes[0]),
+            _micro(op),
+        )
+        ids, _, *documents = self.tokens(int(self.schedule.buffer[tokens].key))
+
+        def run() -> None:
+            self.templates.begin(micro, *documents)
+            output.copy_(self.templates.embed(tensors, ids, micro))
+
+        return run
+
+    def _forward(self, op: Op) -> Run:
+        """Runs the forward pass of a layer. If the op has a second target, it also saves the
+        attention output, or all activations, for backward.
+        """
+        slot, source = op.reads
+        target, *kept = op.writes
+        weights, x, output = (
+            self._weights(op.layer, slot),
+            self._hidden(source),
+            self._hidden(target),
+        )
+        layer, micro = self.plan.model.stack[op.layer], _micro(op)
+        if kept and self.schedule.buffer[kept[0]].data == "attention":
+            attention = self._attention(op.layer, kept[0])
+
+            def run_and_keep_attention() -> None:
+                made, left = self.templates.forward_and_attention(op.layer, weights, x, micro)
+                output.copy_(made)
+                for place, tensor in zip(attention, left, strict=True):
+                    place.copy_(tensor)
+
+            return run_and_keep_attention
+
+        def run() -> None:
+            output.copy_(self.templates.forward(op.layer, weights, x, micro))
+
+        def run_and_keep() -> None:
+            self.state.saved[kept[0]] = made = self.templates.keep(
+                self.arenas, layer, slot, self._hidden(source), micro
+            )
+            output.copy_(made.output.detach())
+
+        return run_and_keep if kept else run
+
+    def _recompute(self, op: Op) -> Run:
+        """Runs the forward pass of a layer again, from its input, and saves its activations. Uses
+        the saved attention output if the op reads it.
+        """
+        slot, source, *attention = op.reads
+        saved, *outputs = op.writes
+        kept = self._attention(op.layer, attention[0]) if attention else None
+        layer, output, micro = (
+            self.plan.model.stack[op.layer],
+            self._hidden(outputs[0]) if outputs else None,
+            _micro(op),
+        )
+
+        def run() -> None:
+            self.state.saved[saved] = made = self.templates.recompute(
+                self.arenas, layer, slot, self._hidden(source), micro, kept
+            )
+            if output is not None:
+                output.copy_(made.output.detach())
+
+        return run
+
+    def _backward(self, op: Op) -> Run:
+        """Runs the backward pass of a layer on its saved activations, which are freed."""
+        slot, saved, _, gradient = op.reads[:4]
+        target, below = op.writes
+        upper, lower_gradient = self._hidden(gradient), self._hidden(below)
+        put = self._gradient_sink(op.layer, op, target)
+
+        def run() -> None:
+            dx, *gradients = self.templates.backward(self.state.saved.pop(saved), slot, upper)
+            assert dx is not None
+            lower_gradient.copy_(dx)
+            put(gradients)
+
+        return run
+
+    def _head(self, op: Op) -> Run:
+        """Runs the head and the loss, forward and backward."""
+        slot, source, tokens = op.reads[:3]
+        target, below, loss = op.writes
+        head, micro = self.plan.model.head, _micro(op)
+        labels = self.tokens(int(self.schedule.buffer[tokens].key))[1]
+        x, dx, total = (
+            self._hidden(source),
+            self._hidden(below),
+            self.arenas.flat(loss, torch.float32, 1),
+        )
+        put = self._gradient_sink(head, op, target)
+
+        def run() -> None:
+            value, gradients = self.templates.head(
+                self._weights(head, slot), x, labels, self.state.scale, dx, micro
+            )
+            total[0] = value
+            put(gradients)
+
+        return run
+
+    def _loss(self, op: Op) -> Run:
+        """Runs the head and the loss, forward only. This is the last op of a micro-batch in an
+        evaluation.
+        """
+        slot, source, tokens = op.reads
+        labels = self.tokens(int(self.schedule.buffer[tokens].key))[1]
+        x, total = self._hidden(source), self.arenas.flat(op.writes[0], torch.float32, 1)
+        head, micro = self.plan.model.head, _micro(op)
+
+        def run() -> None:
+            total[0] = self.templates.loss(self._weights(head, slot), x, labels, self.state.scale)
+            self.templates.end(micro)
+
+        return run
+
+    def _embed_backward(self, op: Op) -> Run:
+        """Runs the backward pass of the embedding. This is the last op of a micro-batch in a
+        step.
+        """
+        tokens, gradient = op.reads[:2]
+        ids, dx = self.tokens(int(self.schedule.buffer[tokens].key))[0], self._hidden(gradient)
+        others: list[torch.Tensor | None] = [None] * (
+            len(self.plan.model.stack[EMBEDDING].tensors) - 1 - len(self.plan.model.positions)
+        )
+        put, micro = self._gradient_sink(EMBEDDING, op, op.writes[0]), _micro(op)
+
+        def run() -> None:
+            put([*self.templates.embed_backward(dx, ids, micro), *others])
+            self.templates.end(micro)
+
+        return run
+
+    def _gradient_sink(
+        self, layer: str, op: Op, buffer: str
+    ) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        """Returns a function that stores the gradients of a layer's tensors, in their order, in
+        `buffer`. It rounds them to the compute dtype. It adds them if `op` reads `buffer`, and
+        overwrites otherwise.
+
+        A frozen tensor, or one without a gradient, gets zeros. So it adds nothing to a norm, and
+        its moments stay zero.
+        """
+        spec, adding = self.plan.model.stack[layer], buffer in op.reads
+        dtype = self._dtype(buffer, layer)
+        targets = list(layer_tensors(self.arenas, spec, buffer, dtype).values())
+        padded = any(tensor.padded != tensor.elements for tensor in spec.tensors)
+        flat = self.arenas.flat(buffer, dtype, spec.elements)
+        frozen = [param_group(self.settings, spec, tensor).frozen for tensor in spec.tensors]
+
+        def put(gradients: Sequence[torch.Tensor | None]) -> None:
+            if not adding and (
+                padded or any(frozen) or any(gradient is None for gradient in gradients)
+            ):
+                flat.zero_()
+            for target, gradient, still in zip(targets, gradients, frozen, strict=True):
+                if gradient is not None and not still:
+                    optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
+
+        return put
+
+    def _accumulate_gradients(self, op: Op) -> Run:
+        """Adds the gradients of a micro-batch to the gradients of the step. If the op does not read
+        its target, it copies them.
+        """
+        slab, target = op.reads[0], op.writes[0]
+        read, write = (
+            self.arenas.flat(slab, self._dtype(slab, op.layer), op.parameters),
+            self._gradient(op.layer, target),
+        )
+        first = target not in op.reads
+        workers = self._host_workers if op.lane == "cpu" else None
+        return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
+
+    def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
+        """Returns the gradient of the layer for this step, [elements]."""
+        return self.arenas.flat(
+            buffer, self._dtype(buffer, layer), self.plan.model.stack[layer].elements
+        )
+
+    def _workers(self, op: Op) -> optimizer.Workers:
+        return self._host_workers if op.lane == "cpu" else optimizer.ALONE
+
+    def _norm(self, op: Op) -> Run:
+        """Computes the sum of squares of a layer's gradient."""
+        gradient, total = (
+            self._gradient(op.layer, op.reads[0]),
+            self.arenas.flat(op.writes[0], torch.float32, 1),
+        )
+        workers = self._workers(op)
+        return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
+
+    def _ratios(self, op: Op) -> Run:
+        """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
+        gradient, moments = map(whole, op.reads)
+        g, second = self._elements(gradient, op), self._moments(moments, op)[1]
+        sums = self.arenas.flat(
+            op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW
+        )
+        workers = self._workers(op)
+
+        def run() -> None:
+            if self.state.update_at is not None:
+                optimizer.ratio_sums(
+                    g,
+                    second,
+                    sums,
+                    settings=self.settings,
+                    number=self.state.update_at[1],
+                    workers=workers,
+                )
+
+        return run
+
+    def _floats(self, buffer: str) -> torch.Tensor:
+        """Returns a whole buffer of losses, norms or clipping factors, as fp32."""
+        return self.arenas.flat(buffer, torch.float32, self.schedule.buffer[buffer].bytes // 4)
+
+    def _values(self, op: Op, buffer: str, count: int) -> torch.Tensor:
+        """Returns the first `count` values of `buffer`, in memory that the lane of `op` can read:
+        for the cpu lane, the host copy if there is one.
+        """
+        return (
+            self._mirrors[buffer].landed
+            if op.lane == "cpu" and buffer in self._mirrors
+            else self._floats(buffer)
+        )[:count]
+
+    def _clip(self, op: Op) -> Run:
+        """Computes the clipping factors of the step or of a layer. They are NaN if a loss is not
+        finite, which stops the updates.
+        """
+        scalars = {buffer: self._values(op, buffer, 1)[0] for buffer in op.reads}
+        losses = [
+            scalar
+            for buffer, scalar in scalars.items()
+            if self.schedule.buffer[buffer].data == "losses"
+        ]
+        if op.layer and self.plan.workload.clipping == "update":
+            return self._scales(op, losses)
+        sums = [
+            scalar
+            for buffer, scalar in scalars.items()
+            if self.schedule.buffer[buffer].data == "norms"
+        ]
+        result = self.arenas.flat(op.writes[0], torch.float32, 2)
+
+        def run() -> None:
+            factor = optimizer.finite_or_nan(losses)
+            if sums:
+                clip, norm = optimizer.clip_coefficient(sums, self.settings.max_norm)
+                result.copy_(torch.stack([factor * clip, norm]))
+            else:
+                result[0] = factor
+
+        return run
+
+    def _scales(self, op: Op, losses: list[torch.Tensor]) -> Run:
+        """Returns the function that computes the factor on the learning rate of each tensor of a
+        layer, for clipping by `update`.
+        """
+        tensors = self.plan.model.stack[op.layer].tensors
+        rows = self.arenas.flat(op.reads[0], torch.float32, op.parameters // RATIO_ROW).split(
+            [tensor.padded // RATIO_ROW for tensor in tensors]
+        )
+        result = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
+        elements = torch.tensor(
+            [tensor.elements for tensor in tensors], dtype=torch.float32, device=result.device
+        )
+        workers = self._workers(op)
+        return lambda: result.copy_(
+            optimizer.update_scales(rows, elements, workers) * optimizer.finite_or_nan(losses)
+        )
+
+    def _runs(
+        self, op: Op, factor: str
+    ) -> list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]]:
+        """Splits the elements of `op` into slices that AdamW updates in the same way. Each comes
+        with its parameter group, the clipping factor on its gradient, and the factor on its
+        learning rate; the factor that does not apply is None.
+        """
+        layer = self.plan.model.stack[op.layer]
+        if self.plan.workload.clipping != "update":
+            clip = self._values(op, factor, 1)[0]
+            return [
+                (part, treated, clip, None)
+                for part, treated in group_slices(self.settings, layer, op.offset, op.parameters)
+            ]
+        start = -op.offset
+        made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
+        for tensor, scale in zip(
+            layer.tensors, self._values(op, factor, len(layer.tensors)), strict=True
+        ):
+            part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
+            if part.start < part.stop:
+                made.append((part, param_group(self.settings, layer, tensor), None, scale))
+            start += tensor.padded
+        return made
+
+    def _update(self, op: Op) -> Run:
+        """Returns the function that updates a layer, or a chunk of one, with AdamW. If the op has a
+        further source, old weights are read from that weight slot. If it has a further target, new
+        weights are also written to that weight slot.
+        """
+        gradient, factor, *sources = map(whole, op.reads)
+        target, *rest = map(whole, op.writes)
+        others = {self.schedule.buffer[buffer].data: buffer for buffer in rest}
+        low, copy_to = (
+            self._elements(others[name], op) if name in others else None
+            for name in ("master_low", "weights")
+        )
+        moments = (
+            self._moments(others["moments"], op)
+            if "moments" in others
+            else torch.empty(0, op.parameters, device=self.arenas.device)
+        )
+        weights, g = self._elements(target, op), self._elements(gradient, op)
+        source = self._elements(sources[0], op) if sources else None
+        workers = self._workers(op)
+        runs = self._runs(op, factor)
+        apply = (
+            optimizer.update
+            if self.plan.workload.optimizer == ADAMW
+            else functools.partial(outside.update, self._optimizer)
+        )
+
+        def run() -> None:
+            if source is not None:
+                weights.copy_(source)
+            if self.state.update_at is not None:
+                rate, number = self.state.update_at
+                for part, treated, clip, scale in runs:
+                    apply(
+                        weights[part],
+                        None if low is None else low[part],
+                        moments[:, part],
+                        g[part],
+                        settings=self.settings,
+                        rate=rate * treated.rate_factor,
+                        number=number,
+                        clip=clip,
+                        scale=scale,
+                        workers=workers,
+                        weight_decay=treated.weight_decay,
+                        copy_to=None if copy_to is None else copy_to[part],
+                    )
+            elif copy_to is not None:
+                copy_to.copy_(weights)
+
+        return run
+
+
+def _micro(op: Op) -> int:
+    """Returns the micro-batch of a compute op, which is part of its id."""
+    return parse_id(op.id).micro or 0

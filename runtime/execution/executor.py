@@ -1,0 +1,461 @@
+"""Executes a schedule in PyTorch.
+
+The executor is the only place that enqueues work, and it decides no order: the schedule does. When
+it is built, it turns each op into a task, which consists of a closure over the op's tensors
+(`binding.py`) and the completion marks of the ops that it depends on. In a step, each lane runs
+its tasks in order (`lanes.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from transformers import PretrainedConfig
+
+from megatrain.runtime.batch import IGNORED, Batch, refuse_batch
+from megatrain.runtime.execution.binding import Binder, StepState
+from megatrain.runtime.execution.checksum import checksum
+from megatrain.runtime.execution.lanes import (
+    DEVICE_LANES,
+    HostMark,
+    Lane,
+    LaneGroup,
+    OpFailed,
+    Origin,
+    StreamMark,
+    Task,
+)
+from megatrain.runtime.execution.out_of_memory import out_of_memory
+from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.model_files import ModelState
+from megatrain.runtime.layers.documents import trained_labels
+from megatrain.runtime.layers.functional_layers import FunctionalLayers
+from megatrain.runtime.memory.allocation_guard import AllocationGuard
+from megatrain.runtime.memory.arenas import Arenas, OnAllocate
+from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.policies import evaluation, flush_update
+from megatrain.simulator.schedule import DataClass, Schedule
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one optimizer step."""
+
+    loss: float
+    """Mean over all labelled tokens of all micro-batches."""
+    gradient_norm: float | None
+    """Norm over all gradients before clipping. None if the plan clips by `update` or `none`, which
+    do not compute it."""
+    seconds: float
+    """Wall time of the whole step."""
+    timeline: Timeline
+    """Measured start and end of each op."""
+    checksum: int | None
+    """In deterministic mode, the checksum of the weights that this step's forward pass used
+    (`checksum.py`); otherwise None. It is the same for every plan. The weights in memory when a
+    step returns are not: a plan that defers the update has not applied it yet."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results of an evaluation: as many micro-batches as a step has, forward only."""
+
+    loss: float
+    """Mean over all labelled tokens of all micro-batches; 0 if there are none."""
+    labelled: int
+    """Number of labelled tokens."""
+    seconds: float
+    """Wall time of the whole evaluation."""
+    timeline: Timeline
+    """Measured start and end of each op."""
+
+
+class _Program(NamedTuple):
+    """A schedule whose ops are bound to tensors."""
+
+    schedule: Schedule
+    queues: Mapping[str, Sequence[Task]]
+    """The tasks of each lane, in order."""
+    marks: Mapping[str, HostMark | StreamMark]
+    """The completion mark of each op, by op id."""
+
+
+def lane_threads(device: torch.device) -> dict[str, int]:
+    """Returns the number of threads that an op of each lane may use.
+
+    Without CUDA, one core is left for the copies. With CUDA, an eighth of the cores is left for the
+    threads that enqueue work. The CPU optimizer does not need those cores, because it is bound by
+    DRAM. It would lose time if another thread took a core from one of its threads, because an op
+    ends with its slowest thread.
+    """
+    cores = len(os.sched_getaffinity(0))
+    busy = cores - cores // 8 if device.type == "cuda" else max(1, cores - 1)
+    return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy}
+
+
+class Executor:
+    """Executes the steps of a plan. All memory except activations is allocated once, at the start.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: PretrainedConfig,
+        settings: AdamW,
+        device: torch.device,
+        *,
+        schedule: Schedule | None = None,
+        threads: dict[str, int] | None = None,
+        on_allocate: OnAllocate = lambda *_: None,
+        host_memory: HostMemory | None = None,
+    ) -> None:
+        """Allocates the pools, binds the schedule and starts the threads of the lanes.
+
+        Args:
+            plan: The plan to execute.
+            config: The transformers configuration of the plan's model.
+            settings: AdamW's hyperparameters.
+            device: The device that computes. A CPU stands in for a GPU.
+            schedule: What `preflight` returned. By default the executor calls `preflight` itself.
+                Calibration and tests pass another schedule, which is not checked.
+            threads: Threads that an op of each lane may use. Default: `lane_threads(device)`.
+            on_allocate: Called with the bytes allocated so far and the bytes of all pools.
+            host_memory: Where the host pools come from. Pass the same one to several executors to
+                pin host memory only once. By default the executor owns its memory.
+
+        Raises:
+            UserError: The plan cannot be executed, or does not fit.
+        """
+        self.plan, self.settings, self.device = plan, settings, device
+        self.schedule = schedule or preflight(plan, settings, device)
+        self._flush = flush_update(plan)
+        # a schedule that times compute alone has no clip ops
+        clips = any(op.kind == "clip" for op in self.schedule.ops)
+        self._clipping = plan.workload.clipping if clips else "none"
+        self._state = StepState()
+        self._deferred: tuple[float, int] | None = None
+        """Learning rate and number of the step whose update is deferred, or None."""
+        self._programs: dict[str, _Program] = {}
+        """Programs other than the step's, by name."""
+        self.tasks: dict[str, Task] = {}
+        """The step's tasks by op id. Profiling and tests wrap their `run`."""
+        self._threads = threads or lane_threads(device)
+        self._host_workers = optimizer.workers(self._threads["cpu"])
+        self._arenas = Arenas(
+            self.schedule,
+            device,
+            device_limit_bytes=plan.device_limit_bytes,
+            host_limit_bytes=plan.host_limit_bytes,
+            on_allocate=on_allocate,
+            host_memory=host_memory,
+        )
+        self._allocation_guard = AllocationGuard(device, self._arenas.host_memory)
+        try:
+            keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
+            self.templates = FunctionalLayers(
+                plan.model, plan.workload, config, device, keeps=keeps
+            )
+            self._binder = Binder(
+                plan,
+                self.schedule,
+                self._arenas,
+                self.templates,
+                settings,
+                self._host_workers,
+                self._state,
+            )
+            self._streams = {
+                name: (
+                    torch.cuda.Stream(device)
+                    if device.type == "cuda" and name in DEVICE_LANES
+                    else None
+                )
+                for name in self.schedule.lanes
+            }
+            self._step = self._bind(self.schedule)
+            self.tasks.update(
+                {task.op: task for queue in self._step.queues.values() for task in queue}
+            )
+            self.state = ModelState(plan, self.schedule, self.memory, self.templates.persistent)
+            """Weights and moments after all steps so far. Reading them applies a deferred
+            update."""
+            self._lanes = LaneGroup(
+                [
+                    Lane(name, queue, self._threads[name], self._streams[name])
+                    for name, queue in self._step.queues.items()
+                ]
+            )
+        except BaseException:
+            self._free()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads of the lanes and frees all memory."""
+        try:
+            self._lanes.close()
+            self._synchronize()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        self._host_workers.close()
+        # the tensors of tasks would keep the pools alive
+        self.tasks.clear()
+        self._programs.clear()
+        self._step = _Program(self.schedule, {}, {})
+        self._state.saved.clear()
+        self._state.mirrors.clear()
+        self._deferred = None
+        self._arenas.close()
+
+    def _bind(self, schedule: Schedule) -> _Program:
+        """Turns the ops of `schedule` into tasks. Its lanes must be lanes of the step's
+        schedule.
+        """
+        tasks: dict[str, Task] = {}
+        for op in schedule.ops:
+            stream = self._streams[op.lane]
+            mark = HostMark() if stream is None else StreamMark(stream)
+            tasks[op.id] = Task(
+                op.id, self._binder.bind(op), mark, [tasks[other].mark for other in op.after]
+            )
+        return _Program(
+            schedule,
+            {name: [tasks[op.id] for op in ops] for name, ops in schedule.lanes.items()},
+            {op: task.mark for op, task in tasks.items()},
+        )
+
+    def _bound(self, name: str, make: Callable[[], Schedule]) -> _Program:
+        """Returns the program `name`. The first call makes its schedule and binds it."""
+        if name not in self._programs:
+            self._programs[name] = self._bind(make())
+        return self._programs[name]
+
+    def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> StepResult:
+        """Runs one optimizer step.
+
+        Args:
+            batches: `accumulation` micro-batches, each [batch, sequence] as planned.
+            rate: The learning rate.
+            number: The number of this step, from 1. AdamW's bias correction depends on it.
+
+        Raises:
+            UserError: `batches` are not as planned, or memory ran out during an op.
+            OpFailed: An op failed for another reason. The text names the op.
+            FloatingPointError: A loss is not finite, or a value that the plan clips by is not: a
+                norm or, with clipping by `update`, the RMS of a tensor's update. With a loss, or a
+                norm in `global` clipping, that is not finite, nothing is updated in this step.
+                With clipping by `layer` or `update`, layers whose own values are finite may be
+                updated. Without clipping only losses are checked.
+        """
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        seen = self._checksum() if deterministic and not self._flush else None
+        begin = time.perf_counter()
+        same_shapes = all(batch.documents is None for batch in batches)
+        with self._allocation_guard.step(same_shapes=same_shapes):
+            self._copy_in(batches)
+            # a plan that defers updates applies the previous step's update in this step
+            self._state.update_at = self._deferred if self._flush else (rate, number)
+            self._deferred = None
+            timeline = self._run(self._step)
+            loss, norm = self._read_loss(), self._read_norm()
+        seconds = time.perf_counter() - begin
+        skipped = self._layers_not_updated()
+        if skipped or not all(value is None or math.isfinite(value) for value in (loss, norm)):
+            where = f", layers not updated: {', '.join(skipped)}" if skipped else ""
+            raise FloatingPointError(
+                f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower the"
+                " learning rate or look at the data"
+            )
+        self._deferred = (rate, number) if self._flush else None
+        return StepResult(
+            loss,
+            norm,
+            seconds,
+            timeline,
+            self._checksum() if deterministic and self._flush else seen,
+        )
+
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
+        """Returns the loss of `accumulation` micro-batches, forward only. A deferred update is
+        applied first, so that the weights include all steps so far.
+
+        Weights and moments do not change. The loss has the same bits as that of a step on these
+        batches (with compiled layers, in deterministic mode). The load-balancing loss of a model
+        with routers is not included, so that the result is the language model's loss. It may be
+        infinite or NaN.
+
+        Raises UserError if `batches` are not as planned or memory ran out, and OpFailed if an op
+        failed for another reason.
+        """
+        self.flush_update()
+        program = self._bound("evaluation", lambda: evaluation(self.plan))
+        begin = time.perf_counter()
+        labelled = self._copy_in(batches)
+        timeline = self._run(program)
+        return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
+
+    def flush_update(self) -> None:
+        """Applies the update that the last step deferred, if there is one. `state`, `memory`,
+        `checksum` and `evaluate` call this.
+
+        The next step computes the same bits, but the update no longer overlaps its forward pass.
+        """
+        schedule = self._flush
+        if schedule is None or self._deferred is None:
+            return
+        self._state.update_at, self._deferred = self._deferred, None
+        self._run(self._bound("flush_update", lambda: schedule))
+
+    def memory(self) -> Arenas:
+        """Applies a deferred update and returns the pools. Their contents are valid until the next
+        step. Code outside the executor reads state only through this method.
+        """
+        self.flush_update()
+        return self._arenas
+
+    @property
+    def pool_bytes(self) -> dict[str, int]:
+        """Allocated bytes of each pool."""
+        return dict(self._arenas.pool_bytes)
+
+    def allocated(self, place: str) -> int:
+        """Returns the bytes of all pools in `place`, which is `device` or `host`."""
+        return self._arenas.total(place)
+
+    def checksum(self) -> int:
+        """Returns the checksum of all weights after all steps so far (`checksum.py`)."""
+        self.flush_update()
+        return self._checksum()
+
+    def _checksum(self) -> int:
+        """Returns the checksum of the weights in memory, without a deferred update."""
+        return checksum(self.plan, self.schedule, self._arenas)
+
+    def _copy_in(self, batches: Sequence[Batch]) -> int:
+        """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
+        tokens. Raises UserError if the micro-batches are not as planned.
+        """
+        work = self.plan.workload
+        if len(batches) != work.accumulation:
+            raise UserError(
+                "data",
+                found=f"{len(batches)} micro-batches",
+                allowed=f"{work.accumulation}, as planned",
+                fix="pass this many to each step, or make a plan with another --accumulation",
+            )
+        for micro, batch in enumerate(batches, 1):
+            refuse_batch(
+                batch,
+                (work.batch, work.sequence),
+                self.plan.model.vocabulary,
+                f"data: micro-batch {micro}",
+            )
+        labels = [trained_labels(batch) for batch in batches]
+        labelled = sum(int((each != IGNORED).sum()) for each in labels)
+        self._state.scale = 1 / max(labelled, 1)
+        for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+            if batch.documents is not None and not work.documents:
+                raise UserError(
+                    "data",
+                    found="rows of several documents",
+                    allowed="rows of one document, as planned",
+                    fix="make the plan without --plain-packing",
+                )
+            rows = [batch.ids, each] + (
+                [torch.zeros_like(batch.ids) if batch.documents is None else batch.documents]
+                if work.documents
+                else []
+            )
+            self._binder.tokens(micro).copy_(torch.stack(rows))
+            self.templates.expect(micro, batch.documents)
+        return labelled
+
+    def _run(self, program: _Program) -> Timeline:
+        """Runs all tasks of `program`, waits for the device, and returns the measured timeline."""
+        self._synchronize()
+        origin = Origin.now(self.device.type == "cuda")
+        error = None
+        try:
+            self._lanes.play(program.queues)
+            self._synchronize()
+        except OpFailed as failure:
+            error = out_of_memory(failure, self._arenas)
+            if error is None:
+                raise
+        if error is not None:
+            # raised outside `except`, so that its context is not `failure`, whose traceback would
+            # keep activations alive
+            raise error
+        spans = []
+        for op in program.schedule.ops:
+            start, end = program.marks[op.id].span_ns(origin)
+            spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
+        return Timeline(name="measured", digest=program.schedule.digest, spans=tuple(spans))
+
+    def _synchronize(self) -> None:
+        """Waits for all work on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _read_loss(self) -> float:
+        """Returns the sum of the micro-batches' losses, which are already divided by the number of
+        labelled tokens.
+        """
+        losses = torch.stack(
+            [
+                self._values("losses", str(micro))[0]
+                for micro in range(self.plan.workload.accumulation)
+            ]
+        )
+        return float(losses.double().sum())
+
+    def _read_norm(self) -> float | None:
+        """Returns the norm over all gradients, or None if the plan does not compute it."""
+        if self._clipping == "global":
+            return float(self._values("clips", "all", 2)[1])
+        if self._clipping == "layer":
+            sums = [self._values("norms", layer)[0] for layer in self.plan.model.stack]
+            return float(optimizer.clip_coefficient(sums, self.settings.max_norm)[1])
+        return None
+
+    def _layers_not_updated(self) -> list[str]:
+        """Returns the layers whose own clipping factor is NaN, which stopped their update. Empty
+        unless the plan clips by `layer` or `update`.
+        """
+        stack, kind = self.plan.model.stack, self._clipping
+        if kind not in ("layer", "update"):
+            return []
+        counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
+        factors = torch.stack(
+            [
+                self._values("clips", layer, count).sum().to(self.device)
+                for layer, count in zip(stack, counts, strict=True)
+            ]
+        )
+        return [layer for layer, bad in zip(stack, factors.isnan().tolist(), strict=True) if bad]
+
+    def _values(self, data: DataClass, key: str, count: int = 1) -> torch.Tensor:
+        """Returns the first `count` fp32 values of the persistent buffer for `data` and `key`,
+        which is a layer or a micro-batch.
+        """
+        return self._arenas.flat(self.schedule.state[data, key], torch.float32, count)

@@ -1,0 +1,286 @@
+"""Lanes: each has a thread that runs a queue of tasks in order. With CUDA, the thread of a device
+lane enqueues its tasks on the lane's own CUDA stream.
+
+A mark stands for the start and end of an op. There are four ways to wait for one:
+
+* A host lane that waits for a host op blocks its thread.
+* A host lane that waits for a stream op blocks its thread on the op's CUDA event.
+* A device lane that waits for a stream op makes its stream wait for the op's CUDA event.
+* A device lane that waits for a host op blocks its thread before it enqueues.
+
+So the same code runs with and without CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.simulator.base.errors import RunError
+
+# replaces `record_function` while no profiler runs: that takes 8 us and Python's lock twice
+_NOT_PROFILED = contextlib.nullcontext()
+DEVICE_LANES = ("compute", "update", "h2d", "d2h")
+"""Lanes that have a stream of their own with CUDA. The others run on the host."""
+
+
+class OpFailed(RunError):
+    """An op raised an exception. The text names the op and its lane."""
+
+    def __init__(self, op: str, lane: str, error: BaseException) -> None:
+        super().__init__(
+            f"{op} on lane {lane}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        )
+        self.op, self.lane = op, lane
+
+
+class Aborted(Exception):
+    """Stops a lane at its next op because another lane failed or the user interrupted."""
+
+
+class HostMark:
+    """The start and end of an op that runs on a host thread."""
+
+    def __init__(self) -> None:
+        self.issued = threading.Event()
+        """Set when the op has ended."""
+        self.start_ns = self.end_ns = 0
+
+    def begin(self) -> None:
+        """Notes the start of the op."""
+        self.start_ns = time.perf_counter_ns()
+
+    def end(self) -> None:
+        """Notes the end of the op and wakes those that wait for it."""
+        self.end_ns = time.perf_counter_ns()
+        self.issued.set()
+
+    def block(self) -> None:
+        """Blocks the calling thread until the op has ended."""
+        self.issued.wait()
+
+    def block_stream(self, stream: torch.cuda.Stream) -> None:
+        """Makes later work of `stream` wait for the op. Here the calling thread blocks, which is
+        the one that enqueues on `stream`.
+        """
+        self.issued.wait()
+
+    def span_ns(self, origin: Origin) -> tuple[int, int]:
+        """Returns the start and end of the op in ns after `origin`."""
+        return self.start_ns - origin.host_ns, self.end_ns - origin.host_ns
+
+
+class StreamMark:
+    """The start and end of an op that runs on a CUDA stream, as CUDA events."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.issued = threading.Event()
+        """Set when the op is enqueued."""
+        self._stream = stream
+        self._start, self._end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
+
+    def begin(self) -> None:
+        """Records the start event on the stream."""
+        self._start.record(self._stream)
+
+    def end(self) -> None:
+        """Records the end event on the stream and wakes those that wait for the op."""
+        self._end.record(self._stream)
+        self.issued.set()
+
+    def block(self) -> None:
+        """Blocks the calling thread until the op has ended on the device."""
+        self.issued.wait()
+        self._end.synchronize()
+
+    def block_stream(self, stream: torch.cuda.Stream) -> None:
+        """Makes later work of `stream` wait for the op. Blocks only until the op is enqueued."""
+        self.issued.wait()
+        stream.wait_event(self._end)
+
+    def span_ns(self, origin: Origin) -> tuple[int, int]:
+        """Returns the start and end of the op in ns after `origin`, which must have an event."""
+        assert origin.event is not None
+        return round(origin.event.elapsed_time(self._start) * 1e6), round(
+            origin.event.elapsed_time(self._end) * 1e6
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The start of a step on the host's clock and, with CUDA, on the device's clock."""
+
+    host_ns: int
+    """`time.perf_counter_ns` at the start."""
+    event: torch.cuda.Event | None
+    """CUDA event at the start; None without CUDA."""
+
+    @classmethod
+    def now(cls, cuda: bool) -> Origin:
+        """Returns the origin of a step that starts now. With CUDA the device must be idle, so that
+        both clocks are read within about 10 us of each other.
+        """
+        if not cuda:
+            return cls(time.perf_counter_ns(), None)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        return cls(time.perf_counter_ns(), event)
+
+
+@dataclass
+class Task:
+    """An op that is bound to its tensors."""
+
+    op: str
+    """The op's id."""
+    run: Callable[[], object]
+    """Does the op's work or, on a stream, enqueues it."""
+    mark: HostMark | StreamMark
+    """Receives the op's start and end."""
+    waits: Sequence[HostMark | StreamMark] = field(default=())
+    """Marks of the ops that must end first."""
+
+
+class Lane:
+    """One thread and its queue of tasks. `stream` is None for a host lane."""
+
+    def __init__(
+        self, name: str, tasks: Sequence[Task], threads: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.name, self.tasks, self._threads, self._stream = name, tasks, threads, stream
+        self.queue = tasks
+        """The tasks to run: the lane's own, or those of an evaluation, for example."""
+        self._go, self._done = threading.Semaphore(0), threading.Event()
+        self._stop = False
+        self._thread = threading.Thread(target=self._serve, name=f"lane-{name}", daemon=True)
+        self.failure: tuple[str, BaseException] | None = None
+        """The op that failed in the last run and its exception."""
+        self.abort = threading.Event()
+
+    def start(self, abort: threading.Event) -> None:
+        """Starts the thread. It stops at its next op when `abort` is set."""
+        self.abort = abort
+        self._thread.start()
+
+    def play(self) -> None:
+        """Starts to run `queue` once, and returns at once."""
+        self.failure = None
+        self._done.clear()
+        self._go.release()
+
+    def finished(self, timeout: float | None = None) -> bool:
+        """Waits at most `timeout` seconds until all tasks of `queue` have run or, on a stream, are
+        enqueued. Returns whether they have.
+        """
+        return self._done.wait(timeout)
+
+    def close(self) -> None:
+        """Ends the thread and drops the tasks."""
+        self._stop = True
+        self._go.release()
+        self._thread.join()
+        self.tasks = self.queue = ()
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
+            torch.cuda.set_stream(self._stream)
+        while True:
+            self._go.acquire()
+            if self._stop:
+                return
+            self._run_queue()
+            self._done.set()
+
+    def _run_queue(self) -> None:
+        for task in self.queue:
+            try:
+                for mark in task.waits:
+                    if self._stream is None:
+                        mark.block()
+                    else:
+                        mark.block_stream(self._stream)
+                if self.abort.is_set():
+                    raise Aborted
+                with (
+                    torch.profiler.record_function(task.op)
+                    if torch.autograd.profiler._is_profiler_enabled
+                    else _NOT_PROFILED
+                ):
+                    task.mark.begin()
+                    task.run()
+                    task.mark.end()
+            except BaseException as error:
+                self.failure = (task.op, error)
+                self.abort.set()
+                return
+
+
+class LaneGroup:
+    """The lanes of a schedule. They run together."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self._abort = threading.Event()
+        for lane in lanes:
+            lane.start(self._abort)
+
+    def play(self, queues: Mapping[str, Sequence[Task]] | None = None) -> None:
+        """Runs the tasks of all lanes once, or those of `queues`, which maps lanes to tasks, on the
+        same threads and streams.
+
+        Raises OpFailed from the exception of an op that failed; if several failed, the one of the
+        first lane. KeyboardInterrupt passes through. In both cases all lanes have stopped before
+        this method raises.
+        """
+        queues = {lane.name: lane.tasks for lane in self._lanes} if queues is None else queues
+        marks = [task.mark for queue in queues.values() for task in queue]
+        for mark in marks:
+            mark.issued.clear()
+        self._abort.clear()
+        started: list[Lane] = []
+        try:
+            for lane in self._lanes:
+                lane.queue = queues.get(lane.name, ())
+                lane.play()
+                started.append(lane)
+            for lane in self._lanes:
+                while not lane.finished(timeout=0.2):
+                    if self._abort.is_set():
+                        self._wake(marks)
+        except BaseException:
+            self._abort.set()
+            self._wake(marks)
+            for lane in started:
+                lane.finished()
+            raise
+        failures = [
+            (lane.name, *lane.failure)
+            for lane in self._lanes
+            if lane.failure and not isinstance(lane.failure[1], Aborted)
+        ]
+        for lane in self._lanes:
+            lane.failure = None  # its traceback would keep the op's tensors alive
+        if failures:
+            name, op, error = failures[0]
+            raise OpFailed(op, name, error) from error
+
+    def _wake(self, marks: Sequence[HostMark | StreamMark]) -> None:
+        """Ends all waiting for marks, so that lanes see that they should stop."""
+        for mark in marks:
+            mark.issued.set()
+
+    def close(self) -> None:
+        """Ends all threads."""
+        for lane in self._lanes:
+            lane.close()

@@ -1,0 +1,342 @@
+"""Reference: the same training step in plain PyTorch, which tests compare the executor with.
+
+The whole transformers model is resident, with one autograd graph and fp32 masters, and without
+slots and lanes. It has the runtime's arithmetic: the loss chunk, gradients that are rounded to the
+compute dtype and summed in fp32, the order in which the norm is summed, and the rounding of the
+master. It shares none of the code that schedules the work or stores tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.execution.param_groups import ParamGroup, param_group
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers.documents import masks, positions, trained_labels
+from megatrain.runtime.layers.meta_model import widen_buffers
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.runtime.optimizer.adamw import (
+    clip_coefficient,
+    round_to_bf16,
+    rounded_sqrt,
+    sum_by_rows,
+    sum_of_squares,
+)
+from megatrain.runtime.optimizer.outside import chosen
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.optimizer import ADAMW, find
+from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+Masters = Mapping[str, Mapping[str, torch.Tensor]]
+"""fp32 weights by layer and tensor name."""
+
+
+class _PassThrough(torch.nn.Module):
+    """Replaces the decoder: returns the hidden states that it receives."""
+
+    def forward(
+        self, _ids: None = None, *, inputs_embeds: torch.Tensor, **_: Any
+    ) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _within(whole: Any, path: str, part: torch.nn.Module) -> Any:
+    """Returns a shallow copy of `whole` with the module `part` at `path`."""
+    name, _, below = path.partition(".")
+    other = copy.copy(whole)
+    other._modules = {
+        **whole._modules,
+        name: _within(whole._modules[name], below, part) if below else part,
+    }
+    return other
+
+
+class Reference:
+    """Trains a transformers model. `masters` holds its fp32 weights by layer and tensor name."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        config: PretrainedConfig,
+        settings: AdamW,
+        masters: Masters,
+        device: torch.device,
+    ) -> None:
+        self.spec, self.work, self.settings = model, workload, settings
+        self.dtype = TORCH_DTYPE[workload.dtype]
+        self.model: Any = (
+            AutoModelForCausalLM.from_config(config, dtype=self.dtype).to(device).train()
+        )
+        widen_buffers(self.model)
+        self._stack = DecoderStack.of(self.model)
+        self._top = _within(self.model, self._stack.decoder, _PassThrough())
+        self.masters = {
+            layer: {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+            for layer, tensors in masters.items()
+        }
+        self._optimizer = find(workload.optimizer)
+        self.moments = {
+            layer: {
+                name: torch.zeros(self._optimizer.moments, *t.shape, device=device)
+                for name, t in tensors.items()
+            }
+            for layer, tensors in self.masters.items()
+        }
+        """[moments, *shape] by layer and tensor name"""
+        self._parameters = {
+            layer.name: {t.name: self._find(layer.name, t.name) for t in layer.tensors}
+            for layer in model.stack.values()
+        }
+        self.scales: list[float] = []
+        """With clipping by `update`: the factors on the learning rate, one for each tensor and
+        step."""
+        self._write_back()
+
+    def _find(self, layer: str, tensor: str) -> torch.nn.Parameter:
+        found: torch.nn.Parameter = self.model.get_parameter(hub_name(layer, tensor, self._stack))
+        return found
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for layer, tensors in self._parameters.items():
+            for name, parameter in tensors.items():
+                master = self.masters[layer][name]
+                parameter.copy_(round_to_bf16(master) if self.dtype == torch.bfloat16 else master)
+
+    def step(
+        self, batches: Sequence[Batch], *, rate: float, number: int
+    ) -> tuple[float, float | None]:
+        """Runs one optimizer step over the micro-batches.
+
+        Returns the mean loss and the gradient norm. The norm is None unless the workload clips by
+        `global` or `layer`.
+        """
+        batches = [batch._replace(labels=trained_labels(batch)) for batch in batches]
+        scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
+        total: dict[str, list[dict[str, torch.Tensor]]] = {layer: [] for layer in self._parameters}
+        losses = [self._micro_batch(batch, scale, total) for batch in batches]
+        gradients = {
+            layer: self._sum(self.spec.stack[layer], parts) for layer, parts in total.items()
+        }
+        for spec in self.spec.stack.values():
+            frozen = [
+                tensor.name
+                for tensor in spec.tensors
+                if param_group(self.settings, spec, tensor).frozen
+            ]
+            gradients[spec.name] |= {
+                name: torch.zeros_like(gradients[spec.name][name]) for name in frozen
+            }
+        factors: dict[str, torch.Tensor] = {}
+        norm = None
+        if self.work.clipping in ("global", "layer"):
+            sums = {
+                name: sum_of_squares(self._flat(layer, gradients[name]))
+                for name, layer in self.spec.stack.items()
+            }
+            factor, norm = clip_coefficient(list(sums.values()), self.settings.max_norm)
+            by_layer = self.work.clipping == "layer"
+            factors = {
+                name: clip_coefficient([part], self.settings.max_norm)[0] if by_layer else factor
+                for name, part in sums.items()
+            }
+        for layer, tensors in gradients.items():
+            groups = {
+                tensor.name: param_group(self.settings, self.spec.stack[layer], tensor)
+                for tensor in self.spec.stack[layer].tensors
+            }
+            for name, gradient in tensors.items():
+                g = gradient.float() * factors[layer] if layer in factors else gradient.float()
+                self._update(
+                    self.masters[layer][name],
+                    self.moments[layer][name],
+                    g,
+                    groups[name],
+                    rate,
+                    number,
+                )
+        self._write_back()
+        return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
+
+    def _micro_batch(
+        self, batch: Batch, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]
+    ) -> torch.Tensor:
+        base, layers = self._stack.decoder_of(self.model), self._stack.layers_of(self.model)
+        inputs: dict[str, Any] = {"inputs_embeds": self._embedded(batch.ids)}
+        if batch.documents is not None:
+            inputs["position_ids"] = positions(batch.documents)
+            if self.spec.family == "gpt_oss":  # its model makes masks without the positions
+                inputs["attention_mask"] = masks(base.config, **inputs)
+        tops: list[torch.Tensor] = []
+        hook = layers[-1].register_forward_hook(
+            lambda _layer, _input, output: tops.append(
+                output[0] if isinstance(output, tuple) else output
+            )
+        )
+        outputs = base(**inputs)
+        hook.remove()
+        ends, top = tops, tops[0].detach().requires_grad_()
+        loss, head = self._head(top, batch.labels, scale)
+        seeds = [top.grad]
+        if getattr(outputs, "router_logits", None) and hasattr(self.model, "router_aux_loss_coef"):
+            ends, seeds = [*ends, self._router_loss(outputs.router_logits, batch)], [*seeds, None]
+            loss = loss + ends[-1].detach()
+        names = [(layer, name) for layer, tensors in self._parameters.items() for name in tensors]
+        below = torch.autograd.grad(
+            ends, [self._parameters[layer][name] for layer, name in names], seeds, allow_unused=True
+        )
+        total[self.spec.head].append(head)
+        for layer, parameters in self._parameters.items():
+            parts = {
+                name: gradient
+                for (owner, name), gradient in zip(names, below, strict=True)
+                if owner == layer and gradient is not None
+            }
+            # in a decoder layer, a tensor without a gradient gets zeros
+            if self.spec.stack[layer].kind == "decoder":
+                parts = {
+                    name: parts.get(name, torch.zeros_like(parameter))
+                    for name, parameter in parameters.items()
+                }
+            if parts:
+                total[layer].append(parts)
+        return loss
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the output of the model's embedding, [batch, sequence, hidden]. The gradient of
+        each row of the table is summed over its tokens in fp32.
+        """
+        embedding = copy.copy(self.model.get_input_embeddings())
+        rows = torch.nn.functional.embedding(
+            ids, embedding.weight.float(), embedding.padding_idx
+        ).to(self.dtype)
+        embedding.padding_idx = None
+        numbers = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+        embedded: torch.Tensor = functional_call(
+            embedding, {"weight": rows.flatten(0, 1)}, (numbers,)
+        )
+        return embedded
+
+    def _router_loss(self, logits: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+        """Returns transformers' load-balancing loss of a micro-batch, divided by the number of
+        micro-batches.
+        """
+        balance = sys.modules[type(self.model).__module__].load_balancing_loss_func
+        mask = None if batch.documents is None else (batch.documents >= 0).long()
+        loss: torch.Tensor = balance(
+            logits, self.model.num_experts, self.model.num_experts_per_tok, mask
+        )
+        return loss * (self.model.router_aux_loss_coef / self.work.accumulation)
+
+    def _head(
+        self, x: torch.Tensor, labels: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss and the gradients of the head's weights, and writes the gradient of `x`
+        to `x.grad`. Works in chunks of tokens. The weights' gradients are summed in fp32.
+        """
+        norm, weights = (
+            getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name),
+            self._parameters[self.spec.head],
+        )
+        parameters = list(weights.values())
+        flat, targets, loss = (
+            x.detach().flatten(0, 1),
+            labels.flatten(),
+            torch.zeros((), device=x.device),
+        )
+        sums, pieces = (
+            [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters],
+            [],
+        )
+        for rows, target in zip(
+            flat.split(self.work.loss_chunk), targets.split(self.work.loss_chunk), strict=True
+        ):
+            rows = rows.detach().requires_grad_()
+            logits = self._top(inputs_embeds=norm(rows)[None]).logits[0]
+            part = (
+                torch.nn.functional.cross_entropy(
+                    logits.float(), target, ignore_index=IGNORED, reduction="sum"
+                )
+                * scale
+            )
+            piece, *gradients = torch.autograd.grad(part, [rows, *parameters])
+            pieces.append(piece)
+            sums = [
+                so_far + gradient.float() for so_far, gradient in zip(sums, gradients, strict=True)
+            ]
+            loss = loss + part.detach()
+        x.grad = torch.cat(pieces).view_as(x)
+        return loss, {name: total.to(self.dtype) for name, total in zip(weights, sums, strict=True)}
+
+    def _sum(
+        self, layer: LayerSpec, parts: list[dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the fp32 sums of the micro-batches' gradients, added in their order. A single
+        gradient stays in the compute dtype.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        summed: dict[str, torch.Tensor] = {}
+        for part in parts:
+            for name, gradient in part.items():
+                summed[name] = (
+                    summed[name] + gradient.float() if name in summed else gradient.float()
+                )
+        return summed
+
+    def _flat(self, layer: LayerSpec, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the layer's gradient as one vector. Tensors are padded as in the LayerSpec."""
+        return torch.cat(
+            [
+                torch.nn.functional.pad(gradients[t.name].flatten(), (0, t.padded - t.elements))
+                for t in layer.tensors
+            ]
+        )
+
+    def _update(
+        self,
+        master: torch.Tensor,
+        moments: torch.Tensor,
+        g: torch.Tensor,
+        group: ParamGroup,
+        rate: float,
+        number: int,
+    ) -> None:
+        rate *= group.rate_factor
+        if self.work.optimizer != ADAMW:
+            given = chosen(self._optimizer, self.settings, group.weight_decay)
+            flat = (master.view(-1), moments.flatten(1), g.flatten())
+            self._optimizer.update(*flat, rate=rate, number=number, **given)
+            return
+        (first, second), (beta1, beta2) = moments, self.settings.betas
+        first.copy_(first * beta1 + g * (1 - beta1))
+        second.copy_(second * beta2 + g * g * (1 - beta2))
+        step = first * (rate / (1 - beta1**number))
+        if self.work.clipping == "update":
+            ratios = (
+                g * g / (second * (1 / (1 - beta2**number))).clamp(min=self.settings.epsilon**2)
+            )
+            scale = 1 / rounded_sqrt(sum_by_rows(ratios) / torch.tensor(float(g.numel()))).clamp(
+                min=1
+            )
+            master *= 1 - scale * (rate * group.weight_decay)
+            step *= scale
+            self.scales.append(float(scale))
+        elif group.weight_decay:
+            master *= 1 - rate * group.weight_decay
+        master -= step / (
+            rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + self.settings.epsilon
+        )

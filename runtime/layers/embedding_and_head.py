@@ -1,0 +1,393 @@
+"""EmbeddingAndHead: runs the parts of a model before its first and after its last decoder layer.
+
+transformers' models have their own code to scale embeddings, to build masks and positions, to
+normalize, to project, and to cap and scale logits. This code is run unchanged: the model's own
+forward is called with stubs in place of the decoder layers. `_Recording` records its arguments,
+`_Preset` returns preset hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers.documents import masks
+from megatrain.runtime.layers.linear_documents import ARGUMENT, STATEFUL
+from megatrain.runtime.layers.scaled_positions import ScaledPositions
+from megatrain.simulator.base.errors import UserError
+
+Arguments = dict[str, Any]
+"""keyword arguments of a decoder layer: mask, positions and their embeddings, without the hidden
+states"""
+
+
+class _Reached(Exception):
+    """Ends a forward pass after the arguments of the last stub have been recorded."""
+
+
+class _Recording(nn.Module):
+    """A stub that records the input and the arguments of the layer that it replaces.
+
+    The last one ends the forward pass. The others return their input, in a tuple if `wrapped`.
+    """
+
+    def __init__(self, last: bool, layer: nn.Module, *, wrapped: bool = False) -> None:
+        super().__init__()
+        self.last, self.wrapped, self.rows, self.arguments = (
+            last,
+            wrapped,
+            torch.empty(0),
+            Arguments(),
+        )
+        self._names = list(inspect.signature(layer.forward).parameters)[1:]
+
+    def forward(
+        self, rows: torch.Tensor, *unnamed: Any, **arguments: Any
+    ) -> torch.Tensor | tuple[torch.Tensor]:
+        self.rows, self.arguments = (
+            rows,
+            {**dict(zip(self._names, unnamed, strict=False)), **arguments},
+        )
+        if self.last:
+            raise _Reached
+        return (rows,) if self.wrapped else rows
+
+
+class _Preset(nn.Module):
+    """A stub that returns `rows`, whatever its input is.
+
+    With `wrapped`, it returns a tuple, for models whose layers return tuples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.wrapped = torch.empty(0), False
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return (self.rows,) if self.wrapped else self.rows
+
+
+class _Zero(nn.Module):
+    """Replaces a table of positions if they have been added to the rows already."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+class _NoEmbedding(nn.Module):
+    """Replaces the embeddings of positions if no layer uses them."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _with_parts(module: Any, **parts: nn.Module) -> Any:
+    """Returns a copy of `module` in which `parts` replace its submodules of the same names.
+
+    Buffers and parameters are shared with `module`.
+    """
+    other = copy.copy(module)
+    other._modules = {**module._modules, **parts}
+    return other
+
+
+def _without_slopes(decoder: Any) -> Any:
+    """Returns `decoder`, changed so that it computes no ALiBi slopes (BLOOM).
+
+    No layer uses them, and they would require a mask with two dimensions.
+    """
+    if hasattr(decoder, "build_alibi_tensor"):
+        decoder.build_alibi_tensor = lambda *_, **__: None
+    return decoder
+
+
+def _within(whole: Any, path: str, part: nn.Module) -> Any:
+    """Returns a copy of `whole` in which `part` replaces the module at `path`."""
+    name, _, below = path.partition(".")
+    return _with_parts(
+        whole, **{name: _within(getattr(whole, name), below, part) if below else part}
+    )
+
+
+def _masks_first_token(arguments: Arguments) -> bool:
+    """Returns whether the mask keeps the second token from attending to the first."""
+    mask = arguments.get("attention_mask")
+    return mask is not None and bool(
+        mask[0, 0, 1, 0] == (False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+    )
+
+
+class EmbeddingAndHead:
+    """The parts of a model before its first and after its last decoder layer.
+
+    They run on the device of the model's buffers.
+    """
+
+    def __init__(
+        self,
+        whole: Any,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        positions: tuple[str, ...] = (),
+        norm: str = "norm",
+        entrance: str = "",
+    ) -> None:
+        """Builds the stubs and runs the model on single tokens to learn how it uses them.
+
+        Args:
+            whole: a model of `meta_model`.
+            hidden: the hidden size.
+            dtype: the dtype of the hidden states.
+            device: the device of the model's buffers.
+            positions: names of the tables of positions that the decoder adds to the embedding.
+            norm: name of the final norm.
+            entrance: name of the norm between the embedding and the first layer, if there is one.
+                The first layer applies it.
+
+        Raises UserError if the runtime cannot train a model of this structure.
+        """
+        stack = DecoderStack.of(whole)
+        base = stack.decoder_of(whole)
+        layers = stack.layers_of(whole)
+        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._types: list[str] = getattr(base.config, "layer_types", None) or [
+            "full_attention"
+        ] * len(layers)
+        self._preset = _Preset()
+        self._table = next(
+            name for name, module in base._modules.items() if module is base.get_input_embeddings()
+        )
+        self.padding: int | None = base._modules[self._table].padding_idx
+        table = _with_parts(base._modules[self._table])
+        table.padding_idx = None  # rows are looked up by their index, not by token
+        bare: dict[str, nn.Module] = {"rotary_emb": _NoEmbedding()}
+        passed: dict[str, nn.Module] = {entrance: nn.Identity()} if entrance else {}
+        self._positions = positions
+        added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
+        self._entered = _Recording(True, layers[0])
+        self._entrance = _without_slopes(
+            _with_parts(
+                base,
+                **{stack.layers: nn.ModuleList([self._entered]), self._table: table},
+                **bare,
+                **passed,
+            )
+        )
+        normed = _Recording(True, base._modules[norm])
+        self._preset.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
+        # If both are the same norm, it stays: its result after the embedding is not used.
+        added |= {} if entrance == norm else passed
+        probed = _without_slopes(
+            _with_parts(
+                base, **{stack.layers: nn.ModuleList([self._preset]), **bare, **added, norm: normed}
+            )
+        )
+        self._exit = _within(
+            whole,
+            stack.decoder,
+            _without_slopes(
+                _with_parts(base, **{stack.layers: nn.ModuleList([self._preset])}, **bare, **added)
+            ),
+        )
+        # transformers uses a mask with four dimensions as it is, and builds no other.
+        self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._run(
+            probed,
+            inputs_embeds=self._preset.rows,
+            position_ids=self._no_positions,
+            attention_mask=self._no_mask,
+        )
+        # A model that expects a tuple takes the first of the two rows instead of the tensor.
+        self._preset.wrapped = normed.rows.dim() == 2
+        self._recording = [
+            _Recording(index == len(layers) - 1, layer, wrapped=self._preset.wrapped)
+            for index, layer in enumerate(layers)
+        ]
+        rotary = (
+            {"rotary_emb": ScaledPositions.around(base.rotary_emb)}
+            if hasattr(base, "rotary_emb")
+            else {}
+        )
+        self._up_to_layers = _with_parts(
+            base, **{stack.layers: nn.ModuleList(self._recording)}, **rotary, **{**added, **passed}
+        )
+        self.plain = self._is_plain()
+        """whether the first layer's input is the rows of the embedding table, unchanged"""
+
+    def _is_plain(self) -> bool:
+        row = torch.ones(1, 1, self._hidden, dtype=self._dtype, device=self._device)
+        # OPT does not use its first two positions, so that one row would not be enough.
+        none = {
+            name: torch.zeros(8, self._hidden, dtype=self._dtype, device=self._device)
+            for name in self._positions
+        }
+        first = self.enter(row, none)
+        if not torch.equal(self.enter(2 * row, none), 2 * first):
+            raise UserError(
+                "model: model_type",
+                found=(
+                    f"{self._up_to_layers.config.model_type}, whose first layer's input is not"
+                    " linear in the embedding's rows"
+                ),
+                allowed="a model that only scales its embedding or adds positions to it",
+                fix="use a model of another family",
+            )
+        return not none and torch.equal(first, row)
+
+    def arguments(
+        self, batch: int, sequence: int, positions: torch.Tensor | None
+    ) -> list[Arguments]:
+        """Returns the keyword arguments of each decoder layer.
+
+        Layers of the same attention type share their tensors. With documents, masks are [batch, 1,
+        sequence, sequence].
+
+        Args:
+            batch: number of rows.
+            sequence: tokens per row.
+            positions: each token's distance from the start of its document, [batch, sequence]
+                int64; None if each row is one document.
+        """
+        needs_masks = positions is not None and not self.packs
+        rows = self._no_rows(batch, sequence)
+        return self._recorded(
+            rows,
+            positions,
+            (
+                masks(self._up_to_layers.config, rows, positions)
+                if needs_masks and positions is not None
+                else None
+            ),
+        )
+
+    def arguments_without_masks(self, positions: torch.Tensor) -> list[Arguments]:
+        """Returns the keyword arguments of each decoder layer, with no real mask.
+
+        Used if documents are separated without masks. Does not synchronize with the device.
+        """
+        return self._recorded(self._no_rows(*positions.shape), positions, self._no_mask)
+
+    def _no_rows(self, batch: int, sequence: int) -> torch.Tensor:
+        return torch.empty((), dtype=self._dtype, device=self._device).expand(
+            batch, sequence, self._hidden
+        )
+
+    def _recorded(
+        self, rows: torch.Tensor, positions: torch.Tensor | None, prepared: Any
+    ) -> list[Arguments]:
+        with torch.no_grad():
+            self._run(
+                self._up_to_layers,
+                inputs_embeds=rows,
+                position_ids=positions,
+                attention_mask=prepared,
+            )
+        found = [stub.arguments for stub in self._recording]
+        if positions is None:
+            return found
+        return [
+            arguments | ({ARGUMENT: positions} if kind in STATEFUL else {})
+            for arguments, kind in zip(found, self._types, strict=True)
+        ]
+
+    @functools.cached_property
+    def packs(self) -> bool:
+        """Returns whether the model's own masks separate documents.
+
+        This is tested with two documents of one token. For other models (gpt_oss, OPT and Llama 4,
+        in transformers 5.23), `documents.masks` makes the masks.
+
+        Raises ValueError if the masks of `documents.masks` do not separate documents either.
+        """
+        rows = torch.zeros(1, 2, self._hidden, dtype=self._dtype, device=self._device)
+        positions = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+
+        def keeps_apart(prepared: Any) -> bool:
+            recorded = self._recorded(rows, positions, prepared)
+            return all(
+                kind == "linear_attention" or _masks_first_token(arguments)
+                for arguments, kind in zip(recorded, self._types, strict=True)
+            )
+
+        # The chunks of a model's own masks count from the start of the row, not of the document.
+        if "chunked_attention" not in self._types and keeps_apart(None):
+            return True
+        if not keeps_apart(masks(self._up_to_layers.config, rows, positions)):
+            raise ValueError("attention across documents")
+        return False
+
+    def enter(
+        self,
+        rows: torch.Tensor,
+        tables: dict[str, torch.Tensor] | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the first layer's input, [batch, sequence, hidden].
+
+        It is linear in `rows` and in `tables`.
+
+        Args:
+            rows: for each token, its row of the embedding table, [batch, sequence, hidden].
+            tables: tables of positions by name, [positions, hidden] each.
+            positions: index of each token in `tables`, [batch, sequence] int64; None for the
+                token's place in its row.
+        """
+        batch, sequence, hidden = rows.shape
+        numbers = torch.arange(batch * sequence, device=rows.device).view(batch, sequence)
+        tensors = {f"{self._table}.weight": rows.reshape(-1, hidden), **(tables or {})}
+        if tables and positions is None:
+            positions = torch.arange(sequence, device=rows.device)[None].expand(batch, sequence)
+        elif not tables:
+            positions = self._no_positions
+        self._run(
+            self._entrance,
+            tensors,
+            input_ids=numbers,
+            position_ids=positions,
+            attention_mask=self._no_mask,
+        )
+        first: torch.Tensor = self._entered.rows
+        self._entered.rows = torch.empty(0)
+        return first
+
+    def _run(
+        self, model: Any, tensors: dict[str, torch.Tensor] | None = None, **inputs: Any
+    ) -> None:
+        try:
+            functional_call(model, tensors or {}, (), {**inputs, "use_cache": False})
+        except _Reached:
+            return
+        raise UserError(
+            "model: model_type",
+            found=f"{model.config.model_type}, whose forward does not call its last decoder layer",
+            allowed="a model that calls its decoder layers one after another",
+            fix="use a model of another family",
+        )
+
+    def leave(self, tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [tokens, vocabulary] of the last layer's output.
+
+        Args:
+            tensors: the parameters of the final norm and the projection, by their full names.
+            rows: output of the last decoder layer, [tokens, hidden].
+        """
+        self._preset.rows = rows[None]
+        inputs = {
+            "inputs_embeds": rows.detach()[None],
+            "attention_mask": self._no_mask,
+            "position_ids": self._no_positions,
+            "use_cache": False,
+        }
+        output = functional_call(self._exit, tensors, (), inputs, tie_weights=False)
+        self._preset.rows = self._no_mask
+        logits: torch.Tensor = output.logits[0]
+        return logits

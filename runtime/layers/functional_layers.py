@@ -1,0 +1,585 @@
+"""FunctionalLayers: transformers' own modules, built without memory and called as functions of the
+tensors in a slot.
+
+One module computes all decoder layers of the same kind (`meta_model.kind_of`). It computes layer 12
+when it is called with the weights of layer 12 in a slot, that layer's buffers, and the arguments
+that the model passes to it (`embedding_and_head.py`).
+
+Autograd saves weights in the graph of a layer. They are saved as offsets in the layer, and looked
+up in the backward pass in the slot that holds the layer then (`slot_tensors.py`). So the slot can
+be reused between a layer's recompute and its backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megatrain.runtime.batch import IGNORED
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers import attention, lengths, linear_documents
+from megatrain.runtime.layers.attention import Attention
+from megatrain.runtime.layers.documents import chunks, positions
+from megatrain.runtime.layers.embedding_and_head import Arguments, EmbeddingAndHead
+from megatrain.runtime.layers.layer_kinds import layer_kinds
+from megatrain.runtime.layers.meta_model import meta_model
+from megatrain.runtime.layers.model_config import completed
+from megatrain.runtime.layers.router_loss import RouterLoss
+from megatrain.runtime.layers.slot_tensors import rebind
+from megatrain.runtime.layers.supported import DROPOUT
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES, WIDE_HEADS, WRITTEN_OUT
+from megatrain.simulator.model.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+_log = logging.getLogger(__name__)
+
+
+def config_of(model: ModelSpec) -> PretrainedConfig:
+    """Returns transformers' config of `model` for training.
+
+    The config is made from the spec, because config.json in the model's folder may have changed
+    since the plan was made. Dropout is set to 0: `preflight` refuses a plan that wants another.
+
+    Attention is PyTorch's fused attention, or transformers' eager attention if the family has
+    scores that the fused kernels do not compute (soft caps, sinks). Experts use transformers'
+    default, grouped products. In bf16 these do not synchronize with the host, and give the same
+    bits every time.
+    """
+    config = completed(model)
+    for key in DROPOUT:
+        if getattr(config, key, None):
+            setattr(config, key, 0.0)
+    config.use_cache = False
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    fused = architecture._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
+    config._attn_implementation = "sdpa" if fused else "eager"
+    return config
+
+
+def layer_tensors(
+    arenas: Arenas, layer: LayerSpec, buffer: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Returns views of the layer's tensors by name, in the arena buffer `buffer` of `dtype`."""
+    tensors, offset = {}, 0
+    for tensor in layer.tensors:
+        tensors[tensor.name] = arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
+        offset += tensor.padded
+    return tensors
+
+
+@dataclass
+class SavedForBackward:
+    """The autograd graph of a layer, kept for its backward."""
+
+    output: torch.Tensor
+    """output of the layer, [batch, sequence, hidden]"""
+    inputs: tuple[torch.Tensor, ...]
+    """input of the layer, then its parameters in the order of the LayerSpec"""
+    weights: list[str]
+    """name of the slot that holds the layer's weights, set again before the backward. It is in a
+    list, because the graph's hooks refer to the list instead of this object. Otherwise a graph
+    without a backward would never be freed (7 GiB for a layer of a 7B model)"""
+    micro: int = 0
+    """index of the micro-batch"""
+    router_logits: torch.Tensor | None = None
+    """logits of the layer's router, [tokens, experts]; None without a router loss"""
+
+
+class FunctionalLayers:
+    """The computations of a model's layers on one device, with one method for each kind of op."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        config: PretrainedConfig,
+        device: torch.device,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        """Builds the modules of `model` without memory for parameters.
+
+        Args:
+            model: the planned model.
+            workload: the planned workload.
+            config: the config of `config_of`.
+            device: the device that computes.
+            keeps: whether the attention output of some layer is saved for its recompute.
+        """
+        self.model, self.workload, self.device = model, workload, device
+        self.dtype = TORCH_DTYPE[workload.dtype]
+        quiet = copy.deepcopy(config)
+        quiet.output_router_logits = False
+        whole = meta_model(quiet, self.dtype, device)
+        self._kernel = (
+            attention.kernel_of(model, workload, device) if workload.attention or keeps else None
+        )
+        self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
+        self._by_lengths = workload.documents and lengths.takes_lengths(model, workload, device)
+        if workload.documents and device.type == "cuda" and not self._by_lengths:
+            _log.warning(
+                "documents are separated by a mask, which is slower than flash attention with"
+                " document lengths: that requires bf16 on an Ampere GPU or later, and does not"
+                " support %s",
+                ", ".join((*WRITTEN_OUT, *WIDE_HEADS)),
+            )
+        if self._kernel or self._by_lengths:
+            attention.take_over(whole.config)
+        if workload.documents:
+            linear_documents.take_over(whole)
+        self._stack = DecoderStack.of(whole)
+        self.buffers = {
+            str(index): dict(layer.named_buffers())
+            for index, layer in enumerate(self._stack.layers_of(whole))
+        }
+        """buffers of each decoder layer, by layer and name, on the device"""
+        saved = whole.state_dict().keys()
+        self.persistent = {
+            layer: {
+                name: buffer
+                for name, buffer in buffers.items()
+                if hub_name(layer, name, self._stack) in saved
+            }
+            for layer, buffers in self.buffers.items()
+        }
+        """those of `buffers` that a Hugging Face checkpoint contains"""
+        self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
+        self._kinds = layer_kinds(
+            whole, routed=self.routing is not None, compiled=workload.compiled
+        )
+        family = FAMILIES[model.family]
+        self._edges = EmbeddingAndHead(
+            whole,
+            model.hidden,
+            self.dtype,
+            device,
+            model.positions,
+            family.norm_name,
+            family.entrance,
+        )
+        self._positions: dict[int, torch.Tensor] = {}
+        """for each micro-batch with documents: each token's distance from the start of its
+        document"""
+        self._causal: list[Arguments] = []
+        """arguments of each decoder layer if each row is one document. They are made here, because
+        making masks synchronizes with the device. Empty if documents are separated by lengths and
+        the mask of a sliding window would take memory without need"""
+        if workload.documents:
+            self._refuse_unpackable()
+        if not (
+            self._by_lengths
+            and model.mask_bytes(msgspec.structs.replace(workload, documents=False))
+        ):
+            self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
+        self._room: dict[int, dict[str, int] | None] = {}
+        self._chunk_loss = (
+            torch.compile(self._token_losses, dynamic=False)
+            if workload.compiled
+            else self._token_losses
+        )
+        self._arguments: dict[int, list[Arguments]] = {}
+
+    def _refuse_unpackable(self) -> None:
+        try:
+            _ = self._edges.packs
+        except ValueError as error:
+            raise UserError(
+                f"model {self.model.name}: model_type",
+                found=f"{self.model.family}, whose model has {error}",
+                allowed="rows of one document",
+                fix="make the plan with --plain-packing",
+            ) from None
+
+    def expect(self, micro: int, documents: torch.Tensor | None) -> None:
+        """Counts the documents of a micro-batch before the step, so that no op has to wait for it.
+
+        Args:
+            micro: index of the micro-batch.
+            documents: [batch, sequence] int64 on the host; None if each row is one document. Then
+                attention uses the causal kernel.
+        """
+        self._room[micro] = None if documents is None else self._count_room(documents)
+
+    def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
+        """Prepares positions, and lengths or masks, for a micro-batch.
+
+        They are not needed if `expect` was called with None for this micro-batch. Making masks
+        synchronizes with the device once per micro-batch, because transformers tests whether there
+        are several documents. Making lengths does not synchronize.
+
+        Args:
+            micro: index of the micro-batch.
+            documents: [batch, sequence] int64 on the device.
+        """
+        if documents is not None:
+            self._positions[micro] = positions(documents)
+        one_a_row = documents is None or (micro in self._room and self._room[micro] is None)
+        if not (one_a_row and self._causal):
+            self._arguments[micro] = self._separating_arguments(micro, documents)
+        if self.routing:
+            self.routing.begin(micro, documents)
+
+    def _separating_arguments(self, micro: int, documents: torch.Tensor | None) -> list[Arguments]:
+        work = self.workload
+        room = self._room.get(micro)
+        if documents is None:
+            whole = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
+            documents, room = whole.to(self.device), self._count_room(whole)
+        if not self._by_lengths:
+            return self._edges.arguments(work.batch, work.sequence, positions(documents))
+        room = room or self._count_room(documents)
+        bounds = {
+            kind: lengths.bounds(parts, room[kind], compiled=work.compiled)
+            for kind, parts in self._documents_by_attention(documents).items()
+        }
+        arguments = self._edges.arguments_without_masks(positions(documents))
+        # Not strict, because calibration plans fewer layers than the config has.
+        return [
+            (
+                {**each, "attention_mask": bounds[layer.attention]}
+                if layer.attention in bounds
+                else each
+            )
+            for each, layer in zip(arguments, self.model.decoders, strict=False)
+        ]
+
+    def _documents_by_attention(self, documents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the documents [batch, sequence] int64 for each attention type that uses lengths.
+
+        In chunked attention, each chunk counts as a document.
+        """
+        kinds = {layer.attention for layer in self.model.decoders} - {"linear_attention"}
+        return {
+            kind: chunks(documents, self._chunk) if kind == "chunked_attention" else documents
+            for kind in sorted(kinds)
+        }
+
+    def _count_room(self, documents: torch.Tensor) -> dict[str, int]:
+        return {
+            kind: lengths.room(parts)
+            for kind, parts in self._documents_by_attention(documents).items()
+        }
+
+    def end(self, micro: int) -> None:
+        """Frees what `begin` prepared, after the backward of the micro-batch."""
+        self._arguments.pop(micro, None)
+        self._positions.pop(micro, None)
+        if self.routing:
+            self.routing.end(micro)
+
+    def forward(
+        self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0
+    ) -> torch.Tensor:
+        """Runs one decoder layer without keeping its graph.
+
+        Input and output are [batch, sequence, hidden].
+
+        A layer compiled with gradients rounds differently from one compiled without. In
+        deterministic mode, the program with gradients runs here as well, so that recomputed layers
+        and layers with saved activations give the same bits. It is slower (24.6 ms instead of
+        23.1 ms for a 7B layer with 32 x 1024 tokens on an H200).
+        """
+        output, logits = self._without_graph(
+            self._kinds[int(layer)].run, layer, weights, x, self._layer_arguments(layer, micro)
+        )
+        self._count(micro, logits)
+        return output.detach()
+
+    def forward_and_attention(
+        self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0
+    ) -> tuple[torch.Tensor, Attention]:
+        """Runs `forward`, and also returns the attention results that `recompute` can use."""
+        arguments = self._layer_arguments(layer, micro) | {"kernel": self._kernel, "kept": None}
+        output, logits, left = self._without_graph(
+            self._kinds[int(layer)].attend, layer, weights, x, arguments
+        )
+        self._count(micro, logits)
+        return output.detach(), Attention(*(tensor.detach() for tensor in left))
+
+    def _without_graph(
+        self,
+        run: Callable[..., Any],
+        layer: str,
+        weights: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        arguments: Arguments,
+    ) -> Any:
+        tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
+        with torch.set_grad_enabled(tracked):
+            if tracked:
+                weights, x = (
+                    {name: tensor.requires_grad_() for name, tensor in weights.items()},
+                    x.requires_grad_(),
+                )
+            return run(weights | self.buffers[layer], x, arguments)
+
+    def decoder(
+        self,
+        layer: str,
+        weights: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        micro: int = 0,
+        kept: Attention | None = None,
+    ) -> torch.Tensor:
+        """Runs one decoder layer with autograd, and never compiled.
+
+        If `kept` is given, uses these saved attention results instead of computing attention.
+        """
+        return self._kinds[int(layer)].eager(
+            weights | self.buffers[layer], x, self._layer_arguments(layer, micro, kept)
+        )[0]
+
+    def _layer_arguments(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
+        """Returns the keyword arguments of a layer.
+
+        Adds those of `attention.attend` if a kernel is chosen or attention results are reused.
+        """
+        arguments = (self._arguments.get(micro) or self._causal)[int(layer)]
+        chosen = self.workload.attention or kept is not None
+        return (
+            arguments | {"kernel": self._kernel, "kept": kept, "results": None}
+            if chosen
+            else arguments
+        )
+
+    def _count(self, micro: int, logits: torch.Tensor | None) -> None:
+        if self.routing and logits is not None:
+            self.routing.add(micro, logits.detach())
+
+    def embed(
+        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int = 0
+    ) -> torch.Tensor:
+        """Returns the first layer's input, [batch, sequence, hidden].
+
+        Args:
+            weights: tensors of the embedding. The first one is the table [vocabulary, hidden].
+            ids: input ids, [batch, sequence] int64.
+            micro: index of the micro-batch.
+        """
+        table, *_ = weights.values()
+        rows = torch.nn.functional.embedding(ids, table)
+        if self._edges.plain:
+            return rows
+        with torch.no_grad():
+            return self._edges.enter(
+                rows,
+                {name: weights[name] for name in self.model.positions},
+                self._positions.get(micro),
+            )
+
+    def embed_backward(
+        self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0
+    ) -> list[torch.Tensor]:
+        """Returns the gradients of the embedding table and of the tables of positions, in fp32.
+
+        The gradient of a table row is summed in fp32, because a frequent token occurs thousands of
+        times.
+
+        Args:
+            gradient: gradient of the first layer's input, [batch, sequence, hidden].
+            ids: input ids, [batch, sequence] int64.
+            micro: index of the micro-batch.
+        """
+        tables: dict[str, torch.Tensor] = {}
+        if not self._edges.plain:
+            shapes = {tensor.name: tensor.shape for tensor in self.model.stack[EMBEDDING].tensors}
+            tables = {
+                name: torch.zeros(shapes[name], device=gradient.device).requires_grad_()
+                for name in self.model.positions
+            }
+            gradient = gradient.float() if tables else gradient
+            with torch.enable_grad():
+                # `enter` is linear, so its gradient is the same at zero as at the real rows.
+                rows = torch.zeros_like(gradient).requires_grad_()
+                gradient, *added = torch.autograd.grad(
+                    self._edges.enter(rows, tables, self._positions.get(micro)),
+                    (rows, *tables.values()),
+                    gradient,
+                )
+        padding = -1 if self._edges.padding is None else self._edges.padding
+        summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+            gradient.float(), ids, self.model.vocabulary, padding, False
+        )
+        return [summed, *(added if tables else ())]
+
+    def recompute(
+        self,
+        arenas: Arenas,
+        layer: LayerSpec,
+        slot: str,
+        x: torch.Tensor,
+        micro: int = 0,
+        kept: Attention | None = None,
+    ) -> SavedForBackward:
+        """Runs a layer and keeps its graph for `backward`.
+
+        Args:
+            arenas: memory that contains the slot.
+            layer: the layer.
+            slot: name of the slot with the layer's weights.
+            x: input of the layer, [batch, sequence, hidden].
+            micro: index of the micro-batch.
+            kept: saved attention results to use instead of computing attention. Their memory must
+                not be reused before the backward has finished.
+        """
+        weights = {
+            name: tensor.requires_grad_()
+            for name, tensor in layer_tensors(arenas, layer, slot, self.dtype).items()
+        }
+        x.requires_grad_()
+        where = [slot]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*rebind(arenas, where)):
+            output, logits = self._kinds[int(layer.name)].run(
+                weights | self.buffers[layer.name],
+                x,
+                self._layer_arguments(layer.name, micro, kept),
+            )
+        return SavedForBackward(output, (x, *weights.values()), where, micro, logits)
+
+    def keep(
+        self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, micro: int
+    ) -> SavedForBackward:
+        """Runs the forward pass of a layer and keeps its graph, so that no recompute is needed."""
+        saved = self.recompute(arenas, layer, slot, x, micro)
+        self._count(micro, saved.router_logits)
+        return saved
+
+    def backward(
+        self, saved: SavedForBackward, slot: str, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradients of the layer's input and of its parameters.
+
+        The gradient of a parameter that the layer did not use is None.
+
+        Args:
+            saved: result of `recompute` or `keep`.
+            slot: name of the slot that holds the layer's weights now.
+            gradient: gradient of the layer's output, [batch, sequence, hidden].
+        """
+        saved.weights[0] = slot
+        ends: tuple[list[torch.Tensor], list[torch.Tensor | None]] = [saved.output], [gradient]
+        if self.routing and saved.router_logits is not None:
+            with torch.enable_grad():
+                ends[0].append(self.routing.share(saved.micro, saved.router_logits))
+            ends[1].append(None)
+        return torch.autograd.grad(ends[0], saved.inputs, ends[1], allow_unused=True)
+
+    def head(
+        self,
+        weights: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        input_gradient: torch.Tensor,
+        micro: int = 0,
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Runs forward and backward of final norm, output projection and cross-entropy.
+
+        Processes `loss_chunk` tokens at a time.
+
+        Args:
+            weights: tensors of the layer that contains the head's parameters.
+            x: output of the last decoder layer, [batch, sequence, hidden].
+            labels: [batch, sequence] int64.
+            scale: factor of the loss.
+            input_gradient: receives the gradient of `x`, [batch, sequence, hidden].
+            micro: index of the micro-batch.
+
+        Returns:
+            Two values. The first is the loss, 0-dimensional fp32: `scale` times the sum of the
+            tokens' losses, plus the router loss if the model has one. The second is the gradients
+            of `weights`, with None for tensors that the head does not use. With several chunks,
+            they are summed in fp32.
+        """
+        used = [name for name in weights if name not in self.model.positions]
+        named = {self._name_in_head(name): weights[name].requires_grad_() for name in used}
+        rows, targets, dx = (
+            x.view(-1, x.shape[-1]),
+            labels.reshape(-1),
+            input_gradient.view(-1, x.shape[-1]),
+        )
+        chunk = self.workload.loss_chunk
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        sums: list[torch.Tensor] | None = None
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
+            with torch.enable_grad():
+                row = rows[part].detach().requires_grad_()
+                chunk_loss = self._chunk_loss(named, row, targets[part]) * scale
+            dx[part], *gradients = torch.autograd.grad(chunk_loss, (row, *named.values()))
+            loss += chunk_loss.detach()
+            if rows.shape[0] <= chunk:
+                sums = gradients
+            elif sums is None:
+                sums = [gradient.float() for gradient in gradients]
+            else:
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total += gradient
+        assert sums is not None
+        if self.routing:
+            loss += self.routing.value(micro)
+        found = dict(zip(used, sums, strict=True))
+        return loss, [found.get(name) for name in weights]
+
+    def loss(
+        self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Returns `scale` times the sum of the tokens' losses, 0-dimensional fp32.
+
+        The result is the same bit for bit as that of `head`, without the router loss. Compiled
+        code rounds differently without gradients. In deterministic mode, the program with gradients
+        runs here as well, as in `forward`.
+        """
+        tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
+        named = {
+            self._name_in_head(name): tensor.requires_grad_(tracked)
+            for name, tensor in weights.items()
+            if name not in self.model.positions
+        }
+        rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for start in range(0, rows.shape[0], self.workload.loss_chunk):
+            part = slice(start, start + self.workload.loss_chunk)
+            with torch.set_grad_enabled(tracked):
+                loss += (
+                    self._chunk_loss(
+                        named, rows[part].detach().requires_grad_(tracked), targets[part]
+                    ).detach()
+                    * scale
+                )
+        return loss
+
+    def _name_in_head(self, tensor: str) -> str:
+        """Returns the full name of the parameter that the head uses `tensor` for.
+
+        If embedding and head are tied, the embedding table is the projection.
+        """
+        if tensor == self.model.stack[EMBEDDING].tensors[0].name:
+            return self.model.projection
+        return hub_name(HEAD, tensor, self._stack)
+
+    def _token_losses(
+        self, named: dict[str, torch.Tensor], row: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the sum of the tokens' losses, 0-dimensional fp32.
+
+        Args:
+            named: parameters of the head by full name.
+            row: output of the last decoder layer, [tokens, hidden].
+            targets: labels, [tokens] int64.
+        """
+        logits = self._edges.leave(named, row)
+        return torch.nn.functional.cross_entropy(
+            logits.float(), targets, ignore_index=IGNORED, reduction="sum"
+        )

@@ -1,0 +1,115 @@
+"""meta_model: builds transformers' model with parameters on the meta device, which have no memory.
+
+Buffers (frequencies, scales, biases) have their real values.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.activations import XIELUActivation
+
+from megatrain.runtime.files.decoder_stack import DecoderStack, settle
+from megatrain.simulator.model.families import FAMILIES
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns the model of `config`, in training mode.
+
+    Its parameters have the dtype `dtype` and are on the meta device. Its buffers are on `device`
+    and have the values that transformers initializes them with.
+    """
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    settle(whole, dtype)
+    holders = [module for module in whole.modules() if next(module.buffers(), None) is not None]
+    for module in holders:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    # Inner modules come first, because an outer one may fill their buffers, as in Falcon-H1.
+    for module in reversed(holders):
+        if isinstance(module, XIELUActivation):  # `_init_weights` leaves out its constants
+            module.beta.fill_(module._beta_scalar)
+            module.eps.fill_(module._eps_scalar)
+        # This also initializes the module's parameters, which has no effect on the meta device.
+        whole._init_weights(module)
+    widen_buffers(whole)
+    if entrance := FAMILIES[config.model_type].entrance:
+        enter_first_layer(whole, entrance)
+    return whole.train()
+
+
+def enter_first_layer(whole: Any, entrance: str) -> None:
+    """Moves the norm `entrance`, which follows the embedding, into the first decoder layer.
+
+    That layer then applies the norm to its input.
+    """
+    stack = DecoderStack.of(whole)
+    first = stack.layers_of(whole)[0]
+    first.add_module(entrance, stack.decoder_of(whole).get_submodule(entrance))
+    first.register_forward_pre_hook(
+        lambda layer, inputs: (layer.get_submodule(entrance)(inputs[0]), *inputs[1:])
+    )
+
+
+def widen_buffers(whole: Any) -> None:
+    """Converts to fp32 the buffers that `from_pretrained` keeps in fp32. `from_config` does not."""
+    for module in whole.modules():
+        for name in module._buffers.keys() & whole._keep_in_fp32_modules_strict:
+            module._buffers[name] = module._buffers[name].float()
+
+
+def kind_of(layer: torch.nn.Module) -> tuple[object, ...]:
+    """Returns a key of what a decoder layer computes.
+
+    Layers with equal keys compute the same function of weights, buffers, input and arguments.
+
+    For each module in the layer, the key contains its name, its class, its plain attributes (such
+    as sizes, window, scaling and attention type), and the shapes and dtypes of its parameters and
+    buffers. Only `layer_idx` is left out, because it addresses a cache. Other attributes are
+    compared by identity. So two equal layers may get different keys, but two different layers never
+    get equal keys.
+    """
+
+    def described(value: object) -> object:
+        if isinstance(value, list | tuple):
+            return tuple(described(entry) for entry in value)
+        if isinstance(value, functools.partial):
+            return (
+                id(value.func),
+                described(value.args),
+                described(tuple(sorted(value.keywords.items()))),
+            )
+        return (
+            (type(value), value)
+            if isinstance(value, bool | int | float | str | None | type | torch.dtype)
+            else id(value)
+        )
+
+    def tensors(values: dict[str, Any]) -> tuple[object, ...]:
+        return tuple(
+            (name, None if value is None else (tuple(value.shape), value.dtype))
+            for name, value in values.items()
+        )
+
+    parts = []
+    for name, module in layer.named_modules():
+        plain = {
+            key: described(value)
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key != "layer_idx"
+        }
+        parts.append(
+            (
+                name,
+                type(module),
+                tuple(sorted(plain.items())),
+                tensors(module._parameters),
+                tensors(module._buffers),
+            )
+        )
+    return tuple(parts)

@@ -1,0 +1,131 @@
+"""Compares a ModelSpec with transformers' model, and checks on the meta device that it runs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from megatrain.runtime.files.checkpoint_names import hub_name
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
+from megatrain.runtime.layers.meta_model import meta_model
+from megatrain.runtime.layers.model_config import completed, first_lines
+from megatrain.runtime.layers.supported import DROPOUT
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import ModelSpec
+
+_TOKENS = 4
+"""tokens of the trial run"""
+_FIX = "correct config.json, or use another model"
+
+
+@functools.lru_cache(maxsize=64)
+def refuse_unlike_transformers(model: ModelSpec) -> None:
+    """Checks that transformers can run `model`, and that its tensors are those of the spec.
+
+    Compares the names and shapes of all tensors. Then runs one layer of each kind on the meta
+    device, and the parts before and after the layers on a few tokens. No parameter is allocated.
+    Takes one or two seconds, once for each model.
+
+    Raises UserError if a tensor differs, or if transformers cannot build or run the model.
+    """
+    try:
+        whole = _build(model)
+        stack = DecoderStack.of(whole)
+    except Exception as error:  # the constructor may fail in any way on unchecked values
+        raise _cannot_run(model, error) from None
+    # Parameters without gradient count as buffers.
+    theirs = {
+        name: tuple(parameter.shape)
+        for name, parameter in whole.named_parameters()
+        if parameter.requires_grad
+    }
+    ours = {
+        hub_name(layer.name, tensor.name, stack): tensor.shape
+        for layer in model.stack.values()
+        for tensor in layer.tensors
+    }
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            found, allowed = (
+                f"shape {shapes[name]}" if name in shapes else "no such tensor"
+                for shapes in (ours, theirs)
+            )
+            raise UserError(
+                f"model {model.name}: tensor {name}",
+                found=f"{found} in the plan",
+                allowed=f"{allowed}, as in transformers' model",
+                fix=_FIX,
+            )
+    try:
+        _run_layers(model.shortest(1))
+        _run_ends(model)
+    except Exception as error:  # the forward may also fail in any way
+        raise _cannot_run(model, error) from None
+
+
+def _config_without_dropout(model: ModelSpec) -> PretrainedConfig:
+    config = completed(model)
+    # `supported.py` refuses dropout if the workload does not switch it off.
+    for key in DROPOUT:
+        if getattr(config, key, None):
+            setattr(config, key, 0.0)
+    config.use_cache = config.output_router_logits = False
+    return config
+
+
+def _build(model: ModelSpec) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            _config_without_dropout(model), dtype=torch.bfloat16
+        )
+
+
+def _run_layers(model: ModelSpec) -> None:
+    """Runs a forward pass of a few tokens on the meta device.
+
+    Tensors have no values there, so nothing may depend on values. The mask has four dimensions, so
+    that transformers builds no other, and positions are not scaled by the length of the row.
+    """
+    whole = _build(model).eval()
+    for module in whole.modules():
+        if (kinds := getattr(module, "rope_type", None)) is not None:
+            module.rope_type = (
+                dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+            )
+    with torch.device("meta"), torch.no_grad():
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+        # ALiBi slopes require a mask with two dimensions, or none.
+        slopes = hasattr(DecoderStack.of(whole).decoder_of(whole), "build_alibi_tensor")
+        whole(
+            input_ids=ids,
+            position_ids=ids,
+            attention_mask=None if slopes else torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        )
+
+
+def _run_ends(model: ModelSpec) -> None:
+    """Runs the parts before and after the layers, and makes the arguments of every layer.
+
+    Nothing else depends on the number of layers.
+    """
+    family, cpu = FAMILIES[model.family], torch.device("cpu")
+    whole = meta_model(_config_without_dropout(model), torch.float32, cpu)
+    EmbeddingAndHead(
+        whole, model.hidden, torch.float32, cpu, model.positions, family.norm_name, family.entrance
+    ).arguments(1, _TOKENS, None)
+
+
+def _cannot_run(model: ModelSpec, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    return UserError(
+        f"model {model.name}: config",
+        found=first_lines(error),
+        allowed="a model that transformers can build and run",
+        fix=_FIX,
+    )

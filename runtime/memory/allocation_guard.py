@@ -1,0 +1,112 @@
+"""Checks that a step after the warm-up allocates no memory.
+
+Such a step may neither take device memory from the driver, nor retry an allocation after it failed,
+nor register (pin) host memory. Taking device memory waits for the whole device, and registering a
+few GiB of host memory takes a second. Both would count as time of an op.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from megatrain.runtime.memory.host_memory import HostMemory
+from megatrain.runtime.warm_up import WARM_UP_STEPS
+
+_log = logging.getLogger(__name__)
+
+_SETTLING_STEPS = 8
+"""Number of steps after the warm-up that may take device memory. PyTorch's allocator picks a free
+block depending on the order in which lanes allocate, so a plan that fills the device may need a few
+more steps until every order fits. On an H200, a plan of 133 GiB needed four. A leak takes memory in
+every step and soon exceeds this number.
+"""
+
+
+class Taken(NamedTuple):
+    """The memory that this process has taken since it started."""
+
+    device_bytes: int
+    """Bytes that PyTorch's allocator reserved. The number of calls is not used because it depends
+    on the allocator: reserving 256 MiB is one cudaMalloc, but three or four mappings with
+    expandable segments."""
+    retries: int
+    """Allocations that succeeded only after the allocator freed its cache."""
+    registrations: int
+    """Registrations of host memory."""
+
+
+class AllocationGuard:
+    """Watches the steps of one executor."""
+
+    def __init__(self, device: torch.device, host_memory: HostMemory) -> None:
+        self._device, self._host_memory = device, host_memory
+        self._usual_steps = 0
+        """Steps with the usual shapes since the last one that failed or freed memory."""
+        self._settling = 0
+        """How many steps after the warm-up took device memory."""
+        self._freed = 0
+
+    def _counts(self) -> tuple[Taken, int]:
+        """Returns the memory taken so far, and the bytes that PyTorch's allocator has given back to
+        the device. Uses the nested statistics because the flat `memory_stats` takes ten times as
+        long.
+        """
+        stats = (
+            torch.cuda.memory_stats_as_nested_dict(self._device)
+            if self._device.type == "cuda"
+            else {}
+        )
+        reserved = stats["reserved_bytes"]["all"] if stats else {"allocated": 0, "freed": 0}
+        return (
+            Taken(
+                reserved["allocated"],
+                stats.get("num_alloc_retries", 0),
+                self._host_memory.registrations,
+            ),
+            reserved["freed"],
+        )
+
+    @contextmanager
+    def step(self, *, same_shapes: bool) -> Iterator[None]:
+        """Watches one step. It is checked only if `same_shapes`, which means that its tensors have
+        the shapes of all other steps. Rows of several documents differ from step to step.
+
+        A step after the warm-up that takes device memory is logged. If memory was freed since the
+        last step, for example by an evaluation that filled the device, the next steps count as
+        warm-up.
+
+        Raises AssertionError if more than `_SETTLING_STEPS` steps after the warm-up take device
+        memory, or if one of them retries an allocation or registers host memory.
+        """
+        before, freed = self._counts()
+        if freed != self._freed:
+            self._usual_steps = self._settling = 0
+        steady = same_shapes and self._usual_steps >= WARM_UP_STEPS
+        self._usual_steps += same_shapes
+        try:
+            yield
+        except BaseException:
+            self._usual_steps = self._settling = 0
+            raise
+        after, self._freed = self._counts()
+        if not steady or after == before:
+            return
+        grown = after.device_bytes - before.device_bytes
+        if grown:
+            self._settling += 1
+            _log.warning(
+                "a step after the warm-up took %s bytes of device memory; %s of this run's steps"
+                " have done so",
+                f"{grown:,}",
+                self._settling,
+            )
+        if after[1:] != before[1:] or self._settling > _SETTLING_STEPS:
+            self._usual_steps = self._settling = 0
+            raise AssertionError(
+                f"a step after the warm-up allocated memory: {before} before it, {after} after it"
+            )

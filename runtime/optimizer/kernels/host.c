@@ -1,0 +1,291 @@
+/* AdamW, sums of squares and sums of gradients for a CPU, each in one pass over memory.
+ *
+ * Results have the same bits as those of runtime/optimizer/adamw.py, which defines the arithmetic.
+ * The loops are plain, so that the compiler can vectorize them. It must keep IEEE arithmetic as
+ * written: no -ffast-math, and no fused multiply-adds. Data needs no alignment beyond that of its
+ * type, and blocks do not depend on each other. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "shares.h"
+
+enum {
+    TILE = 4096,    /* elements that are updated, then copied: 106 KB, so the copy reads from L2 */
+    ROW = 4096,     /* elements of a row in a sum of squares */
+    RATIO_ROW = 64, /* elements of a row in a sum of g^2 / v */
+};
+
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float from_bf16(uint16_t high) { return from_bits((uint32_t)high << 16); }
+
+/* In the order of Scalars in adamw.py. Each is rounded once, from double. */
+typedef struct {
+    float decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, shrink, unbias, floor;
+} Scalars;
+
+/* Updates one weight: returns its new master and writes its moments. */
+static inline float step(float master, float *first, float *second, float g, float clip,
+                         float scale, const Scalars s) {
+    g = g * clip;
+    master = master * s.decay;
+    const float m = *first * s.beta1 + g * s.rest1;
+    const float v = *second * s.beta2 + (g * g) * s.rest2;
+    *first = m;
+    *second = v;
+    return master - (m * s.rate * scale) / (sqrtf(v) * s.root_scale + s.epsilon);
+}
+
+#define PLANES(NAME, GRADIENT, WIDEN)                                                             \
+    static void NAME(int64_t count, uint16_t *restrict high, uint16_t *restrict low,              \
+                     float *restrict first, float *restrict second,                               \
+                     const GRADIENT *restrict gradient, float clip, float scale,                  \
+                     const Scalars s) {                                                           \
+        for (int64_t i = 0; i < count; i++) {                                                     \
+            const uint32_t residual = (uint32_t)(int32_t)(int16_t)low[i];                         \
+            const float master = from_bits(((uint32_t)high[i] << 16) + residual);                 \
+            const uint32_t bits =                                                                 \
+                to_bits(step(master, first + i, second + i, WIDEN(gradient[i]), clip, scale, s)); \
+            low[i] = (uint16_t)bits;                                                              \
+            high[i] = (uint16_t)((bits + 0x8000u) >> 16);                                         \
+        }                                                                                         \
+    }
+
+#define SINGLE(NAME, GRADIENT, WIDEN)                                                        \
+    static void NAME(int64_t count, float *restrict weights, float *restrict first,          \
+                     float *restrict second, const GRADIENT *restrict gradient, float clip,  \
+                     float scale, const Scalars s) {                                         \
+        for (int64_t i = 0; i < count; i++)                                                  \
+            weights[i] =                                                                     \
+                step(weights[i], first + i, second + i, WIDEN(gradient[i]), clip, scale, s); \
+    }
+
+PLANES(planes_bf16, uint16_t, from_bf16)
+PLANES(planes_fp32, float, )
+SINGLE(single_bf16, uint16_t, from_bf16)
+SINGLE(single_fp32, float, )
+
+typedef struct {
+    void *weights;
+    uint16_t *low; /* null: fp32 weights */
+    float *first, *second;
+    const void *gradient;
+    int gradient_is_fp32;
+    float clip, scale;
+    void *copy; /* may be null */
+    Scalars scalars;
+} Update;
+
+static void update(const void *call, int64_t from, int64_t end) {
+    const Update u = *(const Update *)call;
+    const int64_t width = u.low ? 2 : 4, gradient_width = u.gradient_is_fp32 ? 4 : 2;
+    for (int64_t start = from; start < end; start += TILE) {
+        const int64_t length = least(end - start, TILE);
+        char *const w = (char *)u.weights + width * start;
+        const void *const g = (const char *)u.gradient + gradient_width * start;
+        float *const m = u.first + start, *const v = u.second + start;
+        if (u.low && u.gradient_is_fp32)
+            planes_fp32(length, (uint16_t *)w, u.low + start, m, v, g, u.clip, u.scale, u.scalars);
+        else if (u.low)
+            planes_bf16(length, (uint16_t *)w, u.low + start, m, v, g, u.clip, u.scale, u.scalars);
+        else if (u.gradient_is_fp32)
+            single_fp32(length, (float *)w, m, v, g, u.clip, u.scale, u.scalars);
+        else
+            single_bf16(length, (float *)w, m, v, g, u.clip, u.scale, u.scalars);
+        if (u.copy)
+            memcpy((char *)u.copy + width * start, w, width * length);
+    }
+}
+
+/* Does one AdamW update. Without `low` the weights are fp32. Without `clip` or `scale` that factor
+ * is 1, which changes no bit. Without `copy` there is no copy of the new weights. If a factor is
+ * NaN, nothing changes. */
+void megatrain_adamw(Team *team, int64_t count, void *weights, uint16_t *low, float *first,
+                     float *second, const void *gradient, int gradient_is_fp32, const float *clip,
+                     const float *scale, void *copy, const Scalars *scalars) {
+    Update u = {weights,
+                low,
+                first,
+                second,
+                gradient,
+                gradient_is_fp32,
+                clip ? *clip : 1.0f,
+                scale ? *scale : 1.0f,
+                copy,
+                *scalars};
+    if (u.clip != u.clip || u.scale != u.scale)
+        return;
+    if (scale)
+        u.scalars.decay = 1.0f - u.scale * u.scalars.shrink;
+    in_shares(team, count, update, &u);
+}
+
+#define SQUARES(NAME, GRADIENT, WIDEN)                                   \
+    static void NAME(const GRADIENT *restrict g, float *restrict sums) { \
+        for (int i = 0; i < ROW / 2; i++) {                              \
+            const float a = WIDEN(g[i]), b = WIDEN(g[i + ROW / 2]);      \
+            sums[i] = a * a + b * b;                                     \
+        }                                                                \
+    }
+
+SQUARES(squares_bf16, uint16_t, from_bf16)
+SQUARES(squares_fp32, float, )
+
+static void halves_fp32(const float *restrict g, float *restrict sums) {
+    for (int i = 0; i < ROW / 2; i++)
+        sums[i] = g[i] + g[i + ROW / 2];
+}
+
+static void halves_bf16(const uint16_t *restrict g, float *restrict sums) {
+    for (int i = 0; i < ROW / 2; i++)
+        sums[i] = from_bf16(g[i]) + from_bf16(g[i + ROW / 2]);
+}
+
+typedef struct {
+    int64_t count;
+    const void *gradient;
+    int gradient_is_fp32, square;
+    float *row_sums;
+} RowSums;
+
+static void row_sums(const void *call, int64_t from, int64_t end) {
+    const RowSums r = *(const RowSums *)call;
+    const int64_t width = r.gradient_is_fp32 ? 4 : 2;
+    float sums[ROW / 2]; /* 8 KB on the stack, and 16 KB for `last` */
+    union {
+        uint16_t bf16[ROW];
+        float fp32[ROW];
+    } last;
+    for (int64_t start = from; start < end; start += ROW) {
+        const void *row = (const char *)r.gradient + width * start;
+        if (r.count - start < ROW) {
+            memset(&last, 0, sizeof last);
+            memcpy(&last, row, width * (r.count - start));
+            row = &last;
+        }
+        if (r.gradient_is_fp32)
+            (r.square ? squares_fp32 : halves_fp32)(row, sums);
+        else
+            (r.square ? squares_bf16 : halves_bf16)(row, sums);
+        /* two loops, because vectors may be longer than a half in the second */
+        for (int half = ROW / 4; half >= 16; half /= 2)
+            for (int i = 0; i < half; i++)
+                sums[i] += sums[i + half];
+        for (int half = 8; half >= 1; half /= 2)
+            for (int i = 0; i < half; i++)
+                sums[i] += sums[i + half];
+        r.row_sums[start / ROW] = sums[0];
+    }
+}
+
+/* Writes the sum of each row of 4096 elements, or of their squares, by halving. The last row is
+ * padded with zeros. */
+void megatrain_row_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32,
+                        int square, float *sums) {
+    const RowSums r = {count, gradient, gradient_is_fp32, square, sums};
+    in_shares(team, count, row_sums, &r);
+}
+
+#define RATIOS(NAME, GRADIENT, WIDEN)                                                            \
+    static void NAME(const GRADIENT *restrict gradient, const float *restrict second,            \
+                     float *restrict ratios, const Scalars s) {                                  \
+        for (int i = 0; i < RATIO_ROW; i++) {                                                    \
+            const float g = WIDEN(gradient[i]);                                                  \
+            const float square = g * g, v = (second[i] * s.beta2 + square * s.rest2) * s.unbias; \
+            ratios[i] = square / (v < s.floor ? s.floor : v); /* NaN stays NaN */                \
+        }                                                                                        \
+    }
+
+RATIOS(ratios_bf16, uint16_t, from_bf16)
+RATIOS(ratios_fp32, float, )
+
+typedef struct {
+    const void *gradient;
+    int gradient_is_fp32;
+    const float *second;
+    float *sums;
+    Scalars scalars;
+} RatioSums;
+
+static void ratio_sums(const void *call, int64_t from, int64_t end) {
+    const RatioSums r = *(const RatioSums *)call;
+    float ratios[RATIO_ROW];
+    for (int64_t start = from; start < end; start += RATIO_ROW) {
+        if (r.gradient_is_fp32)
+            ratios_fp32((const float *)r.gradient + start, r.second + start, ratios, r.scalars);
+        else
+            ratios_bf16((const uint16_t *)r.gradient + start, r.second + start, ratios, r.scalars);
+        for (int half = RATIO_ROW / 2; half >= 1; half /= 2)
+            for (int i = 0; i < half; i++)
+                ratios[i] += ratios[i + half];
+        r.sums[start / RATIO_ROW] = ratios[0];
+    }
+}
+
+/* Writes the sum of g^2 / max(v, floor) of each 64 elements, by halving. v is the second moment
+ * after this step with its bias correction. `count` is a multiple of 64. */
+void megatrain_ratio_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32,
+                          const float *second, float *sums, const Scalars *scalars) {
+    const RatioSums r = {gradient, gradient_is_fp32, second, sums, *scalars};
+    in_shares(team, count, ratio_sums, &r);
+}
+
+/* Writes the sum of `count` values, by halving, to the first. Overwrites the others. `count` is a
+ * power of two. */
+void megatrain_fold(int64_t count, float *sums) {
+    for (int64_t half = count / 2; half >= 1; half /= 2)
+        for (int64_t i = 0; i < half; i++)
+            sums[i] += sums[i + half];
+}
+
+typedef struct {
+    float *total;
+    const void *gradient;
+    int gradient_is_fp32, first;
+} Addition;
+
+static void widen(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
+    for (int64_t i = 0; i < count; i++)
+        total[i] = from_bf16(gradient[i]);
+}
+
+static void add_bf16(int64_t count, float *restrict total, const uint16_t *restrict gradient) {
+    for (int64_t i = 0; i < count; i++)
+        total[i] += from_bf16(gradient[i]);
+}
+
+static void add_fp32(int64_t count, float *restrict total, const float *restrict gradient) {
+    for (int64_t i = 0; i < count; i++)
+        total[i] += gradient[i];
+}
+
+static void add(const void *call, int64_t start, int64_t end) {
+    const Addition a = *(const Addition *)call;
+    float *const total = a.total + start;
+    const int64_t count = end - start;
+    if (a.gradient_is_fp32 && a.first)
+        memcpy(total, (const float *)a.gradient + start, sizeof *total * count);
+    else if (a.gradient_is_fp32)
+        add_fp32(count, total, (const float *)a.gradient + start);
+    else
+        (a.first ? widen : add_bf16)(count, total, (const uint16_t *)a.gradient + start);
+}
+
+/* Copies a bf16 or fp32 `gradient` to the fp32 `total` if `first`, and adds it otherwise. */
+void megatrain_accumulate(Team *team, int64_t count, float *total, const void *gradient,
+                          int gradient_is_fp32, int first) {
+    const Addition a = {total, gradient, gradient_is_fp32, first};
+    in_shares(team, count, add, &a);
+}

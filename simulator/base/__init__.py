@@ -1,0 +1,1 @@
+"""Errors, units and files, which every other part uses."""

@@ -1,0 +1,78 @@
+"""Exceptions for mistakes of the user and for runs that stop."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """An input of the user that cannot be used. The command prints the error as one line and exits
+    with status 2.
+
+    The text says where the mistake is, what was found, what is allowed, and how to fix it.
+
+    >>> str(UserError("plan.toml: weight_slots", found="0", allowed=">= 1", fix="set it to 2"))
+    'plan.toml: weight_slots: found 0; allowed: >= 1; fix: set it to 2'
+    """
+
+    def __init__(self, where: str, *, found: object, allowed: object, fix: str) -> None:
+        self.where, self.found, self.allowed, self.fix = where, found, allowed, fix
+        text = f"{where}: found {_shortened(found)}; allowed: {allowed}; fix: {fix}"
+        super().__init__(" ".join(text.splitlines()))
+
+    def __reduce__(self) -> tuple[functools.partial[UserError], tuple[()]]:
+        """Makes it picklable, so that a worker process can send it to its parent."""
+        return (
+            functools.partial(
+                UserError,
+                self.where,
+                found=str(self.found),
+                allowed=str(self.allowed),
+                fix=self.fix,
+            ),
+            (),
+        )
+
+    def inside(self, where: str) -> UserError:
+        """Returns the same error with `where`, such as a file, in front of its place."""
+        return UserError(
+            f"{where}: {self.where}", found=self.found, allowed=self.allowed, fix=self.fix
+        )
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Returns the fix for an unknown `name`: up to three known names that resemble it, or
+    `otherwise` if none does.
+
+    >>> suggestion("qwen2", ["qwen3", "llama"], "check the name")
+    'did you mean qwen3?'
+    """
+    alike = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), sorted(known), 3)
+    return f"did you mean {' or '.join(alike)}?" if alike else otherwise
+
+
+_LONGEST_NAME = 100
+
+
+def _shortened(value: object, most: int = 300) -> str:
+    """Returns the text of `value`, cut after `most` characters."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+class RunError(RuntimeError):
+    """Training stopped early for a reason that is not a mistake in the plan. The command prints the
+    error as one line and exits with status 1.
+    """
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run. The command prints one line and exits with `status`, which is 128
+    plus the number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = 128 + number

@@ -1,0 +1,92 @@
+"""Parses and formats sizes, counts and durations such as `24GiB`, `300M` and `8.430 s`."""
+
+from __future__ import annotations
+
+import re
+
+from megatrain.simulator.base.errors import UserError
+
+_FACTORS = {
+    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, where: str = "size") -> int:
+    """Returns the bytes of a size such as `24GiB`, `1.5TB` or `4096`. Raises UserError if `text` is
+    not a size. `where` names the input in the error.
+
+    >>> parse_bytes("24GiB"), parse_bytes("1.5 kB")
+    (25769803776, 1500)
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not 0 < float(match[1]) * factor < 2**60:
+        raise UserError(
+            where,
+            found=repr(text),
+            allowed="a positive size with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB",
+            fix="write it like 24GiB",
+        )
+    return round(float(match[1]) * factor)
+
+
+def parse_count(text: str, where: str = "count") -> int:
+    """Returns the value of a count such as `1B`, `300M`, `2.5T` or `4096`. Raises UserError if
+    `text` is not a count. `where` names the input in the error.
+
+    >>> parse_count("2.5T"), parse_count("300 M"), parse_count("4096")
+    (2500000000000, 300000000, 4096)
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _COUNTS.get(match[2].lower()) if match else None
+    count = round(float(match[1]) * factor) if match and factor else 0
+    if not 0 < count < 2**60:
+        raise UserError(
+            where,
+            found=repr(text),
+            allowed="a positive number with k, M, B or T",
+            fix="write it like 1B",
+        )
+    return count
+
+
+def format_count(count: float) -> str:
+    """Returns a count with at most four significant digits and a unit.
+
+    >>> format_count(7_615_616_512), format_count(2.5e12), format_count(999)
+    ('7.616 G', '2.5 T', '999')
+    """
+    unit, factor = next(
+        (unit, factor)
+        for unit, factor in ((" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3), ("", 1.0))
+        if count >= factor or factor == 1
+    )
+    return f"{count / factor:.4g}{unit}"
+
+
+def format_bytes(count: float) -> str:
+    """Returns a size with a binary unit and two decimals.
+
+    >>> format_bytes(25769803776), format_bytes(1500)
+    ('24.00 GiB', '1.46 KiB')
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a duration in s, ms or us.
+
+    >>> format_seconds(8.43), format_seconds(0.0123), format_seconds(5e-6)
+    ('8.430 s', '12.300 ms', '5.0 us')
+    """
+    if abs(seconds) >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.3f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.1f} us"

@@ -1,0 +1,1 @@
+"""Compares a predicted timeline with a measured one."""

@@ -1,0 +1,246 @@
+"""Formats an error report as aligned plain text of at most 120 columns.
+
+Errors are in percent, with their sign. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.error_report import ErrorReport
+
+_SHOWN_VIOLATIONS = 10
+_LEGEND = [
+    "error: (predicted - measured) / measured; below zero the prediction was too fast or too small",
+    (
+        "of the step, of a kind: the part of the step's error that vanishes if only these ops are"
+        " predicted exactly"
+    ),
+    "of the step, of a part: (predicted - measured) / measured step; the parts add up",
+    "exposed: the lane ran while compute did not",
+    "stalled: the lane did not run although its next op was ready",
+]
+
+
+def format_report(report: ErrorReport) -> str:
+    """Returns the whole report as text: the three errors of the step, op kinds, lanes, parts of the
+    step, order, and memory.
+    """
+    about = f"policy {report.policy}, {report.ops} ops, schedule {report.digest}"
+    tables = [
+        _align(_step(report), left=(0, 5)),
+        _steps(report),
+        [about, ""],
+        _align(_kinds(report), left=(0, 9)),
+        [""],
+        _align(_lanes(report), left=(0, 9)),
+    ]
+    tables += [[""], _align(_parts(report)), [""], _LEGEND, [""], _order(report)]
+    if report.memory:
+        tables += [[""], _align(_memory(report))]
+    return "".join(f"{line.rstrip()}\n" for table in tables for line in table)
+
+
+def signed_percent(error: float | None) -> str:
+    """Returns a relative error in percent with one decimal place, or `-` for None.
+
+    >>> signed_percent(0.0123), signed_percent(-0.1), signed_percent(-1e-9), signed_percent(None)
+    ('+1.2 %', '-10.0 %', '+0.0 %', '-')
+    """
+    return "-" if error is None else f"{round(100 * error, 1) + 0.0:+.1f} %"
+
+
+def _two_decimals(error: float | None) -> str:
+    """Returns a relative error in percent with two decimal places, or `-` for None."""
+    return "-" if error is None else f"{round(100 * error, 2) + 0.0:+.2f} %"
+
+
+def _times(*seconds: float) -> list[str]:
+    return [format_seconds(value) for value in seconds]
+
+
+def _errors(median: float | None, p95: float | None, worst: float | None, name: str) -> list[str]:
+    """Returns the cells of the columns `_SPREAD`."""
+    return [
+        signed_percent(median),
+        signed_percent(p95).removeprefix("+"),
+        signed_percent(worst),
+        name,
+    ]
+
+
+_SPREAD = ["median", "P95 |error|", "worst", "op"]
+
+
+def _step(report: ErrorReport) -> list[list[str]]:
+    """Returns the table of the three errors of the step."""
+    rows = [["step", "predicted", "measured", "error", "", ""]]
+    predicted, measured = _times(report.predicted_seconds, report.measured_seconds)
+    rows.append(
+        [
+            "end to end",
+            predicted,
+            measured,
+            _two_decimals(report.error),
+            "",
+            "the median step's timeline",
+        ]
+    )
+    if report.replayed_seconds is not None:
+        (replayed,) = _times(report.replayed_seconds)
+        rows.append(
+            [
+                "engine",
+                replayed,
+                measured,
+                _two_decimals(report.engine_error),
+                "",
+                "measured durations, replayed",
+            ]
+        )
+        rows.append(
+            [
+                "cost model",
+                predicted,
+                replayed,
+                _two_decimals(report.cost_model_error),
+                "",
+                "effect of wrong durations on the step",
+            ]
+        )
+    return rows
+
+
+def _steps(report: ErrorReport) -> list[str]:
+    """Returns lines about the errors of single ops and of the other steps of the run."""
+    errors = _errors(
+        report.median_op_error, report.p95_abs_op_error, report.worst_op_error, report.worst_op
+    )
+    lines = [
+        f"one op's duration: median {errors[0]}, P95 |error| {errors[1]}, worst {errors[2]}"
+        f" ({errors[3]})"
+    ]
+    if steps := report.steps:
+        median, p95, worst, number = _errors(
+            steps.median_error, steps.p95_abs_error, steps.worst_error, f"step {steps.worst_step}"
+        )
+        times = _times(steps.predicted_seconds, steps.median_seconds)
+        lines.append(
+            f"{steps.count} steady steps' wall time: predicted {times[0]}, median {times[1]}"
+        )
+        lines.append(
+            f"a step's wall time: median {median}, P95 |error| {p95}, worst {worst} ({number})"
+        )
+    return lines
+
+
+def _kinds(report: ErrorReport) -> list[list[str]]:
+    rows = [["op kind", "ops", "predicted", "measured", "error", "of the step", *_SPREAD]]
+    for kind in report.kinds:
+        errors = _errors(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op)
+        totals = [signed_percent(kind.error), signed_percent(kind.of_step)]
+        rows.append(
+            [
+                kind.kind,
+                str(kind.count),
+                *_times(kind.predicted_seconds, kind.measured_seconds),
+                *totals,
+                *errors,
+            ]
+        )
+    return rows
+
+
+def _lanes(report: ErrorReport) -> list[list[str]]:
+    rows = [["lane", "ops", "predicted", "measured", "error", "stalled", *_SPREAD]]
+    for lane in report.lanes:
+        busy = [
+            str(lane.count),
+            *_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
+            signed_percent(lane.busy_error),
+        ]
+        errors = _errors(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op)
+        rows.append([lane.lane, *busy, *_times(lane.measured_stalled_seconds), *errors])
+    return rows
+
+
+def _parts(report: ErrorReport) -> list[list[str]]:
+    rows = [["part of the step", "predicted", "measured", "of the step"]]
+    for part in report.parts:
+        name = {"compute": "compute busy", "waiting": "no lane busy"}.get(
+            part.name, f"exposed {part.name}"
+        )
+        rows.append(
+            [
+                name,
+                *_times(part.predicted_seconds, part.measured_seconds),
+                signed_percent(part.of_step),
+            ]
+        )
+    return rows
+
+
+def _order(report: ErrorReport) -> list[str]:
+    """Returns lines about violations of the order and about ops that started late."""
+    tolerance = format_seconds(report.tolerance_ns / 1e9)
+    lines = [f"order: kept; no op started more than {tolerance} before what it waits for had ended"]
+    if report.violations:
+        lines = [f"order: broken {len(report.violations)} times (tolerance {tolerance})"]
+        lines += [
+            f"  {bad.op} started {format_seconds(bad.early_ns / 1e9)} before the end of"
+            f" {bad.waits_for} ({bad.rule})"
+            for bad in report.violations[:_SHOWN_VIOLATIONS]
+        ]
+    late = report.first_divergence
+    if late:
+        times = (
+            f"{format_seconds(late.measured_start_ns / 1e9)} instead of"
+            f" {format_seconds(late.replayed_start_ns / 1e9)}"
+        )
+        by = f"{format_seconds(late.late_ns / 1e9)} later than the measured durations explain"
+        own = format_seconds(max(late.measured_start_ns - late.ready_ns, 0) / 1e9)
+        lines += [
+            f"first divergence: {late.op} started at {times}, {by},",
+            f"  {own} after all that it waits for had ended",
+        ]
+    elif report.latest:
+        limit, most = (
+            format_seconds(report.divergence_ns / 1e9),
+            format_seconds(report.latest.late_ns / 1e9),
+        )
+        lines.append(
+            f"first divergence: none; no op started more than {limit} later than the measured"
+            f" durations explain; {report.latest.op} did by {most}"
+        )
+    return lines
+
+
+def _memory(report: ErrorReport) -> list[list[str]]:
+    rows = [["memory", "predicted", "measured", "error"]]
+    for peak in report.memory:
+        error = (
+            "equal" if peak.predicted_bytes == peak.measured_bytes else _two_decimals(peak.error)
+        )
+        rows.append(
+            [
+                peak.what,
+                format_bytes(peak.predicted_bytes),
+                format_bytes(peak.measured_bytes),
+                error,
+            ]
+        )
+    return rows
+
+
+def _align(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:
+    """Returns the rows as lines of text, with each column as wide as its widest cell.
+
+    The columns `left` are aligned to the left, all others to the right.
+    """
+    widths, to_left = [max(map(len, column)) for column in zip(*rows, strict=True)], set(left)
+
+    def cell(column: int, text: str) -> str:
+        return text.ljust(widths[column]) if column in to_left else text.rjust(widths[column])
+
+    return ["  ".join(cell(column, text) for column, text in enumerate(row)) for row in rows]

@@ -1,0 +1,249 @@
+"""Sharing: how much ops that run at the same time slow each other down.
+
+Each op has a `Demand`. `Sharing.rates` returns the speed of each busy op, in millionths of its full
+speed. Three effects are combined:
+
+1. Pairs. A lane runs at the product of the factors for the other busy lanes. The two directions of
+   the link may have a measured curve, because small copies slow each other down more than large
+   ones (on an H200, 16.9 of 38.4 GB/s are left at 1 MiB, and 50.3 of 55.4 at 256 MiB). There may
+   also be a factor for both directions of the link and the cpu lane being busy. It then replaces
+   the pairs among these three.
+2. Turns. If the machine has a KernelInterleaving, compute and update share the device by it. The
+   shorter an update op is, the more of its time is waiting.
+3. Host DRAM. At full speed, the traffic of the cores is the bytes that they read and write, and the
+   traffic of a copy is its bytes times `h2d_cost` or `d2h_cost`. If the traffic that the pairs
+   leave is more than the machine's `gb_per_s`, the lanes share the bandwidth by weighted max-min:
+   a lane that needs less than its share gets what it needs, and the others share the rest in
+   proportion to their weights.
+
+With a HostMemorySpec, the factors between the link and the cpu lane are not used, because DRAM is
+what they measure. All arithmetic is in integers and rates are rounded down, so that the sum never
+exceeds the bandwidth. Caches, NUMA and the DRAM's preference for reads are not modeled.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megatrain.simulator.hardware.machine import DRAM_LANES, HostMemorySpec, KernelInterleaving
+
+PARTS = 1_000_000
+"""Full speed, in millionths. A rate is between 1 and this."""
+_OTHER = {"h2d": "d2h", "d2h": "h2d"}
+_WEIGHT_PARTS = 1000
+
+
+class Demand(NamedTuple):
+    """What an op needs of the resources that it shares. Each lane has at most one op at a time."""
+
+    lane: str
+    """The lane of the op."""
+    traffic: int = 0
+    """DRAM traffic at full speed, in bytes per second of the cores' traffic."""
+    duplex: int = 0
+    """For a copy: its rate in millionths while the other direction is busy. 0 means that the pair's
+    factor is used."""
+    turn: int = 0
+    """For an update: its rate in millionths while compute is busy. For a compute op: the millionths
+    of its speed that it loses for a rate of 1 of the update lane. 0 means that the pair's factor is
+    used."""
+
+
+class Sharing:
+    """The resources that the lanes of one machine share."""
+
+    def __init__(
+        self,
+        pairs: Mapping[str, Mapping[str, float]],
+        host_memory: HostMemorySpec | None = None,
+        duplex_curve: Sequence[Sequence[float]] = (),
+        turns: KernelInterleaving | None = None,
+    ) -> None:
+        """Makes the sharing of one machine.
+
+        Args:
+            pairs: share of its full speed, (0, 1], that a lane keeps while others are busy, by lane
+                and other lane. The key for two other lanes is, for example, `h2d+d2h`.
+            host_memory: the host's DRAM. It replaces the pairs of the link and the cpu lane.
+            duplex_curve: points (bytes, GB/s of each direction while both are busy), in ascending
+                order of bytes. It replaces the pairs of the two directions.
+            turns: the sharing of the device. It replaces the pairs of compute and update.
+        """
+        dram = (
+            {("h2d", "cpu"), ("cpu", "h2d"), ("d2h", "cpu"), ("cpu", "d2h")}
+            if host_memory
+            else set()
+        )
+        replaced = dram | ({("compute", "update"), ("update", "compute")} if turns else set())
+        self._pairs = {
+            (lane, other): round(rate * PARTS)
+            for lane, others in pairs.items()
+            for other, rate in others.items()
+            if rate != 1 and (lane, other) not in replaced
+        }
+        self._paired = {name for pair in self._pairs for lanes in pair for name in lanes.split("+")}
+        three = {lane: pairs.get(lane, {}).get(others) for lane, others in DRAM_LANES.items()}
+        self._of_three = {
+            lane: round(rate * PARTS)
+            for lane, rate in three.items()
+            if rate is not None and not host_memory
+        }
+        self._memory = host_memory
+        self._capacity = round(host_memory.gb_per_s * 1e9) if host_memory else 0
+        self._cost = (
+            {"h2d": host_memory.h2d_cost, "d2h": host_memory.d2h_cost} if host_memory else {}
+        )
+        self._turns = turns
+        self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
+
+    @property
+    def capacity(self) -> int:
+        """Bandwidth of the host's DRAM in bytes per second, or 0 without a HostMemorySpec."""
+        return self._capacity
+
+    def demand(self, lane: str, size: int, duration_ns: int, kind: str = "") -> Demand | None:
+        """Returns the demand of an op, or None if it neither slows another op nor is slowed.
+
+        The traffic is at most the DRAM bandwidth, because the op ran at full speed when it was
+        alone.
+
+        Args:
+            lane: the lane of the op.
+            size: the bytes that the op copies, or that the host's cores read and write in it.
+            duration_ns: the time that the op takes while nothing else runs.
+            kind: the kind of the op.
+        """
+        if duration_ns <= 0:
+            return None
+        traffic = duplex = 0
+        if self._memory and (lane in self._cost or lane == "cpu"):
+            traffic = min(
+                round(self._cost.get(lane, 1.0) * size * 1e9 / duration_ns), self._capacity
+            )
+        if self._duplex and lane in _OTHER and size:
+            duplex = min(max(round(PARTS * duration_ns / self._duplex_ns(size)), 1), PARTS)
+        turn = self._turn(lane, kind, duration_ns)
+        return (
+            Demand(lane, traffic, duplex, turn)
+            if traffic or duplex or turn or lane in self._paired
+            else None
+        )
+
+    def _turn(self, lane: str, kind: str, duration_ns: int) -> int:
+        """Returns the field `turn` of an op's demand."""
+        if self._turns is None or lane not in ("compute", "update"):
+            return 0
+        if lane == "update":
+            return max(PARTS * duration_ns // (duration_ns + self._turns.wait_ns), 1)
+        return round(
+            PARTS * (self._turns.backward_loss if kind == "backward" else self._turns.forward_loss)
+        )
+
+    def _duplex_ns(self, size: int) -> float:
+        """Returns the time of a copy while the other direction is busy. It is linear between the
+        measured sizes and proportional to the size outside of them.
+        """
+        points = self._duplex
+        if size <= points[0][0] or size >= points[-1][0]:
+            known, time = points[0] if size <= points[0][0] else points[-1]
+            return time * size / known
+        right = bisect.bisect_left(points, (size, 0.0))
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+    def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
+        """Returns the speed of each op in `busy` while all of them run, in millionths of its full
+        speed. They are all on different lanes.
+        """
+        caps = [self._cap(demand, busy) for demand in busy]
+        if (
+            not self._memory
+            or sum(demand.traffic * cap for demand, cap in zip(busy, caps, strict=True))
+            <= self._capacity * PARTS
+        ):
+            return tuple(caps)
+        return self._fill(busy, caps)
+
+    def _cap(self, demand: Demand, busy: tuple[Demand, ...]) -> int:
+        """Returns the rate that the pairs and turns leave: the product of the factors, rounded down
+        once.
+        """
+        rate, parts = PARTS, 1
+        three = self._of_three.get(demand.lane)
+        if three and not {other.lane for other in busy} >= DRAM_LANES.keys():
+            three = None
+        for other in busy:
+            if three and other.lane in DRAM_LANES:
+                continue
+            own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
+            if demand.turn and other.turn and other is not demand:
+                own = (
+                    demand.turn
+                    if demand.lane == "update"
+                    else PARTS - demand.turn * other.turn // PARTS
+                )
+            factor = own or self._pairs.get((demand.lane, other.lane))
+            if factor is not None:
+                rate, parts = rate * factor, parts * PARTS
+        if three:
+            rate, parts = rate * self._three_busy(demand, three), parts * PARTS
+        return max(rate // parts, 1)
+
+    def _three_busy(self, demand: Demand, three: int) -> int:
+        """Returns the factor for both other lanes of `DRAM_LANES` being busy. `three` was measured
+        with large copies. Smaller copies lose more to the other direction.
+        """
+        if not demand.duplex:
+            return three
+        return min(
+            three * demand.duplex // self._pairs.get((demand.lane, _OTHER[demand.lane]), PARTS),
+            demand.duplex,
+        )
+
+    def _fill(self, busy: tuple[Demand, ...], caps: list[int]) -> tuple[int, ...]:
+        """Returns the rates by weighted max-min sharing of the DRAM bandwidth. Ops that need at
+        most their share get what they need, until there is no such op. The others share the rest.
+        """
+        assert self._memory is not None
+        cpu = round(self._memory.cpu_weight * _WEIGHT_PARTS)
+        weight = {
+            index: cpu if demand.lane == "cpu" else _WEIGHT_PARTS
+            for index, demand in enumerate(busy)
+            if demand.traffic
+        }
+        want = {index: busy[index].traffic * caps[index] for index in weight}
+        left, rates = self._capacity * PARTS, list(caps)
+        while True:
+            total = sum(weight.values())
+            served = [index for index in weight if want[index] * total <= weight[index] * left]
+            if not served:
+                break
+            for index in served:
+                left -= want[index]
+                del weight[index]
+        for index, share in weight.items():
+            rates[index] = max(left * share // (total * busy[index].traffic), 1)
+        return tuple(rates)
+
+
+def link_gb_per_s(gpus: int, alone: float, both: float, total: float) -> tuple[float, float]:
+    """Returns a first estimate of the link rate of each GPU, in GB/s per direction, if `gpus` GPUs
+    share one host: (with one direction busy on all GPUs, with both directions busy on all GPUs).
+
+    Four H200 on one host were measured at 43 and 21.7 GB/s, and two at 55 and 38.9.
+
+    Args:
+        gpus: the number of GPUs.
+        alone: the rate of a single GPU with one direction busy.
+        both: the rate per direction of a single GPU with both directions busy.
+        total: the rate that the host sustains for all GPUs and directions together.
+
+    >>> for gpus in (1, 2, 4):
+    ...     print([round(rate, 1) for rate in link_gb_per_s(gpus, 55.4, 50.3, 175.0)])
+    [55.4, 50.3]
+    [55.4, 43.8]
+    [43.8, 21.9]
+    """
+    return min(alone, total / gpus), min(both, total / (2 * gpus))

@@ -1,0 +1,71 @@
+"""ScaledCosts: a cost model with ops of other sizes than the schedule's, or another link rate.
+
+It estimates setups for which no policy makes a schedule, such as optimizer state in another
+precision or state that is sharded among several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatrain.simulator.costs.contention import Demand
+from megatrain.simulator.costs.protocol import CostModel
+from megatrain.simulator.hardware.machine import Workspace
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule import Op, Schedule, Sizes
+
+
+class ScaledCosts:
+    """The cost model `costs`, but every op is replaced by `change(op)`, and its time is multiplied
+    by the factor that `slower` has for its lane.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        change: Callable[[Op], Op],
+        slower: Mapping[str, float] | None = None,
+        both_slower: float = 1.0,
+    ) -> None:
+        """`both_slower` is a further factor for the time of copies while both directions of the
+        link are busy.
+        """
+        self.costs, self.change, self.slower, self.both_slower = (
+            costs,
+            change,
+            slower or {},
+            both_slower,
+        )
+        self.dispatch_ns, self.step_overhead_ns, self.process_bytes = (
+            costs.dispatch_ns,
+            costs.step_overhead_ns,
+            costs.process_bytes,
+        )
+
+    def sizes(self, schedule: Schedule) -> Sizes:
+        return self.costs.sizes(schedule)
+
+    def duration_ns(self, op: Op) -> int:
+        return round(self.costs.duration_ns(self.change(op)) * self.slower.get(op.lane, 1.0))
+
+    def demand(self, op: Op) -> Demand | None:
+        return self.costs.demand(self.change(op))
+
+    def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
+        rates = self.costs.rates(busy)
+        if self.both_slower == 1 or not {"h2d", "d2h"} <= {demand.lane for demand in busy}:
+            return rates
+        return tuple(
+            max(round(rate / self.both_slower), 1) if demand.lane in ("h2d", "d2h") else rate
+            for demand, rate in zip(busy, rates, strict=True)
+        )
+
+    def extrapolated(self, op: Op) -> bool:
+        return True
+
+    def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
+        return self.costs.activations_bytes(model, workload)
+
+    def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
+        return self.costs.workspace(model, workload)

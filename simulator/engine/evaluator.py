@@ -1,0 +1,144 @@
+"""Evaluator: times a schedule in one pass without contention, and computes lower bounds.
+
+    start(op) = max(end of the op before it on its lane, ends of `after`) + dispatch(lane)
+    end(op) = start(op) + duration(op)
+
+The engine models contention: ops of busy lanes slow each other. Without contention, engine and
+evaluator agree on every span. The planner therefore uses the evaluator for a first ranking, and
+tests compare the engine with it. Times are integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.schedule import LANES, Schedule, ScheduleError
+from megatrain.simulator.schedule.timeline import Span, Timeline
+
+
+def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
+    """Returns the predicted timeline without contention.
+
+    Raises ScheduleError if an op depends on a later one.
+    """
+    ends, starts = _times(schedule, costs)
+    spans = [
+        Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end)
+        for op, start, end in zip(schedule.ops, starts, ends, strict=True)
+    ]
+    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
+
+
+def uncontended_makespan_ns(schedule: Schedule, costs: CostModel) -> int:
+    """Returns the end of the last op of `evaluate`, in nanoseconds, without building a timeline."""
+    return max(_ends(schedule, _durations_ns(schedule, costs)), default=0)
+
+
+def another_ns(schedule: Schedule, costs: CostModel) -> int:
+    """Returns the nanoseconds that one more micro-batch would add to a step of two.
+
+    This is the time from the end of the first micro-batch's compute to the end of the second's. It
+    is 0 for a step of one micro-batch.
+    """
+    ends = [0, 0]
+    for op, end in zip(schedule.ops, _ends(schedule, _durations_ns(schedule, costs)), strict=True):
+        if op.lane == "compute" and op.id.endswith((".m0", ".m1")):
+            ends[op.id.endswith(".m1")] = end
+    return max(ends[1] - ends[0], 0)
+
+
+def _durations_ns(schedule: Schedule, costs: CostModel) -> list[int]:
+    """Returns dispatch time + duration of every op, in program order. The cost model is asked once
+    per distinct op size.
+    """
+    if schedule.compiled.fault:
+        raise ScheduleError(schedule.compiled.fault)
+    sizes, dispatch = costs.sizes(schedule), costs.dispatch_ns
+    times = [dispatch.get(op.lane, 0) + costs.duration_ns(op) for op in sizes.ops]
+    return [times[size] for size in sizes.which]
+
+
+def _ends(schedule: Schedule, times: list[int]) -> list[int]:
+    """Returns the ends of ops that take `times`, in program order."""
+    free = [0] * len(LANES)
+    ends: list[int] = []
+    ended = ends.append
+    for lane, after, time in zip(
+        schedule.compiled.lanes, schedule.compiled.after, times, strict=True
+    ):
+        start = free[lane]
+        for other in after:
+            if ends[other] > start:
+                start = ends[other]
+        free[lane] = start = start + time
+        ended(start)
+    return ends
+
+
+def _times(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
+    """Returns the ends and starts of all ops, in program order."""
+    sizes = costs.sizes(schedule)
+    ends = _ends(schedule, _durations_ns(schedule, costs))
+    times = [costs.duration_ns(op) for op in sizes.ops]
+    return ends, [end - times[size] for end, size in zip(ends, sizes.which, strict=True)]
+
+
+class LowerBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What limits a schedule. Times are in nanoseconds, with dispatch and without contention."""
+
+    lanes_ns: dict[str, int]
+    """Lane -> the sum of its ops."""
+    critical_path_ns: int
+    """The longest chain of ops that depend on each other, through `after` or through a buffer. The
+    order of ops on a lane is not a dependency here."""
+    lower_bound_ns: int
+    """No schedule with these ops, dependencies and slots ends earlier, in whatever order each lane
+    runs its ops. This is the end of the latest lane if each lane runs its ops by earliest start,
+    where earliest starts follow from chains of dependencies alone."""
+    latest: str = ""
+    """The lane that sets the lower bound."""
+    sum_ns: int
+    """The sum of all ops."""
+
+    @property
+    def binding(self) -> str:
+        """The lane with the most work."""
+        return max(self.lanes_ns, key=self.lanes_ns.__getitem__, default="none")
+
+
+def bounds(schedule: Schedule, costs: CostModel) -> LowerBounds:
+    """Returns bounds on the makespan of `schedule`, which hold with any contention.
+
+    Raises ScheduleError if an op depends on a later one.
+    """
+    times, compiled = _durations_ns(schedule, costs), schedule.compiled
+    released: dict[str, list[tuple[int, int]]] = {}  # lane -> (earliest start, duration) of its ops
+    chain: list[int] = []
+    written: dict[str, int] = {}
+    for op, after, time in zip(schedule.ops, compiled.after, times, strict=True):
+        start = 0
+        for other in after:
+            start = max(start, chain[other])
+        for buffer in op.reads:
+            start = max(start, written.get(buffer, 0))
+        released.setdefault(op.lane, []).append((start, time))
+        end = start + time
+        chain.append(end)
+        for buffer in op.writes:
+            written[buffer] = max(written.get(buffer, 0), end)
+    lanes = {lane: sum(time for _, time in ops) for lane, ops in released.items()}
+    latest: dict[str, int] = {}
+    for lane, ops in released.items():
+        end = 0
+        for start, time in sorted(ops):
+            end = max(end, start) + time
+        latest[lane] = end
+    last = max(latest, key=latest.__getitem__, default="")
+    return LowerBounds(
+        lanes_ns=lanes,
+        critical_path_ns=max(chain, default=0),
+        lower_bound_ns=latest.get(last, 0),
+        latest=last,
+        sum_ns=sum(lanes.values()),
+    )

@@ -1,0 +1,1 @@
+"""The machine: its rates and memory sizes, measured or from datasheets."""

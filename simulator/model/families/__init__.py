@@ -1,0 +1,278 @@
+"""The decoder families of transformers: the tensors of their layers, and what each part costs.
+
+`Architecture` reads a config.json and returns these for one model. `ModelSpec` is built on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatrain.simulator.base.errors import UserError, suggestion
+from megatrain.simulator.model.families.config import (
+    NULLS,
+    ZERO_FOR_NULL,
+    ModelConfig,
+    essential,
+    nulls_of,
+)
+from megatrain.simulator.model.families.decoders import DECODERS
+from megatrain.simulator.model.families.dense import DENSE_FAMILIES
+from megatrain.simulator.model.families.entered import ENTERED_FAMILIES
+from megatrain.simulator.model.families.gpt import GPT_FAMILIES
+from megatrain.simulator.model.families.hybrid import HYBRID_FAMILIES
+from megatrain.simulator.model.families.installed import Families
+from megatrain.simulator.model.families.kinds import DENSE, FULL, Kind
+from megatrain.simulator.model.families.mixtures import MIXTURE_FAMILIES
+from megatrain.simulator.model.families.multimodal import INSIDE
+from megatrain.simulator.model.families.parts import Kept, Part, Tensors, joined
+from megatrain.simulator.model.families.refused import NOT_YET, REFUSED, UNDESCRIBED
+from megatrain.simulator.model.families.shared_experts import SHARED_EXPERT_FAMILIES
+from megatrain.simulator.model.families.written import WRITTEN_FAMILIES
+
+__all__ = [
+    "ALWAYS_MASKED",
+    "FAMILIES",
+    "FROM_THE_ROW",
+    "INSIDE",
+    "KEEP_ATTENTION",
+    "NOT_YET",
+    "REFUSED",
+    "UNDESCRIBED",
+    "WIDE_HEADS",
+    "WRITTEN_OUT",
+    "Architecture",
+    "Kept",
+    "Kind",
+    "Part",
+    "Tensors",
+    "cut",
+    "essential",
+    "nulls_of",
+    "text_config",
+    "with_nulls",
+]
+
+_FILES = (
+    DECODERS,
+    DENSE_FAMILIES,
+    MIXTURE_FAMILIES,
+    SHARED_EXPERT_FAMILIES,
+    GPT_FAMILIES,
+    WRITTEN_FAMILIES,
+    HYBRID_FAMILIES,
+    ENTERED_FAMILIES,
+)
+FAMILIES = Families({name: family for file in _FILES for name, family in file.items()})
+"""`model_type` -> its family."""
+KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose attention output can be saved (`runtime/layers/attention.py`), so that recompute
+skips attention. Their attention is one causal kernel without a mask."""
+FROM_THE_ROW = {
+    "biogpt": "whose attention mask does not separate documents",
+    "bloom": "whose attention mask does not separate documents",
+    "falcon": "whose attention mask does not separate documents",
+    "minimax": "whose linear attention carries its state from one document to the next",
+    "mpt": "whose attention mask does not separate documents",
+}
+"""Families that cannot keep the documents of a row apart -> the reason."""
+WRITTEN_OUT = (
+    "bloom",
+    "codegen",
+    "gemma2",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "granitemoe_swa",
+    "mimo_v2_flash",
+    "mpt",
+    "vaultgemma",
+)
+"""Families whose attention scores transformers writes out, because no fused kernel supports them:
+soft caps, sinks, or slopes that are added to the scores."""
+WIDE_HEADS = ("gemma4_text",)
+"""Families with heads of more than 256 elements. No fused kernel that receives the lengths of
+documents supports such heads."""
+ALWAYS_MASKED = ("falcon",)
+"""Families whose models make an attention mask even for rows with one document."""
+_PER_LAYER = (
+    "layer_types",
+    "no_rope_layers",
+    "mlp_layer_types",
+    "layer_rope_theta",
+    "num_attention_heads_per_layer",
+)
+"""Keys with one entry for each layer."""
+
+
+class Architecture:
+    """A model's config, checked, with the kind of each decoder layer and the parts of each kind."""
+
+    def __init__(self, config: dict[str, Any], where: str) -> None:
+        """Reads a config. `where` says where it comes from, for error messages.
+
+        Raises UserError if the family is unknown or refused, or if a value is wrong.
+        """
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise _unknown_family(model_type, where)
+        self.name, self.family = model_type, FAMILIES[model_type]
+        self.config = ModelConfig(config, where, self.family.defaults, self.family.names)
+        c = self.config
+        self.layers, self.hidden, self.vocabulary, self.tied = (
+            c.layers,
+            c.hidden,
+            c.vocabulary,
+            c.flag("tie_word_embeddings"),
+        )
+        attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
+        mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
+        self.kinds = [
+            Kind(*pair, entered=bool(self.family.entrance) and not index)
+            for index, pair in enumerate(zip(attention, mlp, strict=True))
+        ]
+        self.positions = self.family.positions(c) if self.family.positions else ()
+        """Tables of learned positions that are added to the embedding's rows."""
+        biased = self.family.head_bias
+        self.head_bias = c.flag(biased) if isinstance(biased, str) else biased
+        """Whether the output projection has a bias."""
+        self.decoders = {
+            kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)
+        }
+        """Kind -> the parts of such a decoder layer, joined."""
+
+    @functools.cached_property
+    def scaled_from(self) -> int | None:
+        """The row length from which on some layer scales queries by their position in the row, even
+        if the row has several documents. None if no layer does.
+        """
+        return self.family.scaled_from(self.config) if self.family.scaled_from else None
+
+    @functools.cached_property
+    def norm(self) -> Part:
+        """The final norm."""
+        return self.family.norm(self.family.norm_name, self.hidden)
+
+    def signature(self, kind: Kind) -> str:
+        """Returns a text that is equal for layers whose ops take equally long for equal tokens."""
+        part = self.decoders[kind]
+        entered = "-entered" if kind.entered else ""
+        sizes = f"{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
+        return f"{self.name}-{sizes}{entered}"
+
+
+def _unknown_family(model_type: object, where: str) -> UserError:
+    """Returns the error for a `model_type` that is not supported.
+
+    It names the reason if the family is refused, or a similar name if the family is unknown.
+    """
+    where, allowed = (
+        f"{where}: model_type",
+        f"one of {len(FAMILIES)} families, which `python -m megatrain.experiments.families` lists",
+    )
+    if not isinstance(model_type, str):
+        return UserError(
+            where,
+            found=repr(model_type),
+            allowed=allowed,
+            fix="give a model folder whose config.json has a model_type",
+        )
+    if model_type in REFUSED:
+        return UserError(
+            where,
+            found=f"{model_type!r}, {REFUSED[model_type]}",
+            allowed=allowed,
+            fix="use a model of one of these families",
+        )
+    if model_type in UNDESCRIBED:
+        found, fix = (
+            f"{model_type!r}, which transformers has, but which is {NOT_YET}",
+            "use a model of one of these families, or add this one (docs/adding.md)",
+        )
+        return UserError(where, found=found, allowed=allowed, fix=fix)
+    fix = suggestion(
+        model_type,
+        FAMILIES,
+        suggestion(model_type, [*REFUSED, *UNDESCRIBED], "check model_type in config.json"),
+    )
+    return UserError(
+        where, found=f"{model_type!r}, an unknown model_type", allowed=allowed, fix=fix
+    )
+
+
+def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns the config of a model with the first `layers` layers only."""
+    shorter = {
+        key: value[:layers] if key in _PER_LAYER and isinstance(value, list) else value
+        for key, value in config.items()
+    }
+    for key in ("mlp_only_layers", "moe_layers"):
+        if isinstance(config.get(key), list):
+            # Entries that are not numbers stay, and are refused where the key is read.
+            shorter[key] = [
+                index for index in config[key] if not isinstance(index, int) or index < layers
+            ]
+    family = FAMILIES.get(str(config.get("model_type")))
+    return {
+        **shorter,
+        (
+            family.names.get("num_hidden_layers", "num_hidden_layers")
+            if family
+            else "num_hidden_layers"
+        ): layers,
+    }
+
+
+def with_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config with nulls, as transformers expects it. This reverses `essential`."""
+    given = {
+        key: None if value == 0 and key in ZERO_FOR_NULL else value
+        for key, value in config.items()
+        if key != NULLS
+    }
+    return {**given, **dict.fromkeys(nulls_of(config))}
+
+
+def text_config(config: Any, where: str) -> dict[str, Any]:
+    """Returns the keys of a config.json that affect training.
+
+    For a multimodal model, these are the keys of its language model. Raises UserError if `config`
+    is not a JSON object, or if it is that of an encoder-decoder.
+    """
+    if not isinstance(config, dict):
+        raise UserError(
+            where,
+            found=f"a JSON {type(config).__name__}",
+            allowed="a Hugging Face config.json, one JSON object",
+            fix="give a model folder",
+        )
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and str(config.get("model_type")) not in FAMILIES:
+        inside = INSIDE.get(str(config.get("model_type")))
+        tied = (
+            inside.tie_of(config)
+            if inside
+            else inner.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+        )
+        known = {} if tied is None else {"tie_word_embeddings": tied}
+        config = {
+            **{key: value for key, value in inner.items() if key != "tie_word_embeddings"},
+            **known,
+        }
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            f"{where}: is_encoder_decoder",
+            found="true",
+            allowed="a decoder-only model",
+            fix="use a decoder-only model",
+        )
+    family = FAMILIES.get(str(config.get("model_type")))
+    try:
+        return essential(family.published(config, where) if family and family.published else config)
+    except RecursionError:
+        raise UserError(
+            where,
+            found="values that are nested too deeply",
+            allowed="a Hugging Face config.json",
+            fix="give a model folder",
+        ) from None

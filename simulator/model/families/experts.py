@@ -1,0 +1,262 @@
+"""The parts of mixtures of experts, of latent attention and of linear attention.
+
+Numbers in parentheses are explained in `parts.py`.
+"""
+
+from __future__ import annotations
+
+from megatrain.simulator.model.families.config import ModelConfig
+from megatrain.simulator.model.families.parts import (
+    Kept,
+    Part,
+    Tensors,
+    Traffic,
+    attend,
+    gated_mlp,
+    joined,
+    linear,
+    rms_norm,
+    rotary,
+    shared_input,
+)
+
+
+def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bool = False) -> Part:
+    """Returns a router, which computes a score for every expert and chooses the best.
+
+    Forward: a cast and a softmax in fp32 (4). Backward: 6. With `wide`, it multiplies in fp32, and
+    autograd saves its input in fp32.
+    """
+    tensors: Tensors = ((f"{name}.weight", (experts, hidden)),)
+    return Part(
+        tensors=tensors + (((f"{name}.bias", (experts,)),) if bias else ()),
+        active=experts * hidden,
+        forward=Traffic(0, 4 * experts, experts),
+        backward=Traffic(0, 6 * experts, experts),
+        kept=Kept(0, experts, hidden if wide else 0),
+    )
+
+
+def experts(
+    name: str,
+    hidden: int,
+    inner: int,
+    count: int,
+    chosen: int,
+    *,
+    transposed: bool = False,
+    bias: bool = False,
+) -> Part:
+    """Returns gated experts, of which `chosen` out of `count` run for each token.
+
+    All experts share one 3-D tensor for gate and up, and one for down. Each pair of a token and an
+    expert is a row. Forward, a row is gathered (2), passes through its expert, is multiplied with
+    its weight (3), scattered (2) and summed (2). Backward, these are 4, 6, 4 and 2. For each row,
+    autograd saves its input, gate, up, activation and product of the MLP, and its output. For each
+    row it also saves a weight and three indices of 8 bytes.
+
+    Args:
+        name: The module's name.
+        hidden: The width of the layer.
+        inner: The width between the projections of an expert.
+        count: The number of experts.
+        chosen: Experts for each token.
+        transposed: Whether weights are stored as [in, out].
+        bias: Whether experts have biases, and clamp gate and up, as in gpt-oss.
+    """
+    up, down = (
+        ((hidden, 2 * inner), (inner, hidden))
+        if transposed
+        else ((2 * inner, hidden), (hidden, inner))
+    )
+    tensors: Tensors = ((f"{name}.gate_up_proj", (count, *up)),)
+    if bias:
+        tensors += ((f"{name}.gate_up_proj_bias", (count, 2 * inner)),)
+    tensors += ((f"{name}.down_proj", (count, *down)),)
+    if bias:
+        tensors += ((f"{name}.down_proj_bias", (count, hidden)),)
+    rows, columns = chosen * hidden, chosen * inner
+    clamped = 3 if bias else 0  # gpt-oss clamps gate and up and adds a sum
+    return Part(
+        tensors=tensors,
+        active=3 * chosen * hidden * inner,
+        inner=chosen * inner,
+        idle=(count - chosen) * (3 * hidden * inner + (2 * inner + hidden if bias else 0)),
+        mlp=f"{chosen}of{count}x{inner}",
+        forward=Traffic(9 * rows + (5 + 3 * clamped) * columns),
+        backward=Traffic(16 * rows + (15 + 3 * clamped) * columns),
+        kept=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
+    )
+
+
+def shared_expert(c: ModelConfig, name: str, inner: int, *, bias: bool = False) -> Part:
+    """Returns an MLP that every token passes through, and the sum with the routed experts."""
+    part = joined(gated_mlp(c, name=name, inner=inner, label=False, bias=bias))
+    return joined(
+        (part, Part(forward=Traffic(3 * c.hidden), backward=Traffic(3 * c.hidden), mlp=f"+{inner}"))
+    )
+
+
+def expert_gate(name: str, hidden: int) -> Part:
+    """Returns a sigmoid per token that scales the shared expert's output, which autograd saves."""
+    return Part(
+        tensors=((f"{name}.weight", (1, hidden)),),
+        active=hidden,
+        forward=Traffic(3 * hidden),
+        backward=Traffic(6 * hidden),
+        kept=Kept(hidden + 1),
+    )
+
+
+def latent_attention(c: ModelConfig, kind: str) -> tuple[Part, ...]:
+    """Returns DeepSeek's multi-head latent attention.
+
+    Queries, and keys with values, are projected through narrow latents that have norms of their
+    own. Rotary positions have separate elements in each head. Queries and keys are concatenated
+    head by head (2). Values are saved together with the keys that come from the same projection.
+    """
+    hidden, heads, bias = c.hidden, c.heads, c.flag("attention_bias")
+    rank, latent, plain, turned, value = (
+        c.count("q_lora_rank", 0),
+        c.size("kv_lora_rank"),
+        c.size("qk_nope_head_dim"),
+        c.size("qk_rope_head_dim"),
+        c.size("v_head_dim", c.hidden // c.heads),
+    )
+    query = plain + turned
+    into: tuple[Part, ...]
+    if rank:
+        into = (
+            linear("self_attn.q_a_proj", hidden, rank, bias),
+            rms_norm("self_attn.q_a_layernorm", rank),
+            linear("self_attn.q_b_proj", rank, heads * query),
+        )
+    else:
+        into = (linear("self_attn.q_proj", hidden, heads * query),)
+    joining = Part(forward=Traffic(2 * 2 * heads * query), backward=Traffic(2 * 3 * heads * query))
+    return (
+        *into,
+        linear("self_attn.kv_a_proj_with_mqa", hidden, latent + turned, bias),
+        rms_norm("self_attn.kv_a_layernorm", latent),
+        linear("self_attn.kv_b_proj", latent, heads * (plain + value)),
+        linear("self_attn.o_proj", heads * value, hidden, bias),
+        rotary((heads + 1) * turned),
+        joining,
+        attend(c, kind, query=query, value=value, kv_heads=heads, copied=True),
+        Part(kept=Kept(heads * plain)),
+        shared_input(hidden, 2),
+    )
+
+
+_CHUNK = 64
+"""Tokens in a chunk of the gated delta rule in transformers."""
+
+
+def gated_delta(c: ModelConfig, *, apart: bool = False) -> tuple[Part, ...]:
+    """Returns the linear attention of Qwen3-Next: a short convolution, then the gated delta rule
+    over chunks of 64 tokens in fp32, and a gated norm.
+
+    With `apart`, the input has four projections as in Qwen3.5, not two. FLOPs per token and value
+    head, with chunks of C tokens, key size k and value size v: k k' and q k' (2 C k each), the
+    triangular systems (C (k + v)), the scan's products with the state (3 x 2 k v) and inside the
+    chunk (2 C v).
+    """
+    hidden, kernel = c.hidden, c.size("linear_conv_kernel_dim")
+    key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise c.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
+    key, value = c.size("linear_key_head_dim"), c.size("linear_value_head_dim")
+    keys, values, name = key * key_heads, value * value_heads, "linear_attn"
+    mixed, wide, chunk = 2 * keys + values, key * value_heads, _CHUNK
+    convolution = Part(
+        tensors=((f"{name}.conv1d.weight", (mixed, 1, kernel)),),
+        state=2 * kernel * mixed,
+        forward=Traffic(6 * mixed),
+        backward=Traffic(9 * mixed),
+        kept=Kept(2 * mixed),
+    )
+    rule = Part(
+        state=value_heads
+        * (4 * chunk * key + chunk * (key + value) + 6 * key * value + 2 * chunk * value),
+        forward=Traffic(
+            2 * (keys + values),
+            30 * wide + 12 * values + 10 * chunk * value_heads,
+            2 * wide + 2 * values,
+        ),
+        backward=Traffic(
+            4 * (keys + values),
+            60 * wide + 30 * values + 24 * chunk * value_heads,
+            2 * wide + 2 * values,
+        ),
+        kept=Kept(
+            0,
+            8 * wide
+            + 3 * values
+            + 5 * chunk * value_heads
+            + 2 * value_heads * key * value // chunk,
+        ),
+        attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
+    )
+    gate = Part(
+        forward=Traffic(values, 7 * values, 2 * values),
+        backward=Traffic(values, 12 * values, 3 * values),
+        kept=Kept(2 * values, 2 * values),
+    )
+    into: tuple[tuple[str, int], ...] = (
+        ("in_proj_qkvz", mixed + values),
+        ("in_proj_ba", 2 * value_heads),
+    )
+    norm, out = (
+        rms_norm(f"{name}.norm", value, rows=value_heads, projected=False),
+        linear(f"{name}.out_proj", values, hidden),
+    )
+    if apart:
+        into = (
+            ("in_proj_qkv", mixed),
+            ("in_proj_z", values),
+            ("in_proj_b", value_heads),
+            ("in_proj_a", value_heads),
+        )
+    projections = tuple(linear(f"{name}.{each}", hidden, size) for each, size in into)
+    small: Tensors = ((f"{name}.dt_bias", (value_heads,)), (f"{name}.A_log", (value_heads,)))
+    return (
+        Part(tensors=small),
+        convolution,
+        *((norm, out, *projections) if apart else (*projections, norm, out)),
+        rule,
+        gate,
+        shared_input(hidden, len(projections)),
+    )
+
+
+def lightning(c: ModelConfig) -> tuple[Part, ...]:
+    """Returns the linear attention of MiniMax over blocks of tokens.
+
+    Inside a block, queries and keys are multiplied. A state carries the blocks before it. FLOPs per
+    token and head, with blocks of C tokens and head size k: q k' and its product with v (2 C k
+    each), the product of q with the state, and the sum of the state (2 k k each). The saved bytes
+    are an upper bound, since a row that is shorter than a block has fewer products.
+    """
+    hidden, heads, size, block, name = (
+        c.hidden,
+        c.heads,
+        c.head_dim,
+        c.size("block_size"),
+        "self_attn",
+    )
+    values = heads * size
+    rule = Part(
+        state=heads * (4 * block * size + 4 * size * size),
+        forward=Traffic(40 * values + 5 * heads * block),
+        backward=Traffic(80 * values + 10 * heads * block),
+        kept=Kept(14 * values + heads * block + heads * size * size // block),
+        attention=f"lightning{heads}x{size}b{block}",
+    )
+    return (
+        rms_norm(f"{name}.norm", values, projected=False),
+        linear(f"{name}.qkv_proj", hidden, 3 * values),
+        linear(f"{name}.out_proj", values, hidden),
+        linear(f"{name}.output_gate", hidden, values),
+        rule,
+        shared_input(hidden, 2),
+    )

@@ -1,0 +1,377 @@
+"""More families with experts, latent attention or linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.simulator.model.families.config import ModelConfig
+from megatrain.simulator.model.families.decoders import (
+    deepseek_mlp,
+    gated_attention,
+    granitemoe,
+    qwen_experts,
+)
+from megatrain.simulator.model.families.experts import (
+    experts,
+    gated_delta,
+    latent_attention,
+    lightning,
+    router,
+    shared_expert,
+)
+from megatrain.simulator.model.families.family import Family, Parts, before, top_k, wide_norm
+from megatrain.simulator.model.families.kinds import (
+    CHUNKED,
+    DENSE,
+    FULL,
+    LINEAR,
+    SPARSE,
+    Kind,
+    dense_first,
+    dots_window,
+    every_layer,
+    full_first,
+    listed_or_full,
+    listed_or_sparse,
+    llama4_chunks,
+    llama4_scaled_from,
+    llama4_sparse,
+    pattern,
+)
+from megatrain.simulator.model.families.parts import (
+    Kept,
+    Part,
+    Traffic,
+    attend,
+    attention,
+    gated_mlp,
+    joined,
+    linear,
+    residual,
+    rms_norm,
+    shared_input,
+    turned_in_pairs,
+)
+
+
+def minimax(c: ModelConfig, kind: Kind) -> Parts:
+    """Mixtral, with linear attention in some layers. The residuals are the outputs of the norms."""
+    count, chosen = top_k(c, "num_local_experts")
+    routed = (
+        router("mlp.gate", c.hidden, count),
+        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
+    )
+    mixer = attention(c, kind.attention) if kind.attention == FULL else lightning(c)
+    return (*mixer, *before(c), *routed)
+
+
+def minimax_layers(c: ModelConfig) -> list[str]:
+    """`layer_types`, or linear attention in every other layer."""
+    if c.count("sliding_window", 0):
+        raise c.wrong("sliding_window", "none")
+    return c.each_layer("layer_types", (FULL, LINEAR)) or [
+        LINEAR if index % 2 else FULL for index in range(c.layers)
+    ]
+
+
+def deepseek_v2(c: ModelConfig, kind: Kind) -> Parts:
+    """DeepSeek-V3, with rotary positions that rotate pairs of neighbouring elements, in fp32."""
+    turned = turned_in_pairs((c.heads + 1) * c.size("qk_rope_head_dim"))
+    return (
+        *latent_attention(c, kind.attention),
+        turned,
+        *deepseek_mlp(c, kind, bias=c.flag("mlp_bias")),
+        *before(c),
+    )
+
+
+def latent_dense(c: ModelConfig, kind: Kind) -> Parts:
+    return (*latent_attention(c, kind.attention), *gated_mlp(c), *before(c))
+
+
+def minicpm3(c: ModelConfig, kind: Kind) -> Parts:
+    """Latent attention and a dense MLP, with products that scale the residuals."""
+    mlp = gated_mlp(c, bias=c.flag("mlp_bias"))
+    return (
+        *latent_attention(c, kind.attention),
+        *mlp,
+        *before(c),
+        Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)),
+    )
+
+
+def glm4_moe_lite(c: ModelConfig, kind: Kind) -> Parts:
+    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *before(c))
+
+
+def solar_open(c: ModelConfig, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (
+        *attention(c, kind.attention, bias=bias, copied=True),
+        *deepseek_mlp(c, kind),
+        *before(c),
+    )
+
+
+def dots1(c: ModelConfig, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
+        *deepseek_mlp(c, kind),
+        *before(c),
+    )
+
+
+def exaone_moe(c: ModelConfig, kind: Kind) -> Parts:
+    mlp = gated_mlp(c)
+    if kind.mlp == SPARSE:
+        (count, chosen), inner = top_k(c, "num_experts"), c.size("moe_intermediate_size")
+        mlp = (
+            experts("mlp.experts", c.hidden, inner, count, chosen),
+            router("mlp.gate", c.hidden, count, wide=True),
+            shared_expert(c, "mlp.shared_experts", inner * c.size("num_shared_experts")),
+        )
+    return (*attention(c, kind.attention, norms="head"), *mlp, *before(c))
+
+
+def granitemoe_swa(c: ModelConfig, kind: Kind) -> Parts:
+    return granitemoeshared(c, kind, sunk=True)
+
+
+def granitemoeshared(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts:
+    inner, hidden = c.count("shared_intermediate_size"), c.hidden
+    if not inner:
+        return granitemoe(c, kind, sunk=sunk)
+    shared = joined(gated_mlp(c, inner=inner, fused=True, label=False))
+    tensors = (
+        ("shared_mlp.input_linear.weight", (2 * inner, hidden)),
+        ("shared_mlp.output_linear.weight", (hidden, inner)),
+    )
+    added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
+    return (
+        *granitemoe(c, kind, sunk=sunk),
+        joined((Part(tensors=tensors), *_without_tensors(shared), added)),
+    )
+
+
+def _without_tensors(part: Part) -> Parts:
+    """Returns a part with the same costs and no tensors."""
+    kept = {name: getattr(part, name) for name in part.__struct_fields__ if name != "tensors"}
+    return (Part(**kept),)
+
+
+def minimax_m2(c: ModelConfig, kind: Kind) -> Parts:
+    count, chosen = top_k(c, "num_local_experts")
+    routed = (
+        router("mlp.gate", c.hidden, count, wide=True),
+        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
+    )
+    return (*attention(c, kind.attention, norms="whole", copied=True), *routed, *before(c))
+
+
+def mellum(c: ModelConfig, kind: Kind) -> Parts:
+    bias = c.flag("attention_bias")
+    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False)
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
+
+
+def flex_olmo(c: ModelConfig, kind: Kind) -> Parts:
+    bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_experts")
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole", weight="wide"),
+        router("mlp.gate", c.hidden, count),
+        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
+        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
+        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
+        residual(c.hidden),
+        Part(kept=Kept(c.hidden)),
+    )
+
+
+def qwen3_5(c: ModelConfig, kind: Kind) -> Parts:
+    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
+    mixer = gated_delta(c, apart=True) if kind.attention == LINEAR else gated_attention(c)
+    return (*mixer, *mlp, *before(c, "wide"))
+
+
+def llama4(c: ModelConfig, kind: Kind) -> Parts:
+    """Attention in chunks of tokens, and full attention in layers without rotary positions.
+
+    transformers runs each token through every expert, with zeros for experts that it is not routed
+    to. All experts therefore count as active.
+    """
+    bias, heads, hidden, size = c.flag("attention_bias"), c.heads, c.hidden, c.head_dim
+    projections = tuple(
+        linear(f"self_attn.{name}_proj", hidden, size * count, bias)
+        for name, count in (("q", heads), ("k", c.kv_heads), ("v", c.kv_heads))
+    )
+    mixer: Parts = (
+        *projections,
+        linear("self_attn.o_proj", heads * size, hidden, bias),
+        shared_input(hidden, 3),
+    )
+    turned = (heads + c.kv_heads) * size
+    if kind.attention == CHUNKED:
+        normed = c.flag("use_qk_norm")
+        mixer += (
+            turned_in_pairs(turned),
+            attend(c, FULL, window=c.size("attention_chunk_size")),
+            (
+                Part(
+                    forward=Traffic(0, 7 * turned, 2 * turned),
+                    backward=Traffic(0, 17 * turned, 2 * turned),
+                    kept=Kept(0, turned + heads),
+                )
+                if normed
+                else Part()
+            ),
+        )
+    else:
+        mixer += (
+            attend(c, FULL),
+            Part(forward=Traffic(2 * heads * size), backward=Traffic(2 * heads * size)),
+        )
+    if kind.mlp == DENSE:
+        return (
+            *mixer,
+            *gated_mlp(c, name="feed_forward", inner=c.size("intermediate_size_mlp")),
+            *before(c),
+        )
+    count, inner = top_k(c, "num_local_experts")[0], c.size("intermediate_size")
+    every = experts("feed_forward.experts", hidden, inner, count, count, transposed=True)
+    return (
+        *mixer,
+        every,
+        router("feed_forward.router", hidden, count),
+        shared_expert(c, "feed_forward.shared_expert", inner),
+        *before(c),
+    )
+
+
+_SILU: dict[str, Any] = {"hidden_act": "silu"}
+_LATENT: dict[str, Any] = {
+    **_SILU,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DELTA: dict[str, Any] = {
+    **_SILU,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+_QWEN3_5 = pattern(4, LINEAR, "full_attention_interval")
+
+MIXTURE_FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(
+        layer=deepseek_v2, mlp=dense_first,
+        defaults={
+            **_LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 1407,
+            "n_routed_experts": 64, "n_shared_experts": 2,
+        },
+    ),
+    "dots1": Family(
+        layer=dots1, attention=dots_window, mlp=dense_first,
+        defaults={
+            **_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1408,
+        },
+    ),
+    "exaone_moe": Family(
+        layer=exaone_moe, attention=pattern(4), mlp=dense_first,
+        defaults={
+            **_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+        },
+    ),
+    "flex_olmo": Family(
+        layer=flex_olmo, mlp=every_layer, norm=wide_norm,
+        defaults={**_SILU, "num_experts": 7, "num_experts_per_tok": 5},
+    ),
+    "glm4_moe_lite": Family(
+        layer=glm4_moe_lite, mlp=dense_first,
+        defaults={
+            **_LATENT, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "n_routed_experts": 64,
+            "n_shared_experts": 1, "num_experts_per_tok": 4,
+        },
+    ),
+    "granitemoe_swa": Family(
+        layer=granitemoe_swa, attention=full_first(4), mlp=every_layer,
+        defaults={
+            **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0, "sliding_window": 128,
+        },
+    ),
+    "granitemoeshared": Family(
+        layer=granitemoeshared, mlp=every_layer,
+        defaults={
+            **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+        },
+    ),
+    "llama4_text": Family(
+        layer=llama4, attention=llama4_chunks, mlp=llama4_sparse, scaled_from=llama4_scaled_from,
+        defaults={
+            **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
+            "num_experts_per_tok": 1, "intermediate_size_mlp": 16384, "use_qk_norm": True,
+            "attention_chunk_size": 8192, "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+        },
+    ),
+    "mellum": Family(
+        layer=mellum, attention=listed_or_full, mlp=listed_or_sparse,
+        defaults={
+            **_SILU, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024,
+            "moe_intermediate_size": 896, "num_local_experts": 64, "num_experts_per_tok": 8,
+        },
+    ),
+    "minicpm3": Family(
+        layer=minicpm3,
+        defaults={
+            **_SILU, "tie_word_embeddings": True, "q_lora_rank": 768, "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+        },
+    ),
+    "minimax": Family(
+        layer=minimax, attention=minimax_layers, mlp=every_layer,
+        defaults={
+            **_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "block_size": 256,
+        },
+    ),
+    "minimax_m2": Family(
+        layer=minimax_m2, mlp=every_layer,
+        defaults={
+            **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "qwen3_5_moe_text": Family(
+        layer=qwen3_5, attention=_QWEN3_5, mlp=every_layer, norm=wide_norm,
+        defaults={
+            **_DELTA, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "qwen3_5_text": Family(
+        layer=qwen3_5, attention=_QWEN3_5, norm=wide_norm,
+        defaults={**_DELTA, "num_key_value_heads": 4},
+    ),
+    "solar_open": Family(
+        layer=solar_open, mlp=every_layer,
+        defaults={
+            **_SILU, "num_key_value_heads": 8, "head_dim": 128, "moe_intermediate_size": 1280,
+            "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        },
+    ),
+    "youtu": Family(layer=latent_dense, defaults={**_LATENT, "tie_word_embeddings": True}),
+}  # fmt: skip

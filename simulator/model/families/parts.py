@@ -1,0 +1,498 @@
+"""The parts of decoder layers: projections, norms, attention and MLPs.
+
+Each part lists its tensors and the costs of its arithmetic. The costs are those of transformers'
+modules as PyTorch runs them eagerly, kernel by kernel. An elementwise kernel reads each operand
+once and writes its result once. A tensor that is saved for the backward pass is counted in the part
+that produces it. With b bytes per element of the compute dtype, a layer costs for each token:
+
+    FLOPs   2 x active, plus `pair` for each token attended to, plus `state` (linear attention)
+    bytes   b x low + 4 x wide, plus (b + 4) x casts if b < 4
+    saved   b x low + 4 x wide, plus 4 x upcast if b < 4
+
+If attention writes out its scores (`Scores`), bytes and saved bytes come again for each pair of
+tokens in a row, including masked pairs.
+
+In the docstrings below, a number in parentheses after an operation is the number of elements that
+its kernels read and write, per element of the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatrain.simulator.model.families.config import ModelConfig
+
+Tensors = tuple[tuple[str, tuple[int, ...]], ...]
+"""(name, shape) of each tensor, in the order in which transformers registers them."""
+
+
+class Traffic(NamedTuple):
+    """Elements per token that elementwise kernels read and write."""
+
+    low: int = 0
+    """Elements in the compute dtype."""
+    wide: int = 0
+    """Elements in fp32."""
+    casts: int = 0
+    """Elements that are read in one of the two dtypes and written in the other."""
+
+    def bytes(self, width: int) -> int:
+        """Returns the bytes per token, with `width` bytes per element of the compute dtype."""
+        return width * self.low + 4 * self.wide + ((width + 4) * self.casts if width < 4 else 0)
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(self.low + other.low, self.wide + other.wide, self.casts + other.casts)
+
+
+class Kept(NamedTuple):
+    """Elements per token that autograd saves for the backward pass."""
+
+    low: int = 0
+    """Elements in the compute dtype."""
+    wide: int = 0
+    """Elements in fp32."""
+    upcast: int = 0
+    """Elements of fp32 copies of tensors in the compute dtype. If the compute dtype is fp32, there
+    is no copy."""
+
+    def bytes(self, width: int) -> int:
+        """Returns the bytes per token, with `width` bytes per element of the compute dtype."""
+        return width * self.low + 4 * self.wide + (4 * self.upcast if width < 4 else 0)
+
+    def plus(self, other: Kept) -> Kept:
+        return Kept(self.low + other.low, self.wide + other.wide, self.upcast + other.upcast)
+
+
+class Scores(NamedTuple):
+    """The costs of attention scores that are written out: elements per pair of tokens.
+
+    All heads are counted together.
+    """
+
+    kept: Kept = Kept()
+    """Elements that autograd saves."""
+    held: Kept = Kept()
+    """The largest number of temporary elements that exist at once in the backward pass."""
+    forward: Traffic = Traffic()
+    """Elements read and written in the forward pass."""
+    backward: Traffic = Traffic()
+    """Elements read and written in the backward pass."""
+
+    def plus(self, other: Scores) -> Scores:
+        return Scores(
+            self.kept.plus(other.kept),
+            self.held.plus(other.held),
+            self.forward.plus(other.forward),
+            self.backward.plus(other.backward),
+        )
+
+
+def softmax_scores(heads: int, *, capped: bool = False) -> Scores:
+    """Returns the costs of scores with a softmax in fp32.
+
+    Forward: the products of queries and keys are scaled (2), a mask is added (3), and softmax runs
+    in fp32 (3) between two casts. Backward: scaling (2), softmax (5) and the casts. Autograd saves
+    the softmax in fp32 and in the compute dtype. If the scores are `capped`, a division, a tanh and
+    a product (2 each) are added, and the tanh is saved.
+    """
+    cap = 6 * heads if capped else 0
+    return Scores(
+        Kept(heads * (2 if capped else 1), 0, heads),
+        Kept(2 * heads, 2 * heads),
+        Traffic(5 * heads + cap, 3 * heads, 2 * heads),
+        Traffic(2 * heads + cap, 5 * heads, 2 * heads),
+    )
+
+
+def scaled_scores(heads: int) -> Scores:
+    """Returns the costs of `softmax_scores` plus a log-sum-exp of the scores (2), which saves them.
+
+    The log-sum-exp scales the output of attention.
+    """
+    return Scores(
+        Kept(2 * heads, 0, heads),
+        Kept(3 * heads, 2 * heads),
+        Traffic(6 * heads, 3 * heads, 2 * heads),
+        Traffic(6 * heads, 5 * heads, 2 * heads),
+    )
+
+
+def sink_scores(heads: int) -> Scores:
+    """Returns the costs of scores with an attention sink: one more column, a learned number per
+    head.
+
+    The column is appended (2), the largest score is subtracted (3), softmax runs in the compute
+    dtype, and the column is cut off (2).
+    """
+    return Scores(Kept(heads), Kept(4 * heads), Traffic(15 * heads), Traffic(18 * heads))
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors and costs of one module of a decoder layer, or of several."""
+
+    tensors: Tensors = ()
+    """Its parameters, in order."""
+    active: int = 0
+    """Matrix elements that each token is multiplied with."""
+    idle: int = 0
+    """Parameters of experts that a token is not routed to."""
+    pair: int = 0
+    """FLOPs of attention for one query and one key with its value."""
+    window: int = 0
+    """The most tokens that a query attends to. 0 means all tokens before it."""
+    state: int = 0
+    """FLOPs per token of linear attention or a state-space mixer."""
+    forward: Traffic = Traffic()
+    """Elements that elementwise kernels read and write in the forward pass."""
+    backward: Traffic = Traffic()
+    """Elements that elementwise kernels read and write in the backward pass."""
+    kept: Kept = Kept()
+    """Elements that autograd saves."""
+    attended: Kept = Kept()
+    """The elements of `kept` that are results of the attention kernel: its output, and the
+    log-sum-exp of each head."""
+    scores: Scores = Scores()
+    """The costs of attention scores, if they are written out."""
+    inner: int = 0
+    """Elements per token between the projections of an MLP."""
+    attention: str = ""
+    """A text that distinguishes this attention from others, for a layer's signature."""
+    mlp: str = ""
+    """A text that distinguishes this MLP from others, for a layer's signature."""
+
+
+def joined(parts: tuple[Part, ...]) -> Part:
+    """Returns the parts as one part: their costs are summed, and their tensors stay in order."""
+    forward, backward, kept, attended, scores = Traffic(), Traffic(), Kept(), Kept(), Scores()
+    for part in parts:
+        forward, backward = forward.plus(part.forward), backward.plus(part.backward)
+        kept, attended, scores = (
+            kept.plus(part.kept),
+            attended.plus(part.attended),
+            scores.plus(part.scores),
+        )
+    return Part(
+        tensors=tuple(tensor for part in parts for tensor in part.tensors),
+        active=sum(part.active for part in parts),
+        idle=sum(part.idle for part in parts),
+        pair=sum(part.pair for part in parts),
+        window=max(part.window for part in parts),
+        state=sum(part.state for part in parts),
+        forward=forward,
+        backward=backward,
+        kept=kept,
+        attended=attended,
+        scores=scores,
+        inner=sum(part.inner for part in parts),
+        attention="".join(part.attention for part in parts),
+        mlp="".join(part.mlp for part in parts),
+    )
+
+
+def linear(name: str, source: int, target: int, bias: bool = False) -> Part:
+    """Returns a projection.
+
+    The bias is added inside the matrix product. Its gradient reads the gradient of the output once.
+    """
+    tensors: Tensors = ((f"{name}.weight", (target, source)),)
+    return Part(
+        tensors=tensors + (((f"{name}.bias", (target,)),) if bias else ()),
+        active=source * target,
+        backward=Traffic(low=target if bias else 0),
+    )
+
+
+def rms_norm(
+    name: str,
+    size: int,
+    *,
+    rows: int = 1,
+    first: bool = False,
+    projected: bool = True,
+    weight: str = "low",
+) -> Part:
+    """Returns an RMS norm that is computed in fp32.
+
+    Forward: cast, square (2), mean (1), product with the scale (2), product with the weight (2),
+    cast. Backward: weight (2) and its gradient (4); scale (2) and its gradient (4); for the mean of
+    squares a fill (1), a copy (2), a doubling (2) and a product (3); a sum (3); two casts. Autograd
+    saves the input in fp32, the scale, the normalised row, and the output if a projection reads it.
+
+    Args:
+        name: The module's name.
+        size: Elements of a row, and of the weight.
+        rows: Rows per token that share the weight.
+        first: Whether its input is the layer's input, which the layer has in the compute dtype.
+        projected: Whether a projection reads its output.
+        weight: The dtype of the product with the weight: `low` for the compute dtype (Llama),
+            `wide` for fp32 (Gemma, OLMo 2).
+    """
+    elements = rows * size
+    low, wide = (elements, 0) if weight == "low" else (0, elements)
+    own, copy = (0, elements) if first else (elements, 0)
+    return Part(
+        tensors=((f"{name}.weight", (size,)),),
+        forward=Traffic(2 * low, 5 * elements + 2 * wide, 2 * elements),
+        backward=Traffic(6 * low, 17 * elements + 6 * wide, 2 * elements),
+        kept=Kept(low + (elements if projected else 0), rows + wide + own, copy),
+    )
+
+
+def layer_norm(
+    name: str, size: int, *, rows: int = 1, first: bool = False, projected: bool = True
+) -> Part:
+    """Returns PyTorch's layer norm with a bias, one kernel forward and one backward.
+
+    Autograd saves its input, mean and scale, and its output if a projection reads it (`projected`).
+    The input is not counted if it is that of the layer (`first`). `rows` of `size` elements per
+    token share the weight.
+    """
+    elements = rows * size
+    return Part(
+        tensors=((f"{name}.weight", (size,)), (f"{name}.bias", (size,))),
+        forward=Traffic(2 * elements),
+        backward=Traffic(5 * elements),
+        kept=Kept(elements * ((0 if first else 1) + (1 if projected else 0)), 2 * rows),
+    )
+
+
+def centred_norm(
+    name: str, shape: tuple[int, ...], rows: int = 1, *, projected: bool = True
+) -> Part:
+    """Returns Cohere's layer norm without bias, which is written out in fp32.
+
+    Forward: 12 elements per element, and two casts. Autograd saves the centred row twice, its scale
+    and the normalised row. `shape` is that of the weight, and `rows` rows per token are normalised.
+    """
+    elements = rows * shape[-1]
+    return Part(
+        tensors=((f"{name}.weight", shape),),
+        forward=Traffic(0, 12 * elements, 2 * elements),
+        backward=Traffic(0, 31 * elements, 2 * elements),
+        kept=Kept(elements if projected else 0, 3 * elements + rows),
+    )
+
+
+def residual(hidden: int, count: int = 2) -> Part:
+    """Returns `count` residual sums: one sum forward (3), and one of two gradients backward (3)."""
+    return Part(forward=Traffic(3 * hidden * count), backward=Traffic(3 * hidden * count))
+
+
+def shared_input(hidden: int, consumers: int) -> Part:
+    """Returns the sums of gradients for an input that several modules read, 3 for each sum."""
+    return Part(backward=Traffic(3 * hidden * (consumers - 1)))
+
+
+def rotary(elements: int) -> Part:
+    """Returns rotary positions of queries and keys: x cos + rotated(x) sin.
+
+    Forward: product with cos (2), negation of a half (1), concatenation (2), product with sin (2),
+    sum (3). Backward: two products (2 each), gradients of the halves written into zeros (5), and
+    their sums (6).
+    """
+    return Part(forward=Traffic(10 * elements), backward=Traffic(15 * elements))
+
+
+def turned_in_pairs(elements: int) -> Part:
+    """Returns the costs to add to `rotary` if pairs of neighbouring elements are rotated, in fp32.
+
+    These are casts to fp32 and back, and a rearrangement of the cosines.
+    """
+    return Part(
+        forward=Traffic(0, 4 * elements, 2 * elements),
+        backward=Traffic(0, 6 * elements, 2 * elements),
+    )
+
+
+def attend(
+    c: ModelConfig,
+    kind: str,
+    *,
+    query: int = 0,
+    value: int = 0,
+    kv_heads: int = 0,
+    window: int = 0,
+    copied: bool = False,
+    fused: bool = False,
+    scores: Scores | None = None,
+) -> Part:
+    """Returns attention without its projections.
+
+    It is one fused kernel, for which autograd saves q, k, v, the output and the log-sum-exp of each
+    head.
+
+    Args:
+        c: The config.
+        kind: The layer's attention. With `sliding_attention`, the window is `sliding_window`.
+        query: Elements of a query or key per head. 0 means `head_dim`.
+        value: Elements of a value per head. 0 means `query`.
+        kv_heads: Heads of keys and values. 0 means those of the config.
+        window: The most tokens that a query attends to, with another `kind`. 0 means all.
+        copied: Queries were concatenated head by head. The output therefore has the layout of heads
+            and is copied for the projection, which saves the copy.
+        fused: q, k and v come from one projection, whose whole output is saved together with v.
+        scores: The costs of scores, if they are written out and there is no fused kernel. Keys and
+            values that several heads share are then copied for each head, and q, k and v are copied
+            into the layout of the matrix product.
+    """
+    heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
+    value = value or query
+    if kind == "sliding_attention":
+        window = c.window
+        if not window:
+            raise c.wrong(
+                "layer_types",
+                "full_attention only, since sliding_window or use_sliding_window turns the window"
+                " off",
+            )
+    output, whole = heads * value if copied else 0, (heads + kv_heads) * query if fused else 0
+    label = (
+        f"{heads}:{kv_heads}x{query}"
+        + (f"v{value}" if value != query else "")
+        + (f"w{window}" if window else "")
+    )
+    if scores is not None:
+        return Part(
+            pair=2 * heads * (query + value),
+            window=window,
+            forward=Traffic(2 * heads * (2 * query + 2 * value)),
+            scores=scores,
+            backward=Traffic(3 * heads * (2 * query + 2 * value)),
+            kept=Kept(2 * heads * (query + value)),
+            attention=label,
+        )
+    return Part(
+        pair=2 * heads * (query + value),
+        window=window,
+        forward=Traffic(2 * output),
+        backward=Traffic(2 * output),
+        kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads),
+        attended=Kept(heads * value, heads),
+        attention=label,
+    )
+
+
+def attention(
+    c: ModelConfig,
+    kind: str,
+    *,
+    bias: bool = False,
+    out_bias: bool = False,
+    out: str = "o_proj",
+    norms: str = "",
+    weight: str = "low",
+    copied: bool = False,
+    scores: Scores | None = None,
+) -> tuple[Part, ...]:
+    """Returns attention with its projections and rotary positions.
+
+    Args:
+        c: The config.
+        kind: The layer's attention.
+        bias: Whether the projections to q, k and v have a bias.
+        out_bias: Whether the output projection has a bias.
+        out: The name of the output projection.
+        norms: The norms of queries and keys: empty for none, `head` for one row per head, `whole`
+            for one row with all heads.
+        weight: The dtype of these norms' weight product, as in `rms_norm`.
+        copied: As in `attend`.
+        scores: As in `attend`.
+    """
+    heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
+    parts = [
+        linear(f"self_attn.{name}_proj", hidden, size * count, bias)
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    ]
+    parts.append(linear(f"self_attn.{out}", heads * size, hidden, out_bias))
+    for name, count in (("q", heads), ("k", kv_heads)) if norms else ():
+        rows, each = (count, size) if norms == "head" else (1, count * size)
+        parts.append(
+            rms_norm(f"self_attn.{name}_norm", each, rows=rows, projected=False, weight=weight)
+        )
+    return (
+        *parts,
+        rotary((heads + kv_heads) * size),
+        attend(c, kind, copied=copied, scores=scores),
+        shared_input(hidden, 3),
+    )
+
+
+_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+def activation(c: ModelConfig, elements: int, key: str = "hidden_act") -> Part:
+    """Returns an activation function, which the config names under `key`.
+
+    It is one kernel forward (2) and one backward (3), for which autograd saves the input. relu
+    saves its output instead, which the next projection saves anyway. `gelu_new` is written out (19
+    forward, 24 backward) and saves four tensors. relu2 is two kernels.
+    """
+    name = c.choice(key, (*_ACTIVATIONS, "gelu_new", "relu2"))
+    if name == "gelu_new":
+        return Part(
+            forward=Traffic(19 * elements), backward=Traffic(24 * elements), kept=Kept(4 * elements)
+        )
+    if name == "relu2":
+        return Part(
+            forward=Traffic(4 * elements), backward=Traffic(6 * elements), kept=Kept(elements)
+        )
+    return Part(
+        forward=Traffic(2 * elements),
+        backward=Traffic(3 * elements),
+        kept=Kept(0 if name == "relu" else elements),
+    )
+
+
+def gated_mlp(
+    c: ModelConfig,
+    *,
+    name: str = "mlp",
+    inner: int = 0,
+    act: str = "hidden_act",
+    bias: bool = False,
+    fused: bool = False,
+    label: bool = True,
+) -> tuple[Part, ...]:
+    """Returns a gated MLP: down(activation(gate) x up).
+
+    Autograd saves gate, up, the activation and the product. `inner` is the width between the
+    projections (0 means `intermediate_size`). `act` is the key of the activation in the config.
+    With `fused`, gate and up are one projection. Without `label`, the part has no text for the
+    signature.
+    """
+    inner, hidden = inner or c.size("intermediate_size"), c.hidden
+    names = (
+        ((f"{name}.gate_up_proj", 2 * inner),)
+        if fused
+        else ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
+    )
+    product = Part(
+        forward=Traffic(3 * inner),
+        backward=Traffic((12 if fused else 6) * inner),
+        kept=Kept(3 * inner),
+        inner=inner,
+        mlp=str(inner) if label else "",
+    )
+    return (
+        *(linear(each, hidden, size, bias) for each, size in names),
+        linear(f"{name}.down_proj", inner, hidden, bias),
+        activation(c, inner, act),
+        product,
+        shared_input(hidden, len(names)),
+    )
+
+
+def plain_mlp(c: ModelConfig, up: str, down: str, *, bias: bool = True) -> tuple[Part, ...]:
+    """Returns an MLP without a gate: down(activation(up)).
+
+    Autograd saves input and output of the activation. `up` and `down` name the projections.
+    """
+    inner, hidden = c.size("intermediate_size"), c.hidden
+    return (
+        linear(f"mlp.{up}", hidden, inner, bias),
+        linear(f"mlp.{down}", inner, hidden, bias),
+        activation(c, inner),
+        Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
+    )

@@ -1,0 +1,187 @@
+"""Older families, whose attention scores transformers writes out in some or all models."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatrain.simulator.model.families.config import ModelConfig
+from megatrain.simulator.model.families.family import Family, Parts
+from megatrain.simulator.model.families.kinds import Kind
+from megatrain.simulator.model.families.parts import (
+    Kept,
+    Part,
+    Traffic,
+    activation,
+    attend,
+    layer_norm,
+    linear,
+    residual,
+    rotary,
+    shared_input,
+    softmax_scores,
+    turned_in_pairs,
+)
+
+_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
+
+def _mlp(c: ModelConfig, up: str, down: str, inner: int, *, bias: bool, act: str) -> Parts:
+    between = (activation(c, inner, act), Part(kept=Kept(inner), inner=inner, mlp=str(inner)))
+    return (linear(up, c.hidden, inner, bias), linear(down, inner, c.hidden, bias), *between)
+
+
+def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
+    """One norm, after which attention and MLP run in parallel.
+
+    Rotary positions rotate pairs of neighbouring elements. Queries and keys are multiplied in fp32.
+    With `fused`, one projection makes queries, keys and values.
+    """
+    hidden, inner = c.hidden, c.count("n_inner", 0) or 4 * c.hidden
+    turned = c.size("rotary_dim", c.head_dim, most=c.head_dim)
+    names = (
+        (("qkv_proj", 3 * hidden), ("out_proj", hidden))
+        if fused
+        else (("k_proj", hidden), ("v_proj", hidden), ("q_proj", hidden), ("out_proj", hidden))
+    )
+    return (
+        layer_norm("ln_1", hidden, first=True),
+        *(linear(f"attn.{name}", hidden, size) for name, size in names),
+        *_mlp(c, "mlp.fc_in", "mlp.fc_out", inner, bias=True, act="activation_function"),
+        rotary(2 * c.heads * turned),
+        turned_in_pairs(2 * c.heads * turned),
+        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c.heads)),
+        Part(kept=Kept(4 * turned, 0, hidden)),
+        shared_input(hidden, 2 if fused else 4),
+        residual(hidden),
+    )
+
+
+def codegen(c: ModelConfig, kind: Kind) -> Parts:
+    """GPT-J, with one projection for queries, keys and values."""
+    if c.heads % 4:
+        raise c.wrong("n_head", "a multiple of 4")
+    return gptj(c, kind, fused=True)
+
+
+def _bare_layer_norm(name: str, size: int, *, first: bool = False) -> Part:
+    """Returns `layer_norm` without a bias."""
+    part = layer_norm(name, size, first=first)
+    kept = {field: getattr(part, field) for field in part.__struct_fields__ if field != "tensors"}
+    return Part(tensors=part.tensors[:1], **kept)
+
+
+def mpt(c: ModelConfig, kind: Kind) -> Parts:
+    """Positions are slopes, one per head, that are added to the scores. There are no biases."""
+    hidden, own = c.hidden, c.get("attn_config") or {}
+    if not isinstance(own, dict):
+        raise c.wrong("attn_config", "an object")
+    for key, wanted in (
+        ("attn_pdrop", 0),
+        ("qk_ln", False),
+        ("prefix_lm", False),
+        ("alibi", True),
+        ("attn_type", "multihead_attention"),
+    ):
+        if own.get(key, wanted) != wanted:
+            raise c.wrong("attn_config", f"{key} = {wanted!r}")
+    clipped = (
+        Part(forward=Traffic(6 * hidden), backward=Traffic(9 * hidden), kept=Kept(3 * hidden))
+        if own.get("clip_qkv")
+        else Part()
+    )
+    between = Part(
+        forward=Traffic(8 * hidden),
+        backward=Traffic(12 * hidden),
+        kept=Kept(8 * hidden),
+        inner=4 * hidden,
+        mlp=str(4 * hidden),
+    )
+    return (
+        _bare_layer_norm("norm_1", hidden, first=True),
+        linear("attn.Wqkv", hidden, 3 * hidden),
+        linear("attn.out_proj", hidden, hidden),
+        _bare_layer_norm("norm_2", hidden),
+        linear("ffn.up_proj", hidden, 4 * hidden),
+        linear("ffn.down_proj", 4 * hidden, hidden),
+        between,
+        clipped,
+        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c.heads)),
+        residual(hidden),
+    )
+
+
+def falcon(c: ModelConfig, kind: Kind) -> Parts:
+    """One projection for queries, keys and values.
+
+    With one key and value head for all query heads, no fused kernel is used, and PyTorch writes out
+    the scores.
+    """
+    hidden, heads, size, bias = c.hidden, c.heads, c.head_dim, c.flag("bias")
+    groups, several, side = (
+        c.flag("new_decoder_architecture"),
+        not c.flag("multi_query", True),
+        c.flag("parallel_attn", True),
+    )
+    if c.flag("alibi"):
+        raise c.wrong("alibi", "false, with rotary positions")
+    pairs = c.size("num_kv_heads", heads) if groups else (heads if several else 1)
+    if heads % pairs:
+        raise c.wrong("num_kv_heads", f"a divisor of the {heads} attention heads")
+    norms = ("input_layernorm",) if side else ("post_attention_layernorm", "input_layernorm")
+    if side and (
+        c.get("num_ln_in_parallel_attn") == 2
+        or (groups and c.get("num_ln_in_parallel_attn") is None)
+    ):
+        norms = ("ln_attn", "ln_mlp")
+    inner = c.count("ffn_hidden_size", 0) or 4 * hidden
+    scores = None if groups or several else softmax_scores(heads)
+    return (
+        linear("self_attention.query_key_value", hidden, (heads + 2 * pairs) * size, bias),
+        linear("self_attention.dense", hidden, hidden, bias),
+        *_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", inner, bias=bias, act="activation"),
+        *(layer_norm(name, hidden, first=side or name == "input_layernorm") for name in norms),
+        rotary((heads + pairs) * size),
+        attend(c, kind.attention, kv_heads=heads, copied=True, scores=scores),
+        Part(kept=Kept(hidden if scores is None else 0)),
+        shared_input(hidden, 3 - len(norms)),
+        residual(hidden),
+    )
+
+
+_GPTJ: dict[str, Any] = {
+    "n_embd": 4096,
+    "n_layer": 28,
+    "n_head": 16,
+    "n_positions": 2048,
+    "vocab_size": 50400,
+    "rotary_dim": 64,
+    "activation_function": "gelu_new",
+}
+
+WRITTEN_FAMILIES: dict[str, Family] = {
+    "codegen": Family(
+        layer=codegen, norm=layer_norm, norm_name="ln_f", embedding="wte", head_bias=True,
+        names=_NAMES, longest="n_positions", defaults=_GPTJ,
+    ),
+    "falcon": Family(
+        layer=falcon, norm=layer_norm, norm_name="ln_f", embedding="word_embeddings",
+        defaults={"activation": "gelu", "tie_word_embeddings": True, "num_attention_heads": 71},
+    ),
+    "gptj": Family(
+        layer=gptj, norm=layer_norm, norm_name="ln_f", embedding="wte", head_bias=True,
+        names=_NAMES, longest="n_positions", defaults=_GPTJ,
+    ),
+    "mpt": Family(
+        layer=mpt, norm=functools.partial(_bare_layer_norm, first=False), norm_name="norm_f",
+        embedding="wte", longest="max_seq_len",
+        names={
+            "hidden_size": "d_model", "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+        },
+        defaults={
+            "d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048,
+            "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""Optimizer: the interface of an optimizer, and the registry of all optimizers.
+
+A workload names its optimizer. The simulator reads how much state it keeps, and the runtime calls
+its `update`. AdamW is built in, with its update in `runtime/optimizer/adamw.py`. Others are
+installed or in a file (`base/registry.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.registry import Registry
+
+ADAMW = "adamw"
+SETTINGS = ("weight_decay", "betas", "epsilon")
+"""The fields of the config's [optimizer] that an optimizer may read. `max_norm` and `groups` apply
+to every optimizer."""
+_MOST_MOMENTS = 8
+
+
+class Optimizer:
+    """Updates fp32 master weights, element by element.
+
+    A subclass sets `name` and `moments` and defines `update`. Import torch inside `update`, or not
+    at all: planning then does not load it.
+    """
+
+    name: ClassVar[str]
+    """The name in reports."""
+    moments: ClassVar[int]
+    """The number of fp32 values that are kept for each parameter. They start at 0."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """The names of SETTINGS that `update` takes as keyword arguments. A run that sets another one
+    is refused."""
+
+    def update(
+        self,
+        weights: Any,
+        moments: Any,
+        gradient: Any,
+        *,
+        rate: float,
+        number: int,
+        **settings: Any,
+    ) -> None:
+        """Updates `weights` and `moments` in place.
+
+        Args:
+            weights: Master weights, [n] fp32.
+            moments: The optimizer's state, [moments, n] fp32, on the same device.
+            gradient: The clipped gradient, [n] fp32. It may be overwritten.
+            rate: The learning rate of these parameters.
+            number: The number of the step, from 1.
+            **settings: The values of `settings`. `weight_decay` is that of these parameters.
+
+        The tensors may be any part of a layer, so no element may depend on another one. Every plan
+        gives the same bits if every operation rounds once, as `add`, `sub`, `mul` and `sign` do.
+        `lerp`, `addcmul`, and operations with `alpha=` or `value=` round differently in different
+        positions and on different devices.
+        """
+        raise NotImplementedError
+
+
+class _AdamW(Optimizer):
+    """AdamW. Its update is in `runtime/optimizer/adamw.py`."""
+
+    name = ADAMW
+    moments = 2
+    settings = SETTINGS
+
+
+def _refuse(optimizer: Optimizer, where: str) -> None:
+    """Raises UserError if the subclass does not define what it has to."""
+    found: object = getattr(optimizer, "moments", None)
+    if not isinstance(found, int) or not 0 <= found <= _MOST_MOMENTS:
+        raise UserError(
+            f"{where}: moments",
+            found=repr(found),
+            allowed=f"0 to {_MOST_MOMENTS}",
+            fix="set `moments` to the fp32 values that it keeps for each parameter",
+        )
+    unknown = [name for name in optimizer.settings if name not in SETTINGS]
+    if unknown:
+        raise UserError(
+            f"{where}: settings",
+            found=", ".join(unknown),
+            allowed=", ".join(SETTINGS),
+            fix="keep other values in the file",
+        )
+    if type(optimizer).update is Optimizer.update:
+        raise UserError(
+            where, found="no `update`", allowed="one", fix="define it as docs/adding.md shows"
+        )
+
+
+OPTIMIZERS: Registry[Optimizer] = Registry(
+    "optimizer",
+    Optimizer,
+    "megatrain.simulator.model.optimizer",
+    {ADAMW: _AdamW()},
+    group="megatrain.optimizers",
+    refuse=_refuse,
+)
+find, registered = OPTIMIZERS.find, OPTIMIZERS.registered

@@ -1,0 +1,545 @@
+"""ModelSpec: a model as a stack of layers, with their tensors, bytes and FLOPs.
+
+The layers are the embedding (`e`), the decoder layers (`0`, `1` and so on) and the head (`h`),
+which is the final norm and the output projection. With tied embeddings there is no `h`: the final
+norm belongs to the layer `e`, which is used twice. The parameters of a layer are stored in one flat
+buffer, one tensor after the other, each padded to a multiple of `ALIGNMENT` elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError, suggestion
+from megatrain.simulator.base.files import read_json
+from megatrain.simulator.model.families import (
+    ALWAYS_MASKED,
+    FROM_THE_ROW,
+    KEEP_ATTENTION,
+    WIDE_HEADS,
+    WRITTEN_OUT,
+    Architecture,
+    Kept,
+    Part,
+    Tensors,
+    cut,
+    text_config,
+)
+from megatrain.simulator.model.workload import Dtype, Workload
+
+ALIGNMENT = 64
+"""The size of a tensor in a layer's buffer is a multiple of this many elements: 128 bytes in bf16,
+256 in fp32. This aligns tensors for the widest loads of GPUs and CPUs."""
+
+DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
+EMBEDDING, HEAD = "e", "h"
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One parameter tensor of a layer."""
+
+    name: str
+    """Its name inside the layer."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def padded(self) -> int:
+        """The elements that it takes in the layer's flat buffer, padding included."""
+        return -(-self.elements // ALIGNMENT) * ALIGNMENT
+
+
+def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, shape) for name, shape in pairs)
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One layer: tensors that are loaded, computed with and updated together."""
+
+    name: str
+    """`e`, `0`, `1` and so on, or `h`."""
+    kind: Literal["embedding", "decoder", "head"]
+    """What the layer is."""
+    tensors: tuple[TensorSpec, ...]
+    """Its parameter tensors, in the order of the flat buffer."""
+    signature: str = ""
+    """For a decoder layer: what the duration of its ops depends on, except the workload, such as
+    `qwen2-2048x11008-16:2x128-v151936`."""
+    attention: str = ""
+    """For a decoder layer: `full_attention`, `sliding_attention` or `linear_attention`."""
+    inner: int = 0
+    """For a decoder layer: elements per token between the projections of its MLP, summed over the
+    experts that a token uses."""
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """The number of its parameters."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """The elements of the flat buffer, padding included. The padding is zero, and AdamW leaves
+        it zero.
+        """
+        return sum(tensor.padded for tensor in self.tensors)
+
+
+class Heads(NamedTuple):
+    """The heads of an attention layer."""
+
+    queries: int
+    """The number of query heads."""
+    pairs: int
+    """The number of key-value heads."""
+    size: int
+    """The elements of a head: the largest of a query, a key and a value."""
+
+
+class Work(NamedTuple):
+    """The FLOPs and the memory traffic of an op."""
+
+    linear_flops: int
+    """FLOPs of matrix products with weights: 2 per token and matrix element."""
+    attention_flops: int
+    """FLOPs of attention without masked pairs. For linear attention, those of its convolution and
+    recurrence."""
+    moved_bytes: int
+    """Bytes of device memory that elementwise kernels read and write, plus the weights read and the
+    weight gradients written."""
+
+    @property
+    def flops(self) -> int:
+        """All FLOPs."""
+        return self.linear_flops + self.attention_flops
+
+
+class SavedActivations(NamedTuple):
+    """Bytes that a decoder layer needs from its forward to its backward, for each way to save
+    them.
+    """
+
+    store: int
+    """Device bytes if activations are saved: all tensors that autograd saves."""
+    recompute: int
+    """Device bytes if the layer is recomputed: its input."""
+    park: int
+    """Host bytes if the layer is recomputed from an offloaded input."""
+
+
+class KeptAttention(NamedTuple):
+    """Bytes of a layer's saved attention, which is the output and the log-sum-exp in one buffer."""
+
+    output: int
+    """Bytes of the output, [batch, sequence, heads, value size] in the compute dtype."""
+    log_sum_exp: int
+    """Bytes of the log-sum-exp, [batch, heads, sequence] in fp32."""
+
+    @property
+    def offset(self) -> int:
+        """The first byte of the log-sum-exp: the output's bytes, rounded up to a multiple of
+        256.
+        """
+        return -(-self.output // 256) * 256
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the buffer."""
+        return self.offset + self.log_sum_exp
+
+
+_PASSES = {"forward": 1, "recompute": 1, "backward": 2}
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A decoder-only language model, described by its Hugging Face config.json. The folder
+    `simulator/model/families` knows what its layers consist of.
+    """
+
+    name: str
+    """The name of the model."""
+    config: dict[str, Any]
+    """The keys of config.json that are needed to build the model, without nulls."""
+
+    def __post_init__(self) -> None:
+        _ = self._architecture
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.family, self.layers, self.hidden))
+
+    @functools.cached_property
+    def _architecture(self) -> Architecture:
+        return Architecture(self.config, f"model {self.name}")
+
+    @property
+    def family(self) -> str:
+        """The family, which is `model_type` in transformers."""
+        return self._architecture.name
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers."""
+        return self._architecture.layers
+
+    @property
+    def hidden(self) -> int:
+        """The hidden size."""
+        return self._architecture.hidden
+
+    @property
+    def vocabulary(self) -> int:
+        """The vocabulary size."""
+        return self._architecture.vocabulary
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        """The names of the embedding's position tensors. Empty if the decoder layers handle
+        positions.
+        """
+        return tuple(name for name, _ in self._architecture.positions)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection is the embedding matrix."""
+        return self._architecture.tied
+
+    @property
+    def projection(self) -> str:
+        """The full name of the output projection's weight."""
+        return f"{self._architecture.family.head}.weight"
+
+    @functools.cached_property
+    def stack(self) -> dict[str, LayerSpec]:
+        """Every layer by name, in forward order. `h` is absent if the embeddings are tied."""
+        shape, family = self._architecture, self._architecture.family
+        table = (
+            TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)),
+            *_tensors(shape.positions),
+        )
+        head = _tensors(shape.norm.tensors)
+        if not self.tied:
+            head += (TensorSpec(self.projection, (self.vocabulary, self.hidden)),)
+        if shape.head_bias:
+            head += (TensorSpec("lm_head.bias", (self.vocabulary,)),)
+        tensors = {kind: _tensors(part.tensors) for kind, part in shape.decoders.items()}
+        stack = [
+            LayerSpec(
+                name=EMBEDDING, kind="embedding", tensors=table + head if self.tied else table
+            )
+        ]
+        stack += [
+            LayerSpec(
+                name=str(index),
+                kind="decoder",
+                tensors=tensors[kind],
+                signature=shape.signature(kind),
+                attention=kind.attention,
+                inner=shape.decoders[kind].inner,
+            )
+            for index, kind in enumerate(shape.kinds)
+        ]
+        if not self.tied:
+            stack.append(LayerSpec(name=HEAD, kind="head", tensors=head))
+        return {layer.name: layer for layer in stack}
+
+    @functools.cached_property
+    def decoders(self) -> tuple[LayerSpec, ...]:
+        """The decoder layers, in order."""
+        return tuple(layer for layer in self.stack.values() if layer.kind == "decoder")
+
+    @property
+    def head(self) -> str:
+        """The layer that the head reads its weights from."""
+        return EMBEDDING if self.tied else HEAD
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return sum(layer.parameters for layer in self.stack.values())
+
+    @functools.cached_property
+    def active_parameters(self) -> int:
+        """The number of parameters that one token uses: all except the experts that it is not
+        routed to.
+        """
+        return self.parameters - sum(self._part(layer.name).idle for layer in self.decoders)
+
+    @functools.cached_property
+    def shape(self) -> str:
+        """The signatures of its kinds of decoder layers, joined by `+`. It is the model's part of
+        `Op.shape` for the embedding and the head.
+        """
+        return "+".join(dict.fromkeys(layer.signature for layer in self.decoders))
+
+    def _part(self, layer: str) -> Part:
+        return self._architecture.decoders[self._architecture.kinds[int(layer)]]
+
+    def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
+        """Returns the forward FLOPs of a decoder layer: 2 per token and element of the matrices
+        that the token uses, plus attention without masked pairs.
+        """
+        part = self._part(layer)
+        return 2 * tokens * part.active + self._attention_flops(part, tokens, sequence)
+
+    @staticmethod
+    def _attention_flops(part: Part, tokens: int, sequence: int) -> int:
+        """Returns the forward FLOPs of attention: `part.pair` for each unmasked pair of tokens.
+
+        In a sequence of S tokens, full causal attention has S^2 / 2 such pairs, and a window W < S
+        has W (S - W / 2).
+        """
+        window = min(part.window or sequence, sequence)
+        return tokens * part.state + tokens * part.pair * window * (2 * sequence - window) // (
+            2 * sequence
+        )
+
+    def head_flops(self, tokens: int) -> int:
+        """Returns the forward FLOPs of the output projection."""
+        return 2 * tokens * self.hidden * self.vocabulary
+
+    def work(self, kind: str, layer: str, workload: Workload, *, kept: bool = False) -> Work:
+        """Returns the FLOPs and the memory traffic of one compute op on one micro-batch.
+
+        With T tokens of sequences of S, b bytes per element, P parameters of the layer, V words in
+        the vocabulary and hidden size d:
+
+        * `forward`: the forward FLOPs. Traffic: T times the forward traffic of the layer's parts
+          (`families/parts.py`), T S times that of written-out scores, and P b for the weights.
+        * `recompute`: the same as `forward`.
+        * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,
+          and
+          2 P b for the weights read and the gradients written.
+        * `head`: three times the forward FLOPs. Traffic: T times both traffics of the norm;
+          T V (2 b + 32) for the logits, which are cast, pass through softmax in fp32 (8), and in
+          the backward through zeros (4), softmax (12) and a cast; for each loss chunk, three times
+          the matrix, 3 V d b, and with several chunks also the sum of the gradients, V d (b + 8).
+        * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
+          T V (b + 12) for the logits' cast and softmax; V d b for each loss chunk.
+        * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
+        * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
+          and 4 V d to zero the table.
+
+        Args:
+            layer: the decoder layer; only ops of decoder layers use it.
+            kept: True for a recompute that skips attention because the forward saved it.
+        """
+        tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
+        table = self.vocabulary * hidden
+        if kind == "embed":
+            return Work(0, 0, 2 * tokens * hidden * width)
+        if kind == "embed_backward":
+            return Work(0, 0, tokens * hidden * (width + 8) + 4 * table)
+        if kind == "head":
+            norm, chunks = self._architecture.norm, -(-tokens // workload.loss_chunk)
+            moved = tokens * (
+                norm.forward.bytes(width)
+                + norm.backward.bytes(width)
+                + self.vocabulary * (2 * width + 32)
+            )
+            return Work(
+                3 * self.head_flops(tokens),
+                0,
+                moved + chunks * table * (3 * width + (width + 8 if chunks > 1 else 0)),
+            )
+        if kind == "loss":
+            moved = tokens * (
+                self._architecture.norm.forward.bytes(width) + self.vocabulary * (width + 12)
+            )
+            return Work(
+                self.head_flops(tokens),
+                0,
+                moved + -(-tokens // workload.loss_chunk) * table * width,
+            )
+        part, passes = self._part(layer), _PASSES[kind]
+        traffic, matrix = (
+            (part.backward, part.scores.backward)
+            if kind == "backward"
+            else (part.forward, part.scores.forward)
+        )
+        return Work(
+            passes * 2 * tokens * part.active,
+            0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
+            tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
+            + passes * width * self.stack[layer].parameters,
+        )
+
+    def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:
+        """Returns the bytes that autograd saves in a decoder layer from its forward to its
+        backward, for an eager layer.
+
+        They are the sum over the parts of the layer (`families/parts.py`). A norm saves its input
+        in fp32 if that is a copy, the normalized row and its output. Attention saves q, k, v and
+        its output, and its score matrix only if the family writes it out. A gated MLP saves gate,
+        up, the activation and their product.
+        """
+        part, width = self._part(layer), DTYPE_BYTES[dtype]
+        return tokens * (part.kept.bytes(width) + sequence * part.scores.kept.bytes(width))
+
+    @functools.cached_property
+    def writes_scores(self) -> bool:
+        """Whether some layer writes out its attention scores, so that memory grows with the square
+        of the sequence length.
+        """
+        return any(part.scores.kept != Kept() for part in self._architecture.decoders.values())
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        """The heads of an attention layer. In latent attention, each head has its own keys, whose
+        size differs from that of its values.
+        """
+        c = self._architecture.config
+        if c.get("kv_lora_rank") is not None:
+            return Heads(
+                c.heads,
+                c.heads,
+                max(
+                    c.size("qk_nope_head_dim") + c.size("qk_rope_head_dim"),
+                    c.size("v_head_dim", c.hidden // c.heads),
+                ),
+            )
+        return Heads(c.heads, c.kv_heads, c.head_dim)
+
+    def keeps_attention(self, layer: str) -> bool:
+        """Checks whether the runtime can save the attention of a decoder layer."""
+        return self.family in KEEP_ATTENTION and self.stack[layer].attention == "full_attention"
+
+    def kept_attention(self, layer: str, tokens: int, dtype: Dtype) -> KeptAttention:
+        """Returns the bytes of a decoder layer's saved attention."""
+        attended = self._part(layer).attended
+        return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
+
+    def most_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
+        """Returns the largest `saved_bytes` of all decoder layers."""
+        return max(
+            self.saved_bytes(layer.name, tokens, sequence, dtype)
+            for layer in {layer.signature: layer for layer in self.decoders}.values()
+        )
+
+    def transient_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
+        """Returns the bytes of temporary tensors in a decoder layer's backward, for the layer that
+        needs most.
+
+        With P parameters, T tokens, b bytes per element and F elements between the projections of
+        the MLP, they are the weight gradients, P b, and three temporary tensors of the MLP, 3 T F
+        b. If scores are written out, their temporary tensors are added. This is an upper estimate,
+        because not all of these exist at the same time.
+        """
+        width = DTYPE_BYTES[dtype]
+        return max(
+            width * (layer.elements + 3 * tokens * layer.inner)
+            + tokens * sequence * self._part(layer.name).scores.held.bytes(width)
+            for layer in self.decoders
+        )
+
+    def against_documents(self, sequence: int) -> str | None:
+        """Returns why attention cannot separate the documents of a row of `sequence` tokens, or
+        None if it can.
+        """
+        if self.family in FROM_THE_ROW:
+            return f"{self.family}, {FROM_THE_ROW[self.family]}"
+        first = self._architecture.scaled_from
+        if first is not None and sequence >= first:
+            return (
+                f"{self.family}, which scales queries by their place in a row of {first} tokens or"
+                " more"
+            )
+        return None
+
+    def documents_by(self, dtype: Dtype) -> Literal["lengths", "mask"]:
+        """Returns how attention on a GPU separates the documents of a row: a fused kernel receives
+        their lengths, or the scores are masked.
+        """
+        return (
+            "mask" if dtype == "fp32" or self.family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths"
+        )
+
+    def mask_bytes(self, workload: Workload) -> int:
+        """Returns the bytes of attention masks. A mask is needed for documents, and for a window
+        shorter than a sequence.
+
+        With B rows of S tokens and b bytes per element, each type of attention has a boolean mask
+        of S S bytes, or B S S with documents. A layer that uses it also needs the mask in the
+        compute dtype, which is added to the scores: B S S b. Written-out scores always have both.
+        Linear attention and kernels that receive lengths have no mask.
+        """
+        if workload.documents and self.documents_by(workload.dtype) == "lengths":
+            return 0
+        pairs, masks, added = (
+            workload.sequence**2,
+            dict[str, int](),
+            workload.batch * workload.sequence**2 * DTYPE_BYTES[workload.dtype],
+        )
+        for layer in self.decoders:
+            windowed = 0 < self._part(layer.name).window < workload.sequence
+            written = self._part(layer.name).scores.kept != Kept()
+            always = written or self.family in ALWAYS_MASKED
+            if layer.attention != "linear_attention" and (workload.documents or windowed or always):
+                masks[layer.attention] = pairs * (workload.batch if workload.documents else 1) + (
+                    added if written else 0
+                )
+        return sum(masks.values()) + (added if masks else 0)
+
+    def saved(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> SavedActivations:
+        """Returns the bytes of each way to save a decoder layer's activations."""
+        row = tokens * self.hidden * DTYPE_BYTES[dtype]
+        return SavedActivations(self.saved_bytes(layer, tokens, sequence, dtype), row, row)
+
+    def with_layers(self, layers: int) -> ModelSpec:
+        """Returns the model with only its first `layers` decoder layers."""
+        return ModelSpec(name=self.name, config=cut(self.config, min(layers, self.layers)))
+
+    def shortest(self, layers: int) -> ModelSpec:
+        """Returns the model with only its first layers: the fewest that include every kind of
+        decoder layer, but at least `layers`.
+        """
+        signatures = [layer.signature for layer in self.decoders]
+        every = max(signatures.index(signature) for signature in dict.fromkeys(signatures)) + 1
+        return self.with_layers(max(layers, every))
+
+    @classmethod
+    def from_config(cls, config: Any, where: str, name: str = "") -> ModelSpec:
+        """Makes a model from the content of a Hugging Face config.json. Raises UserError if a key
+        is missing, contradictory or not supported. `where` names the file in the error.
+        """
+        essentials = text_config(config, where)
+        Architecture(essentials, where)  # so that an error names the file
+        return cls(
+            name=name or str(config.get("_name_or_path") or essentials["model_type"]),
+            config=essentials,
+        )
+
+    @classmethod
+    def load(cls, source: str) -> ModelSpec:
+        """Loads a model from a Hugging Face folder, a config.json, or a name in the library
+        (`simulator/library/models`). Raises UserError if it is missing or not supported.
+        """
+        path = Path(source)
+        # Unlike Path.is_dir, os.path.isdir returns False if the name is too long or not permitted.
+        if os.path.isdir(path):
+            path = path / "config.json"
+        elif path.suffix != ".json" and not os.path.exists(path):
+            library = Path(__file__).parents[1] / "library" / "models"
+            path = library / f"{source}.json"
+            if not os.path.exists(path):
+                names = [file.stem for file in library.glob("*.json")]
+                raise UserError(
+                    f"model {source}",
+                    found="no such folder or file",
+                    allowed=(
+                        f"a Hugging Face model folder, a config.json, or one of the {len(names)}"
+                        " names in simulator/library/models, such as qwen2.5-7b"
+                    ),
+                    fix=suggestion(source, names, "check the path or the name"),
+                )
+        name = path.parent.name if path.name == "config.json" else path.stem
+        return cls.from_config(read_json(path), str(path), name)

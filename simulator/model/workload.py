@@ -1,0 +1,114 @@
+"""Workload: the batch, the dtype and everything else that decides the arithmetic of a step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.optimizer import ADAMW
+
+Dtype = Literal["bf16", "fp32"]
+Clipping = Literal["global", "layer", "update", "none"]
+DOCUMENTS = "-documents"
+"""The suffix of the shape of a workload whose rows may hold several documents."""
+
+# A schedule has the ops of every micro-batch. With 48 layers, this number gives half a million ops,
+# which take half a minute to make.
+_MOST_MICRO_BATCHES = 1024
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is trained: everything that decides the arithmetic of a step. Two plans with the
+    same workload give the same bits.
+    """
+
+    batch: int
+    """Sequences per micro-batch."""
+    sequence: int
+    """Tokens per sequence."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    dtype: Dtype = "bf16"
+    """The dtype that layers compute in, and the dtype of their gradients. Master weights are always
+    fp32."""
+    clipping: Clipping = "global"
+    """How gradients are clipped:
+
+    * `global`: by the norm over all gradients
+    * `layer`: each layer's gradient by its own norm
+    * `update`: each tensor's learning rate by the root of the mean of g^2 / v over its elements
+      (StableAdamW, arXiv 2304.13013, algorithm 2)
+    * `none`: not at all
+    """
+    compiled: bool = False
+    """True if layers run through torch.compile. They are faster, save a third less activations, and
+    round differently from eager layers."""
+    attention: Literal["flash", "cudnn"] | None = None
+    """The attention kernel. Kernels round differently. None means the kernel that PyTorch's
+    `scaled_dot_product_attention` chooses."""
+    loss_chunk: int = 1024
+    """Tokens whose logits exist at one time. It changes the result, because the head's gradient is
+    summed chunk by chunk."""
+    documents: bool = False
+    """True if a row may hold several documents or padding. Attention then stays inside a document.
+    `megatrain plan` sets it by default."""
+    no_dropout: bool = False
+    """True if dropout and router noise in the model's config are ignored. Otherwise a model with
+    either is refused."""
+
+    optimizer: str = ADAMW
+    """an optimizer's name, or the path of a `.py` file that defines one (`model/optimizer.py`)"""
+
+    def __post_init__(self) -> None:
+        if self.clipping == "update" and self.optimizer != ADAMW:
+            raise UserError(
+                "workload: clipping",
+                found=f"update with optimizer {self.optimizer}",
+                allowed=f"update with {ADAMW} alone, whose second moment it reads",
+                fix="clip by global or layer, or do not clip",
+            )
+        for field, most in (
+            ("batch", 2**20),
+            ("sequence", 2**24),
+            ("accumulation", _MOST_MICRO_BATCHES),
+            ("loss_chunk", 2**31),
+        ):
+            if not 1 <= getattr(self, field) <= most:
+                raise UserError(
+                    f"workload: {field}",
+                    found=getattr(self, field),
+                    allowed=f"1 to {most}",
+                    fix=f"set {field} within this range",
+                )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per micro-batch."""
+        return self.batch * self.sequence
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens per optimizer step."""
+        return self.tokens * self.accumulation
+
+    @property
+    def token_rows(self) -> int:
+        """The int64 values copied to the device per token: input id, label and, with documents, the
+        document index.
+        """
+        return 3 if self.documents else 2
+
+    @property
+    def shape(self) -> str:
+        """The workload's part of `Op.shape`: everything that the duration of a compute op depends
+        on, such as `32x1024-bf16-documents`.
+        """
+        compiled, attention = (
+            "-compiled" if self.compiled else "",
+            f"-{self.attention}" if self.attention else "",
+        )
+        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + (
+            DOCUMENTS if self.documents else ""
+        )

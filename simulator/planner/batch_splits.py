@@ -1,0 +1,201 @@
+"""Chooses the batch and the gradient accumulation for a given number of tokens per step.
+
+A larger micro-batch loads the weights fewer times per step. A smaller one leaves more memory for
+weights and optimizer state. The search works in five steps:
+
+1. List every split of the step into equal micro-batches, from the largest batch to the smallest.
+2. Skip a split if its compute time alone is longer than the best step so far, with a margin of 5 %.
+3. Time a few simple plans of each remaining split with the evaluator. Skip a split if none of them
+   fits in memory.
+4. Stop after five splits in a row that are slower than the best.
+5. Search the best split in full. Also search the second best, if its time is within 5 %.
+
+All splits compute the same sums for loss and gradient. They differ only in rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.engine.evaluator import another_ns, uncontended_makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
+from megatrain.simulator.planner.filling import last
+from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.search import candidates, rank
+from megatrain.simulator.planner.slot_search import ONE_COPY, intervals
+from megatrain.simulator.schedule.plan import Placement, Plan
+
+_FINALISTS = 2  # splits that are searched in full, at most
+_CLOSE = 1.05  # a split is considered if its quick time is within this factor of the best
+# Splits in a row that may be slower than the best. Smaller batches load weights more often, but a
+# batch that is small enough can save the activations of every layer, and then is fast again.
+_PATIENCE = 5
+_MOST_MICRO_BATCHES = 64
+_PARTS = (0, 1)  # quick plans save activations of none, and of as many layers as fit
+
+
+def splits(workload: Workload, step_tokens: int) -> list[Workload]:
+    """Returns `workload` with every batch and accumulation that make up `step_tokens` tokens.
+
+    The largest batch is first. Raises UserError if `step_tokens` is not a whole number of
+    sequences.
+
+    >>> work = Workload(batch=1, sequence=1024)
+    >>> [(split.batch, split.accumulation) for split in splits(work, 6144)]
+    [(6, 1), (3, 2), (2, 3), (1, 6)]
+    """
+    rows, rest = divmod(step_tokens, workload.sequence)
+    if rest or not rows:
+        nearest = max(round(step_tokens / workload.sequence), 1) * workload.sequence
+        raise UserError(
+            "--tokens-per-step",
+            found=step_tokens,
+            allowed=f"whole sequences of {workload.sequence} tokens",
+            fix=f"use {nearest}, or change --seq",
+        )
+    counts = [count for count in range(1, min(rows, _MOST_MICRO_BATCHES) + 1) if rows % count == 0]
+    return [
+        msgspec.structs.replace(workload, batch=rows // count, accumulation=count)
+        for count in counts
+        if rows // count <= 2**20
+    ]
+
+
+def best_split(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    step_tokens: int,
+    *,
+    source: str = "",
+    hardware_name: str = "",
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: list[str] | None = None,
+) -> list[Choice]:
+    """Returns the `candidates` of the fastest split of `step_tokens` tokens, the best plan first.
+
+    The batch and accumulation of `workload` are ignored. The other arguments are those of
+    `candidates`. If no split fits in memory, the smallest batch is searched, so that the result
+    names what it lacks. Raises UserError as `candidates` and `splits` do.
+    """
+    tried = splits(workload, step_tokens)
+    names = (
+        ["resident"]
+        if hardware.unified
+        else policy_library.contenders()
+        if policies is None
+        else policies
+    )
+    times: list[tuple[int, int]] = []
+    for index, work in enumerate(tried):
+        if times and index - min(times)[1] > _PATIENCE:
+            break
+        costs = cost_model(hardware, model, work)
+        plan = Plan(
+            policy=next((name for name in names if policy_library.places(name)), names[0]),
+            hardware=hardware.name,
+            source=model.name,
+            model=model,
+            workload=work,
+            device_limit_bytes=device_limit or hardware.device_bytes,
+            host_limit_bytes=host_limit or hardware.host_bytes,
+        )
+        if (
+            not times
+            or LowerBound(plan, costs).compute_ns(
+                with_knobs(plan, placement=Placement(saved_activations="all"))
+            )
+            < _CLOSE * min(times)[0]
+        ):
+            times += (
+                [(min(found), index)]
+                if (found := [_time(each, costs) for each in _quick(plan, costs)])
+                else []
+            )
+    chosen = [
+        tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]
+    ] or [tried[-1]]
+    limits = {"device_limit": device_limit, "host_limit": host_limit}
+
+    def searched(work: Workload, names: list[str] | None) -> list[Choice]:
+        return candidates(
+            model,
+            hardware,
+            work,
+            source=source,
+            hardware_name=hardware_name,
+            policies=names,
+            **limits,
+        )
+
+    best, placing = (
+        searched(chosen[0], policies),
+        [name for name in names if policy_library.places(name)],
+    )
+    for work in chosen[1:]:
+        if not placing or rank(searched(work, placing)[0]) < rank(best[0]):
+            best = min(best, searched(work, policies), key=lambda choices: rank(choices[0]))
+    return best
+
+
+def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
+    """Yields a few simple plans that fit in memory.
+
+    For a policy that places state: plans that save the activations of none, and of as many layers
+    as fit. For other policies: one plan for each checkpoint interval.
+    """
+    if policy_library.places(plan.policy):
+        search = PlacementSearch(plan, costs)
+        layers = plan.model.layers
+        for base in (Placement(), Placement(offloaded_inputs="all")):
+            most = search.filling.most_saved(search.plan, base)
+            if most < 0:
+                continue
+            for part in _PARTS:
+                placed = search.filling.filled(
+                    search.plan,
+                    msgspec.structs.replace(base, saved_activations=last(layers, part * most)),
+                )
+                yield from [found for found, _ in zip(placed, range(1), strict=False)]
+            return
+        return
+    for interval in intervals(plan.model.layers):
+        for slots, staging in ((2, 2), (1, 1)):
+            small = with_knobs(
+                plan,
+                weight_slots=slots,
+                gradient_slots=slots,
+                gradient_staging=staging,
+                checkpoint_interval=interval,
+            )
+            try:
+                fits = plan_account(
+                    small, policy_library.outline(with_knobs(small, chunk_bytes=ONE_COPY)), costs
+                ).fits
+            except UserError:  # the policy accepts only one value of some knob
+                continue
+            if fits:
+                yield small
+                break
+
+
+def _time(plan: Plan, costs: CostModel) -> int:
+    """Returns the predicted step time in ns, without contention.
+
+    A layer is copied in one piece. Two micro-batches are simulated. Each further one adds the time
+    of the second.
+    """
+    schedule = policy_library.lower(with_knobs(plan, chunk_bytes=ONE_COPY, accumulation=2))
+    return uncontended_makespan_ns(schedule, costs) + max(
+        plan.workload.accumulation - 2, 0
+    ) * another_ns(schedule, costs)

@@ -1,0 +1,293 @@
+"""Computes the least memory that a policy needs, and the most tokens that fit in a machine.
+
+Step times are not considered. The algorithm:
+
+1. Take the plans of a policy that need the least memory: the fewest slots, the smallest copies, and
+   the checkpoint interval with the smallest peak of activations. If the policy can offload the
+   inputs of layers, plans that offload some or all of them are also taken (`_footprints`).
+2. Lower each plan once. The size of a pool either does not depend on the tokens of a micro-batch or
+   is proportional to them. So the memory for any number of tokens follows by scaling the pools.
+3. If the host is too small and the policy can keep state on the device, move state there until the
+   rest fits in the host (`MemoryFootprint`).
+4. Find the most tokens that fit by bisection on 2 and 3 (`largest_batch`, `longest_context`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import activations_bytes, plan_account, with_knobs
+from megatrain.simulator.planner.filling import CLASSES, ranges
+from megatrain.simulator.planner.slot_search import CHUNK_BYTES, ONE_COPY, intervals
+from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule.plan import Placement, Plan
+
+
+class MemoryFootprint:
+    """The memory of one plan, for any number of tokens in a micro-batch.
+
+    Raises UserError if the policy cannot lower the plan.
+    """
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self.plan, self.costs = plan, costs
+        places = policy_library.places(plan.policy)
+        # Without placement no buffer depends on the bytes of a copy. One copy is lowered faster.
+        buffers = policy_library.outline(
+            plan if places else with_knobs(plan, chunk_bytes=ONE_COPY)
+        ).buffers
+        self._schedule = Schedule(policy=plan.policy, buffers=tuple(_merged(buffers)), ops=())
+        movable = [
+            buffer
+            for buffer in buffers
+            if places and buffer.place == "host" and buffer.persistent and buffer.data in CLASSES
+        ]
+        self._movable = sorted(
+            movable,
+            key=lambda each: (
+                each.data not in ("weights", "gradients")
+                or plan.model.stack[each.key].kind == "decoder"
+            ),
+        )
+        """Buffers of layer state in host memory, in the order in which they move to the device.
+        Weights and gradients of embedding and head are first: on the device they need no slots, and
+        their slots are as large as they are."""
+
+    def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
+        """Returns the memory of the plan, after state that the host cannot hold has moved to the
+        device.
+
+        Args:
+            workload: Replaces the plan's workload. It may differ in tokens and loss chunk.
+            host_limit: Replaces the plan's limit of host memory, in bytes.
+        """
+        old, new = self.plan.workload, workload or self.plan.workload
+        share = new.tokens / old.tokens
+        buffers = self._schedule.buffers
+        if share != 1:
+            buffers = tuple(resized(buffer, share) for buffer in buffers)
+        plan = msgspec.structs.replace(
+            self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes
+        )
+        found = plan_account(
+            plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs
+        )
+        if moved := self._moved(found):
+            pools, kinds = defaultdict(int, found.pools), dict(found.kinds)
+            for buffer in moved:
+                there = f"device.{buffer.data}"
+                pools[buffer.pool] -= buffer.allocated
+                pools[there] += buffer.allocated
+                kinds.setdefault(there, buffer)
+            found = msgspec.structs.replace(found, pools=dict(pools), kinds=kinds)
+            if (
+                found.device_peak_bytes > found.device_limit_bytes
+                and found.host_peak_bytes <= found.host_limit_bytes
+            ):
+                # The sum above still counts the slots that the moved state no longer needs.
+                placed = self._with_on_device(plan, moved)
+                found = plan_account(placed, policy_library.outline(placed), self.costs)
+        return found
+
+    def _moved(self, account: Account) -> list[Buffer]:
+        """Returns the buffers to move to the device so that the rest fits in the host."""
+        excess, moved = account.host_peak_bytes - account.host_limit_bytes, list[Buffer]()
+        for index, buffer in enumerate(self._movable):
+            if excess <= 0:
+                break
+            if buffer.allocated >= excess:
+                # One more buffer is enough: take the smallest one that is large enough.
+                enough = (other for other in self._movable[index:] if other.allocated >= excess)
+                buffer = min(enough, key=lambda other: other.allocated)
+            moved.append(buffer)
+            excess -= buffer.allocated
+        return moved
+
+    def placed(self) -> Plan:
+        """Returns the plan with the largest copies that fit, and with a placement that keeps on the
+        device the state that the host cannot hold.
+        """
+        larger = (
+            MemoryFootprint(with_knobs(self.plan, chunk_bytes=size), self.costs)
+            for size in sorted(CHUNK_BYTES, reverse=True)
+        )
+        return next((footprint for footprint in larger if footprint.account().fits), self)._placed()
+
+    def _placed(self) -> Plan:
+        """Returns the plan with its own size of copies, placed as `placed` describes."""
+        unlimited = msgspec.structs.replace(self.plan, host_limit_bytes=2**59)
+        account = plan_account(unlimited, self._schedule, self.costs)
+        return self._with_on_device(
+            self.plan,
+            self._moved(
+                msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)
+            ),
+        )
+
+    def _with_on_device(self, plan: Plan, moved: list[Buffer]) -> Plan:
+        """Returns `plan` with the state of the buffers `moved` placed on the device."""
+        chosen: dict[str, set[str]] = {name: set() for name in CLASSES}
+        for buffer in moved:
+            chosen[buffer.data].add(buffer.key)
+        texts = {
+            name: ranges(list(plan.model.stack), layers)
+            for name, layers in chosen.items()
+            if layers
+        }
+        return with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
+
+
+def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Returns one buffer per pool, as large as all buffers of the pool.
+
+    Buffers that the framework allocates are not merged, because their sizes may be measured.
+    """
+    pools: dict[str, int] = defaultdict(int)
+    kinds: dict[str, Buffer] = {}
+    for buffer in buffers:
+        if not buffer.dynamic:
+            pools[buffer.pool] += buffer.allocated
+            kinds.setdefault(buffer.pool, buffer)
+    merged = [
+        msgspec.structs.replace(kinds[pool], id=f"{pool}:all", bytes=size)
+        for pool, size in pools.items()
+    ]
+    return merged + [buffer for buffer in buffers if buffer.dynamic]
+
+
+def resized(buffer: Buffer, factor: float) -> Buffer:
+    """Returns `buffer` with its size for `factor` times the tokens of a micro-batch."""
+    if not buffer.scales_with_tokens:
+        return buffer
+    return msgspec.structs.replace(buffer, bytes=-int(-buffer.bytes * factor // 1))
+
+
+def least_memory_plans(plan: Plan, costs: CostModel, names: Iterable[str]) -> list[MemoryFootprint]:
+    """Returns the plans that need the least memory, for each policy of `names`.
+
+    Model, workload and limits are those of `plan`. Policies of other systems are left out, because
+    they have no knobs. Policies that another one of `names` dominates are also left out, because
+    they need no less memory.
+    """
+    chosen = [name for name in names if not policy_library.is_prediction_only(name)]
+    found = []
+    for name in chosen:
+        if policy_library.dominated_by(name) not in chosen:
+            found += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
+    return found
+
+
+def usable(
+    plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]
+) -> list[MemoryFootprint]:
+    """Returns the `least_memory_plans` that make sense on this machine.
+
+    If the machine has one unified memory, only the policy `resident` is used and nothing is
+    offloaded, because a copy would not free any memory.
+    """
+    footprints = least_memory_plans(
+        plan, costs, [name for name in names if name == "resident"] if hardware.unified else names
+    )
+    return [
+        footprint
+        for footprint in footprints
+        if not (hardware.unified and footprint.plan.knobs.placement.offloaded_inputs)
+    ]
+
+
+def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
+    """Yields the plans of one policy that may need the least memory.
+
+    The first keeps the layer inputs on the device. The others offload the inputs of all layers or,
+    if the policy places state, of the first 1/4, 2/4, 3/4 or all but one, for a host that cannot
+    hold them all. Each plan has the fewest slots that the policy accepts.
+    """
+    model, work = plan.model, plan.workload
+    row = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
+    saved = activations_bytes(model, work, costs)
+    best = min(
+        intervals(model.layers),
+        key=lambda interval: -(-model.layers // interval) * row + interval * saved,
+    )
+    decoders = [str(index) for index in range(model.layers)]
+    counts = (
+        {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
+        if policy_library.places(plan.policy)
+        else set()
+    )
+    offloads = [
+        "all",
+        *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True)),
+    ]
+    for interval, offloaded in ((best, ""), *((1, text) for text in offloads)):
+        for slots, staging in ((1, 0), (1, 1), (2, 0), (2, 1)):
+            knobs = {
+                "weight_slots": slots,
+                "gradient_slots": 1,
+                "gradient_staging": staging,
+                "state_slots": 1,
+                "checkpoint_interval": interval,
+                "chunk_bytes": min(CHUNK_BYTES),
+            }
+            try:
+                yield MemoryFootprint(
+                    with_knobs(plan, **knobs, placement=Placement(offloaded_inputs=offloaded)),
+                    costs,
+                )
+            except UserError:  # the policy needs more slots
+                continue
+            break
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """Returns the largest number from 1 to `most` that fits, or 0 if none does.
+
+    If a number fits, all smaller ones must fit.
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_batch(
+    footprints: list[MemoryFootprint], workload: Workload, host_limit: int | None = None
+) -> int:
+    """Returns the most sequences per micro-batch that fit with any of the footprints.
+
+    The sequence length is that of `workload`. `host_limit` in bytes replaces the plan's limit.
+    Returns 0 if one sequence does not fit.
+    """
+
+    def fits(count: int) -> bool:
+        work = msgspec.structs.replace(workload, batch=count)
+        return any(footprint.account(work, host_limit=host_limit).fits for footprint in footprints)
+
+    return _most(fits, 2**20)
+
+
+def longest_context(footprints: list[MemoryFootprint], workload: Workload, batch: int = 1) -> int:
+    """Returns the most tokens per sequence that fit with any of the footprints.
+
+    A micro-batch has `batch` sequences. Returns 0 if one token does not fit.
+    """
+
+    def fits(count: int) -> bool:
+        work = msgspec.structs.replace(workload, batch=batch, sequence=count)
+        return any(footprint.account(work).fits for footprint in footprints)
+
+    return _most(fits, 2**24)

@@ -1,0 +1,379 @@
+"""Builds plans that keep as much state on the device as fits in its memory.
+
+`Filling.filled` works in five steps:
+
+1. Start from a placement in which the last layers save their activations. The backward pass needs
+   these first, so they hold memory for the shortest time.
+2. Make a second variant that saves the attention of as many recomputed layers as fit. It is made
+   only if attention takes at least a tenth of the recompute time.
+3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
+   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
+   weights and gradients first. Layers come front to back, because the updates of the first layers
+   are due first. The state of later layers can stream in during the forward pass.
+4. State that stays on the device needs no slots. So compute the memory again, and fill what has
+   become free.
+5. Drop the plans that do not fit in device or host memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.planner.assessment import plan_account, with_knobs
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule.arithmetic import (
+    StateClass,
+    contributions,
+    cost_keys,
+    state_bytes,
+)
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+
+CLASSES: tuple[StateClass, ...] = ("weights", "gradients", "master_low", "moments")
+"""Classes of layer state that may stay on the device."""
+GIB = 2**30
+
+_TRIMMED: tuple[StateClass, ...] = ("moments", "master_low")  # classes that a plan gives up first
+# Saving attention is tried if it takes at least this share of the recompute time. With less, it
+# saves under 3 % of a step.
+_LEAST_ATTENTION = 0.1
+
+
+def ranges(layers: list[str], chosen: set[str]) -> str:
+    """Returns the layers `chosen` as the text of a placement, in the order of `layers`.
+
+    >>> ranges(["e", "0", "1", "2", "h"], {"e", "0", "1"}), ranges(["0", "1"], {"0", "1"})
+    ('e,0-1', 'all')
+    """
+    if chosen >= set(layers):
+        return "all"
+    parts: list[str] = []
+    for numbered, run in itertools.groupby(
+        (layer for layer in layers if layer in chosen), key=str.isdigit
+    ):
+        if not numbered:
+            parts += run
+            continue
+        numbers = [int(layer) for layer in run]
+        for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+            first, *others = (number for _, number in group)
+            parts.append(f"{first}-{others[-1]}" if others else str(first))
+    return ",".join(parts)
+
+
+def last(decoders: int, count: int) -> str:
+    """Returns the last `count` of the decoder layers, as the text of a placement."""
+    layers = [str(index) for index in range(decoders)]
+    return ranges(layers, set(layers[decoders - count :]))
+
+
+def host_updating(plan: Plan, every: int = 1) -> Plan:
+    """Returns `plan` with streamed layers updated on the host.
+
+    With `every` 1 these are all layers whose weights are streamed, with 2 every second of them.
+    """
+    layers, resident = list(plan.model.stack), plan.placed("weights")
+    streamed = [layer for layer in layers if layer not in resident]
+    return with_knobs(
+        plan,
+        placement=msgspec.structs.replace(
+            plan.knobs.placement, host_updated=ranges(layers, set(streamed[::every]))
+        ),
+    )
+
+
+def updated_like(plan: Plan, other: Plan) -> Plan:
+    """Returns `plan` with the same share of its streamed layers updated on the host as in `other`:
+    all of them, every second one, or none.
+    """
+    updated, streamed = (
+        other.placed("host_updated"),
+        set(other.model.stack) - other.placed("weights"),
+    )
+    if not updated:
+        return with_knobs(
+            plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated="")
+        )
+    return host_updating(plan, every=1 if updated >= streamed else 2)
+
+
+def classes_of(plan: Plan) -> list[StateClass]:
+    """Returns the classes of CLASSES that the plan has. With fp32 weights there is no low half."""
+    return [name for name in CLASSES if state_bytes(plan, name, EMBEDDING)]
+
+
+class Filling:
+    """Builds plans that fill the device's memory, for one model and workload."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self.costs, self.defers_update = costs, policies.defers_update(plan)
+        self._accounts: dict[tuple[Knobs, int, int], Account] = {}
+        self.attention_layers = [
+            layer.name for layer in plan.model.decoders if self._attention_pays(plan, layer.name)
+        ]
+        """Decoder layers for which saving the attention output is worth its memory."""
+        layers = list(plan.model.stack)
+        ahead, state = CLASSES[:2], CLASSES[2:]
+        self._orders = [
+            [(name, layer) for name in CLASSES for layer in layers],
+            [(name, layer) for layer in layers for name in CLASSES],
+            [(name, layer) for name in ahead for layer in layers]
+            + [(name, layer) for layer in layers for name in state],
+        ]
+        """The orders in which (class, layer) pairs receive memory."""
+        if not self.defers_update:
+            # The update of the embedding ends the step and overlaps with nothing. So the embedding
+            # receives memory first, beginning with its moments, the largest part of its state.
+            self._orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
+        self._sizes = _state_bytes(plan, self.defers_update)
+
+    def _attention_pays(self, plan: Plan, layer: str) -> bool:
+        """Returns whether attention takes a large share of the layer's recompute, so that saving
+        its output pays.
+        """
+        # The CUDA kernels that return what has to be saved do not support fp32.
+        if plan.workload.dtype != "bf16" or not plan.model.keeps_attention(layer):
+            return False
+        kept, full = (
+            self.costs.duration_ns(
+                Op(
+                    id=f"R{layer}.m0",
+                    lane="compute",
+                    **cost_keys(plan, "recompute", layer, kept=kept),
+                )
+            )
+            for kept in (True, False)
+        )
+        return kept <= (1 - _LEAST_ATTENTION) * full
+
+    def account(self, plan: Plan) -> Account:
+        """Returns the memory of `plan`. Results are cached."""
+        key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
+        if key not in self._accounts:
+            self._accounts[key] = plan_account(
+                plan, policies.outline(plan, merged=True), self.costs
+            )
+        return self._accounts[key]
+
+    def room(self, plan: Plan) -> int:
+        """Returns the bytes of device memory that `plan` leaves free. Negative if it exceeds the
+        limit.
+        """
+        account = self.account(plan)
+        return account.device_limit_bytes - account.device_peak_bytes
+
+    def most_saved(self, plan: Plan, placement: Placement) -> int:
+        """Returns how many of the last decoder layers can save their activations in the memory that
+        `placement` leaves free.
+
+        Returns -1 if `placement` alone does not fit. The number is found by bisection, because
+        memory never decreases with the number of saved layers.
+        """
+
+        def lacking(count: int) -> int:
+            return -self.room(
+                with_knobs(
+                    plan,
+                    placement=msgspec.structs.replace(
+                        placement, saved_activations=last(plan.model.layers, count)
+                    ),
+                )
+            )
+
+        return bisect.bisect_right(range(plan.model.layers + 1), 0, key=lacking) - 1
+
+    def with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
+        """Yields `placement`, and a variant that also saves the attention of recomputed layers.
+
+        The variant saves it for as many layers as fit, out of those where that pays.
+        """
+        yield placement
+        held = with_knobs(plan, placement=placement)
+        saved, work = held.placed("saved_activations"), plan.workload
+        layers = [layer for layer in self.attention_layers if layer not in saved]
+        if layers:
+            one = max(
+                plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers
+            )
+            count = min(self.room(held) // (one + 256), len(layers))
+            if count > 0:
+                names = [layer.name for layer in plan.model.decoders]
+                yield msgspec.structs.replace(
+                    placement, saved_attention=ranges(names, set(layers[len(layers) - count :]))
+                )
+
+    def fills(self, plan: Plan, placement: Placement) -> Iterator[Plan]:
+        """Yields `plan` with `placement` and as much more state on the device as fits, once for
+        each order.
+
+        The share of streamed layers that the host updates is that of `plan`. Not all results fit:
+        the host may be too small, or `placement` alone may exceed the device.
+        """
+        empty = with_knobs(plan, placement=placement)
+        room = self.room(empty)
+        for order in self._orders:
+            first, chosen = self._added(empty, order, room)
+            # State that stays on the device needs no slots, so there may be room for more.
+            filled, chosen = self._added(first, order, self.room(first), chosen)
+            updated = updated_like(filled, plan)
+            # Layers updated on the host also need no slots. The freed memory goes to layers whose
+            # weights stay on the device, because the host updates none of those.
+            if updated.knobs.placement.host_updated:
+                own = [(name, layer) for name, layer in order if layer in chosen["weights"]]
+                updated, _ = self._added(updated, own, self.room(updated), chosen)
+            yield updated
+
+    def _added(
+        self,
+        plan: Plan,
+        order: list[tuple[StateClass, str]],
+        room: int,
+        chosen: dict[StateClass, set[str]] | None = None,
+    ) -> tuple[Plan, dict[StateClass, set[str]]]:
+        """Adds state to the device greedily, in the given order, until `room` bytes are used.
+
+        Args:
+            plan: The plan to add state to.
+            order: (class, layer) pairs. A pair that does not fit is skipped.
+            room: Free bytes of device memory.
+            chosen: For each class, the layers whose state is on the device already.
+
+        Returns:
+            The new plan, and for each class all layers whose state is now on the device.
+        """
+        held = {name: set(chosen[name]) if chosen else set[str]() for name in CLASSES}
+        for name, layer in order:
+            size = self._sizes.get((name, layer), room + 1)
+            if size <= room and layer not in held[name]:
+                room -= size
+                held[name].add(layer)
+        texts = {name: ranges(list(plan.model.stack), layers) for name, layers in held.items()}
+        return (
+            with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)),
+            held,
+        )
+
+    def filled(self, plan: Plan, base: Placement) -> Iterator[Plan]:
+        """Yields the `fills` of `base` that fit, with and without saved attention."""
+        for placement in self.with_attention(plan, base):
+            for fill in dict.fromkeys(self.fills(plan, placement)):
+                if self.account(fill).fits:
+                    yield fill
+
+    def neighbours(self, plan: Plan) -> Iterator[Plan]:
+        """Yields plans that fit and differ little from `plan`.
+
+        1. Plans that save activations for one layer fewer, as many layers, or one layer more.
+        2. The last two, filled to 1 GiB above the device's limit and then trimmed to it. State that
+           stays on the device may free the slots that it needed. A fill that stops at the limit
+           does not find such plans.
+        3. The plan with one more weight slot, and less state on the device.
+        """
+        yield from self._saving(plan, -1)
+        yield from self.wider(plan)
+        roomier = msgspec.structs.replace(plan, device_limit_bytes=plan.device_limit_bytes + GIB)
+        for other in self.wider(roomier):
+            other = self._trimmed(
+                msgspec.structs.replace(other, device_limit_bytes=plan.device_limit_bytes)
+            )
+            if self.account(other).fits:
+                yield other
+        if another := self.with_another_slot(plan):
+            yield another
+
+    def with_other_inputs(self, plan: Plan) -> Iterator[Plan]:
+        """Yields plans that fit and save as many layers as `plan`, with layer inputs in the other
+        memory: offloaded if `plan` keeps them on the device, and on the device otherwise.
+        """
+        placement = plan.knobs.placement
+        yield from self.filled(
+            plan,
+            Placement(
+                saved_activations=placement.saved_activations,
+                offloaded_inputs="" if placement.offloaded_inputs else "all",
+            ),
+        )
+
+    def with_another_slot(self, plan: Plan) -> Plan | None:
+        """Returns `plan` with one more weight slot, and as much less state on the device as the
+        slot needs.
+
+        Returns None if the plan streams no weights, or if the result does not fit.
+        """
+        if plan.placed("weights") == set(plan.model.stack):
+            return None
+        other = self._trimmed(with_knobs(plan, weight_slots=plan.knobs.weight_slots + 1))
+        return other if self.account(other).fits else None
+
+    def wider(self, plan: Plan) -> Iterator[Plan]:
+        """Yields plans that fit and save as many layers as `plan`, or one more."""
+        yield from self._saving(plan, 0)
+        yield from self._saving(plan, 1)
+
+    def _trimmed(self, plan: Plan) -> Plan:
+        """Returns `plan` with less state on the device, so that it fits there.
+
+        Each round moves the moments or the low half of one layer to the host. The candidates are
+        the last layers of both classes. The smaller one is taken if it frees enough, and otherwise
+        the larger one. If there is no state left to move, the result does not fit.
+        """
+        held = {
+            name: [layer for layer in plan.model.stack if layer in plan.placed(name)]
+            for name in _TRIMMED
+        }
+        # Layers that leave the device may need slots, so the memory is computed in each round.
+        while (lacking := -self.room(plan)) > 0:
+            sizes = (
+                (self._sizes.get((name, layers[-1]), 0), name)
+                for name, layers in held.items()
+                if layers
+            )
+            last_ones = [entry for entry in sizes if entry[0]]
+            if not last_ones:
+                break
+            _, name = min(
+                (entry for entry in last_ones if entry[0] >= lacking), default=max(last_ones)
+            )
+            held[name].pop()
+            texts = {
+                name: ranges(list(plan.model.stack), set(layers)) for name, layers in held.items()
+            }
+            plan = with_knobs(
+                plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)
+            )
+        return plan
+
+    def _saving(self, plan: Plan, more: int) -> Iterator[Plan]:
+        """Yields filled plans that save the activations of `more` more layers than `plan`."""
+        count = len(plan.placed("saved_activations")) + more
+        if 0 <= count <= plan.model.layers:
+            yield from self.filled(
+                plan,
+                Placement(
+                    saved_activations=last(plan.model.layers, count),
+                    offloaded_inputs=plan.knobs.placement.offloaded_inputs,
+                ),
+            )
+
+
+def _state_bytes(plan: Plan, defers_update: bool) -> dict[tuple[StateClass, str], int]:
+    """Returns the bytes on the device of each (class, layer) pair that can stay there or stream."""
+    sizes = dict[tuple[StateClass, str], int]()
+    for layer, spec in plan.model.stack.items():
+        per_parameter = {name: state_bytes(plan, name, layer) for name in classes_of(plan)}
+        if not defers_update and contributions(plan, layer) == 1:
+            # The update follows the backward pass at once, so the gradient never leaves the device.
+            del per_parameter["gradients"]
+        sizes |= {
+            (name, layer): -(-count * spec.elements // 256) * 256
+            for name, count in per_parameter.items()
+        }
+    return sizes

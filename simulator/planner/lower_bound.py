@@ -1,0 +1,391 @@
+"""Computes lower bounds of a plan's step time without lowering the plan.
+
+A search computes these bounds first, and lowers only the plans that may be faster than the best one
+so far. There are two bounds. `compute_ns` is the sum of all compute ops. `step_ns` is tighter and
+is computed in six steps (`_Flow`):
+
+1. Go through the step in the policy's order: the forward pass of each layer, the head, and the
+   backward pass of each block of layers. Do this for at most two micro-batches.
+2. For each lane, keep the earliest time at which it can have finished the ops added so far. The
+   lanes are compute, copies to the device, copies from it, updates on the device, and the host's
+   cores.
+3. For each layer, add its copies, updates and compute ops to their lanes. A lane advances by the
+   duration of the ops. The last chunk of a copy or update does not start before its input is ready.
+4. Before a compute op, advance the compute lane to the time at which the weights that it reads have
+   arrived.
+5. Also sum the time that the host's memory needs for the traffic of all copies and updates.
+   Compute cannot run before the traffic of the copies that it waits for.
+6. Return the latest of these times. Add the compute time of each further micro-batch.
+
+The result is a lower bound, because a lane never waits for a free gradient or state slot, and lanes
+do not slow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.protocol import Shared
+from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule.arithmetic import (
+    StateClass,
+    blocks_of,
+    contributions,
+    cost_keys,
+    gradient_bytes,
+    state_bytes,
+)
+from megatrain.simulator.schedule.plan import Plan
+
+_CODES = {"forward": "F", "recompute": "R", "backward": "B", "head": "H"}
+_STATE: tuple[StateClass, ...] = ("weights", "master_low", "moments")
+_Size = tuple[float, float, float]
+"""Times of several ops of one lane, in ns: the duration of all ops, the duration of the last one,
+and the time that host memory needs for the traffic of all of them."""
+
+
+class LowerBound:
+    """Lower bounds of the step time for one model and workload, under any placement."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self._plan, self._costs = plan, costs
+        self._known: dict[tuple[str, str, bool], int] = {}
+        self._copied: dict[tuple[object, ...], _Size] = {}
+        self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, Shared) else 0
+
+    def compute_ns(self, plan: Plan) -> int:
+        """Returns a lower bound of the step time in ns: the durations of all compute ops of the
+        decoder layers and the head.
+        """
+        return self._micro_batch_ns(plan) * self._plan.workload.accumulation
+
+    def step_ns(self, plan: Plan) -> float:
+        """Returns a lower bound of the step time in ns, which also considers copies and updates.
+
+        Each micro-batch after the second adds only its compute time. If the policy does not go
+        through the model layer by layer, the result is `compute_ns`.
+        """
+        if not policies.find(plan.policy).goes_layer_by_layer:
+            return self.compute_ns(plan)
+        flow = _Flow(self, plan, min(plan.workload.accumulation, 2))
+        return flow.end_ns() + max(plan.workload.accumulation - 2, 0) * self._micro_batch_ns(plan)
+
+    def _micro_batch_ns(self, plan: Plan) -> int:
+        """Returns the durations of all compute ops of one micro-batch."""
+        saved, saved_attention = plan.placed("saved_activations"), plan.placed("saved_attention")
+        total = self.duration_ns("head", "")
+        for layer in self._plan.model.decoders:
+            total += self.duration_ns("forward", layer.name) + self.duration_ns(
+                "backward", layer.name
+            )
+            if layer.name not in saved:
+                kept = layer.name in saved_attention
+                total += self.duration_ns("recompute", layer.name, kept=kept)
+        return total
+
+    def duration_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
+        """Returns the duration of a compute op in ns. Results are cached by layer signature.
+
+        Args:
+            kind: `forward`, `recompute`, `backward` or `head`.
+            layer: Name of the layer. Empty for the head.
+            kept: Whether the attention output is saved, so that recompute skips attention.
+        """
+        key = kind, self._plan.model.stack[layer].signature if layer else "", kept
+        if key not in self._known:
+            op = Op(
+                id=f"{_CODES[kind]}{layer}.m0",
+                lane="compute",
+                **cost_keys(self._plan, kind, layer, kept=kept),
+            )
+            self._known[key] = self._costs.duration_ns(op)
+        return self._known[key]
+
+    def chunks_ns(
+        self,
+        code: str,
+        layer: str,
+        lane: str,
+        elements: int,
+        chunk: int,
+        per_parameter: int,
+        *,
+        parameters: bool,
+    ) -> _Size:
+        """Returns the times of the copies or updates of one layer, split into chunks.
+
+        Args:
+            code: Code of the ops in their ids, such as `W` for loading weights.
+            layer: Name of the layer.
+            lane: Lane that runs the ops.
+            elements: Elements of the layer.
+            chunk: Elements of one chunk. The last chunk may be smaller.
+            per_parameter: Bytes copied per element. 0 for an update.
+            parameters: Whether the cost of an op depends on the number of its parameters.
+        """
+        key = code, layer if not layer.isdigit() else "", elements, chunk, per_parameter
+        if key not in self._copied:
+            whole, rest = divmod(elements, chunk)
+            all_ns = last_ns = host_ns = 0.0
+            for size, count in ((chunk, whole), (rest, 1)):
+                if size and count:
+                    count_of = size if parameters else 0
+                    op = Op(
+                        id=f"{code}{layer}",
+                        lane=lane,
+                        bytes=size * per_parameter,
+                        parameters=count_of,
+                    )
+                    last_ns = self._costs.duration_ns(op) + self._costs.dispatch_ns.get(lane, 0)
+                    all_ns += count * last_ns
+                    demand = self._costs.demand(op) if self._host_bytes_per_s else None
+                    if demand:
+                        host_ns += (
+                            count
+                            * demand.traffic
+                            * self._costs.duration_ns(op)
+                            / self._host_bytes_per_s
+                        )
+            self._copied[key] = all_ns, last_ns, host_ns
+        return self._copied[key]
+
+
+class _Flow:
+    """Earliest times, in ns, at which each lane can have finished the ops added so far.
+
+    Ops are added in the policy's order. Some are added later than the policy issues them, never
+    earlier. Compute then waits for fewer of them, so the result is still a lower bound.
+    """
+
+    def __init__(self, bounds: LowerBound, plan: Plan, micro_batches: int) -> None:
+        self.bounds, self.plan, self.stack, self.micro_batches = (
+            bounds,
+            plan,
+            plan.model.stack,
+            micro_batches,
+        )
+        self.compute = self.up = self.down = self.updates = self.cores = 0.0
+        self.host = 0.0
+        """Time that host memory needs for all copies and updates added so far."""
+        self.host_awaited = 0.0
+        """Time that host memory needs for those copies and updates that finish before the next one
+        that compute waits for."""
+        self.offloaded_at: dict[str, float] = {}
+        """For each layer, the time at which its offloaded input is in host memory."""
+        self.width = DTYPE_BYTES[plan.workload.dtype]
+        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
+        self.defers_update = policies.defers_update(plan)
+        self.on_host = plan.placed("host_updated")
+        self.resident = {name: plan.placed(name) - self.on_host for name in (*_STATE, "gradients")}
+        self.saved_layers, self.saved_attention, self.offloaded = (
+            plan.placed("saved_activations"),
+            plan.placed("saved_attention"),
+            plan.placed("offloaded_inputs"),
+        )
+        self.loaded: dict[bool, list[str]] = {True: [], False: []}
+        """Layers in the weight slots, least recently used first. True: decoder layers. False:
+        embedding and head."""
+        self.arrived = dict.fromkeys(self.stack, 0)
+        """For each layer, how many gradients have been computed so far."""
+        self.updated: set[str] = set()
+        """Layers whose deferred update has been added."""
+        self.pending = ""
+        """Layer whose update is added after the next layer's weights. Empty if there is none."""
+        hidden = plan.workload.tokens * plan.model.hidden * self.width
+        self.hidden = [
+            bounds.chunks_ns(code, "0", lane, hidden, hidden, 1, parameters=False)
+            for code, lane in (("PL", "h2d"), ("P", "d2h"))
+        ]
+
+    def end_ns(self) -> float:
+        """Returns the earliest end of the step in ns."""
+        blocks = blocks_of(self.plan)
+        for _ in range(self.micro_batches):
+            self._forward(blocks)
+            for block in reversed(blocks):
+                self._backward(block)
+            self._gradient(EMBEDDING, 0.0)
+        self._settle()
+        return max(self.compute, self.up, self.down, self.updates, self.cores, self.host)
+
+    def _forward(self, blocks: Iterable[list[int]]) -> None:
+        """Adds the forward pass of one micro-batch, and the head's forward and backward pass."""
+        bounds, head = self.bounds, self.plan.model.head
+        first = {str(block[0]) for block in blocks}
+        self._weights(EMBEDDING)
+        for layer in self.plan.model.decoders:
+            if (
+                layer.name in self.offloaded
+                and layer.name in first
+                and layer.name not in self.saved_layers
+            ):
+                self._down(self.hidden[1], self.compute)
+                self.offloaded_at[layer.name] = self.down
+            self._weights(layer.name)
+            self.compute += bounds.duration_ns("forward", layer.name)
+        self._weights(head)
+        self._gradient(head, bounds.duration_ns("head", ""))
+
+    def _backward(self, block: list[int]) -> None:
+        """Adds the recompute and the backward pass of a block of decoder layers."""
+        names = [str(index) for index in block]
+        if names[0] not in self.saved_layers:
+            if names[0] in self.offloaded:
+                self._up(self.hidden[0], self.offloaded_at[names[0]])
+                self._wait(self.up)
+            for name in names:
+                self._weights(name)
+                kept = name in self.saved_attention
+                self.compute += self.bounds.duration_ns("recompute", name, kept=kept)
+        for name in reversed(names):
+            self._weights(name)
+            self._gradient(name, self.bounds.duration_ns("backward", name))
+
+    def _size(
+        self, code: str, layer: str, lane: str, per_parameter: int, *, parameters: bool = True
+    ) -> _Size:
+        """Returns the times of the ops `code` on all elements of `layer`, in chunks."""
+        return self.bounds.chunks_ns(
+            code,
+            layer,
+            lane,
+            self.stack[layer].elements,
+            self.chunk,
+            per_parameter,
+            parameters=parameters,
+        )
+
+    def _up(self, size: _Size, after: float = 0.0) -> None:
+        """Adds copies to the device. The last one starts at `after` or later."""
+        self.up, self.host = max(self.up + size[0], after + size[1]), self.host + size[2]
+        # Copies of a lane run in order, so compute that waits for a later copy waits for these.
+        self.host_awaited += size[2]
+
+    def _down(self, size: _Size, after: float, last_after: float = 0.0) -> None:
+        """Adds copies from the device. All start at `after` or later, the last one at `last_after`
+        or later.
+        """
+        self.down, self.host = (
+            max(max(self.down, after) + size[0], last_after + size[1]),
+            self.host + size[2],
+        )
+
+    def _wait(self, time: float) -> None:
+        """Makes compute wait until `time`, and for the host memory traffic of the copies before."""
+        self.compute = max(self.compute, time, self.host_awaited)
+
+    def _weights(self, layer: str) -> None:
+        """Makes compute wait for the layer's weights, with the copies and updates that they need.
+
+        There are four cases:
+
+        1. Weights that are resident wait only for the layer's deferred update, if there is one.
+        2. Weights that are still in a slot need nothing.
+        3. If a deferred update runs on the device, it loads the weights with the rest of the state.
+        4. Otherwise the weights are copied, after a deferred update on the host if there is one.
+        """
+        deferred = self.defers_update and layer not in self.updated
+        self.updated.add(layer)
+        if layer in self.resident["weights"]:
+            if deferred:
+                self._apply(layer)
+                self._wait(self.updates)
+            self._settle()
+            return
+        decoder = self.stack[layer].kind == "decoder"
+        loaded = self.loaded[decoder]
+        if layer in loaded:
+            loaded.remove(layer)
+            loaded.append(layer)
+            self._settle()
+            return
+        if len(loaded) == (self.plan.knobs.weight_slots if decoder else 1):
+            loaded.pop(0)
+        loaded.append(layer)
+        if deferred and layer not in self.on_host:
+            self._apply(layer)
+            self._wait(self.updates)
+            return
+        if deferred:
+            self._apply_on_host(layer, 0.0)
+        weights = self._size("W", layer, "h2d", self.width, parameters=False)
+        self._up(weights, self.cores if deferred else 0.0)
+        self._wait(self.up)
+        self._settle()
+
+    def _apply(self, layer: str, after: float = 0.0) -> None:
+        """Adds the layer's AdamW update on the device, and the copies of its state.
+
+        The gradient is complete at `after`. A deferred update also loads the weights if they are
+        not resident. Otherwise they are in a slot already.
+        """
+        widths = {name: state_bytes(self.plan, name, layer) for name in _STATE}
+        streams = [name for name in _STATE if widths[name] and layer not in self.resident[name]]
+        up = sum(widths[name] for name in streams if self.defers_update or name != "weights")
+        if self.defers_update and layer not in self.resident["gradients"]:
+            up += gradient_bytes(self.plan, layer)
+        if up:
+            self._up(self._size("L", layer, "h2d", up))
+        elements = self.stack[layer].elements
+        size = self.bounds.chunks_ns(
+            "U",
+            layer,
+            "update",
+            elements,
+            self.chunk if up or streams else elements,
+            0,
+            parameters=True,
+        )
+        self.updates = max(
+            self.updates + size[0], after + size[0], (self.up if up else 0.0) + size[1]
+        )
+        if streams:
+            self._down(
+                self._size("S", layer, "d2h", sum(widths[name] for name in streams)),
+                0.0,
+                self.updates,
+            )
+
+    def _apply_on_host(self, layer: str, after: float) -> None:
+        """Adds the layer's AdamW update on the host's cores. The last part of the gradient is in
+        host memory at `after`.
+        """
+        size = self._size("UC", layer, "cpu", 0)
+        self.cores, self.host = max(self.cores + size[0], after + size[1]), self.host + size[2]
+        self.host_awaited += size[2] if self.defers_update else 0.0
+
+    def _gradient(self, layer: str, duration: float) -> None:
+        """Adds the compute op that produces a gradient of the layer, and the copies and the update
+        that follow it. `duration` is that of the compute op, in ns.
+        """
+        self.arrived[layer] += 1
+        last = (
+            self.arrived[layer]
+            == contributions(self.plan, layer)
+            * self.micro_batches
+            // self.plan.workload.accumulation
+        )
+        on_device, streams = layer not in self.on_host, layer not in self.resident["gradients"]
+        per_parameter = gradient_bytes(self.plan, layer)
+        if streams and self.arrived[layer] > 1:
+            self._up(self._size("GL", layer, "h2d", per_parameter, parameters=False))
+            self._wait(self.up)
+        self.compute += duration
+        if last and on_device and not self.defers_update:
+            self._settle()
+            self.pending = layer
+            self.complete = self.compute
+            return
+        if streams:
+            self._down(self._size("G", layer, "d2h", per_parameter, parameters=False), self.compute)
+        if last and not self.defers_update:
+            self._apply_on_host(layer, self.down)
+
+    def _settle(self) -> None:
+        """Adds the pending update, now that the copy of the next layer's weights has been added."""
+        if self.pending:
+            layer, self.pending = self.pending, ""
+            self._apply(layer, self.complete)

@@ -1,0 +1,467 @@
+"""Searches for the fastest placement: what each layer keeps on the device.
+
+Device memory can hold different things, which save different work per byte:
+
+* Each byte of resident weights saves 3 bytes of copies per step: two loads (for update and
+  backward) and one store. A byte of gradients, low half of the master or moments saves 2 bytes.
+* Saved activations save the layer's recompute, for many bytes.
+* A saved attention output saves the part of the recompute that grows with the square of the
+  sequence length, for few bytes.
+
+Which of them pays most depends on the lane that limits the step. So the search enumerates, and then
+improves the best plan:
+
+1. Build candidates (`_candidates`). The layers that save activations go from none to all that fit,
+   in eight steps. `filling.py` gives the rest of the memory to layer state, in several orders. If
+   the inputs of recomputed layers and the attention outputs worth saving do not both fit on the
+   device, candidates that offload the inputs are added.
+2. If the policy defers the update, add each candidate with its streamed layers updated on the host.
+3. Rank the candidates (`_ranked`), all with few large copies, and keep the best two. Lower bounds
+   are computed first, so that few plans have to be simulated.
+4. Refine the best plan (`_refined`): try host updates of all, half or none of the streamed layers,
+   and another size of copies.
+5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
+   layer, one weight slot, or in where layer inputs are.
+6. Give the second-best plan the same refinements. If it is faster now, continue from it.
+
+If nothing fits, the search starts again with fewer slots. If nothing fits then, the result is the
+plan that exceeds its limits by the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.engine.evaluator import another_ns, uncontended_makespan_ns
+from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, with_knobs
+from megatrain.simulator.planner.filling import (
+    CLASSES,
+    Filling,
+    classes_of,
+    host_updating,
+    last,
+    ranges,
+    updated_like,
+)
+from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+
+_STEPS = 8  # steps from no saved layer to as many as fit
+_FINALISTS = 2  # plans that `_ranked` returns, at most
+# Simulated plans in a row that may be no better than the best before a ranking ends. All plans that
+# remain have higher lower bounds.
+_PATIENCE = 8
+_CHUNKS = 8  # copies of the largest decoder layer, at most
+_LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
+_STATE_SHARE = 1 / 16  # share of the device's memory for state slots, at most
+_CLASSES_BYTES = 8  # bytes of a state slot, for all classes, per byte of weights in a chunk
+# One chunk is loaded, one updated, one stored, and one is spare. With 2 slots, a step of a 14B
+# model on an H200 is predicted 2 % slower and takes 0.9 GiB less.
+_STATE_SLOTS = 4
+# With more ops than this, larger copies are tried instead of smaller ones. Smaller copies gain a
+# few per cent, but simulating so many ops takes 0.1 s for each try.
+_MANY_OPS = 3000
+_LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
+_MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
+_TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
+_FEWER_SLOTS: tuple[dict[str, int], ...] = (
+    {},
+    {"gradient_slots": 1, "state_slots": 2},
+    {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1},
+)
+"""Knobs that need less and less memory. They are tried in order until a plan fits."""
+
+
+class _Run:
+    """A lowered plan with at most two micro-batches, and its predicted times.
+
+    `step_ratio` is the time of a step with all micro-batches, divided by that of the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, costs: CostModel, step_ratio: float) -> None:
+        self.schedule, self._costs, self._step_ratio = schedule, costs, step_ratio
+        self.bound_ns = uncontended_makespan_ns(schedule, costs) * step_ratio
+        """Step time without contention, in ns: a lower bound of `step_ns`."""
+
+    @functools.cached_property
+    def step_ns(self) -> float:
+        """Step time in ns. It is simulated at the first access."""
+        return makespan_ns(self.schedule, self._costs) * self._step_ratio
+
+
+class PlacementSearch:
+    """Searches the placements and slots for one policy, model, workload and machine."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        layer = (
+            max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
+        )
+        self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
+        """Bytes of a copy with which plans are ranked: at least half of the largest layer."""
+        room = 2 ** (
+            int(
+                _STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)
+            ).bit_length()
+            - 1
+        )
+        usual = max(
+            min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK
+        )
+        self.plan, self.costs = (
+            with_knobs(
+                plan,
+                chunk_bytes=usual,
+                state_slots=_STATE_SLOTS,
+                weights_ahead=int(not policies.defers_update(plan)),
+            ),
+            costs,
+        )
+        self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
+        self._runs: dict[Knobs, _Run] = {}
+        self._times: dict[Knobs, float] = {}
+
+    def best(self) -> Choice:
+        """Returns the fastest plan that fits, or the one that exceeds its limits by the least."""
+        found = [choice for slots in self._whole_layers() if (choice := self._best_with(slots))]
+        if found:
+            return min(found, key=lambda choice: choice.step_seconds)
+        return next(filter(None, map(self._best_with, _FEWER_SLOTS)), None) or self._nearest_miss()
+
+    def _best_with(self, knobs: dict[str, int]) -> Choice | None:
+        """Returns the fastest plan with these slots and bytes of a copy. None if no plan fits."""
+        candidates = list(dict.fromkeys(self._candidates(with_knobs(self.plan, **knobs))))
+        if policies.defers_update(self.plan):
+            # Updates on the host copy no optimizer state over the link, so they delay the first
+            # forward pass less. These plans may be much faster.
+            candidates += [
+                other
+                for other in dict.fromkeys(map(host_updating, candidates))
+                if other not in candidates and self.filling.account(other).fits
+            ]
+        finals = [(self.time(plan), plan) for plan in self._ranked(candidates)]
+        if not finals:
+            return None
+        (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
+        time, plan = self._climbed(*self._refined(time, plan))
+        if not plan.placed("host_updated"):
+            # The number of saved layers may have changed, so updates on the host may pay now.
+            faster, other = self._with_host_updates(time, plan)
+            time, plan = self._climbed(faster, other) if faster < time else (time, plan)
+        if not others:
+            return assess(plan, self.costs)
+        slower, other = self._refined_like(*others[0], plan)
+        if slower < time:
+            slower, other, (time, plan) = time, plan, self._climbed(slower, other)
+        choice = assess(plan, self.costs)
+        runner_up = RunnerUp(
+            policy=other.policy, knobs=other.knobs, step_seconds=choice.step_seconds * slower / time
+        )
+        return msgspec.structs.replace(choice, runner_up=runner_up)
+
+    def _everything(self, plan: Plan, base: Placement) -> Iterator[Plan]:
+        """Yields plans that keep all state on the device and save activations of as many layers as
+        fit. Yields nothing if the state does not fit.
+        """
+        everything = msgspec.structs.replace(base, **dict.fromkeys(classes_of(plan), "all"))
+        spare = self.filling.most_saved(plan, everything)
+        if spare >= 0:
+            for placement in self.filling.with_attention(
+                plan,
+                msgspec.structs.replace(
+                    everything, saved_activations=last(plan.model.layers, spare)
+                ),
+            ):
+                candidate = with_knobs(plan, placement=placement)
+                yield from [candidate] if self.filling.account(candidate).fits else []
+
+    def least_ns(self) -> float:
+        """Returns a lower bound, in ns, of the step time of every plan that fits.
+
+        It is the time of the compute ops if all state is on the host, as many layers as fit save
+        their activations, and all others save their attention output where that pays.
+        """
+        lean, layers = (
+            with_knobs(self.plan, **_FEWER_SLOTS[-1], chunk_bytes=_LEAST_CHUNK),
+            self.plan.model.layers,
+        )
+        most = max(
+            self.filling.most_saved(lean, base)
+            for base in (Placement(), Placement(offloaded_inputs="all"))
+        )
+        kept = ranges(
+            [layer.name for layer in self.plan.model.decoders], set(self.filling.attention_layers)
+        )
+        return self.lower_bound.compute_ns(
+            with_knobs(
+                lean,
+                placement=Placement(
+                    saved_activations=last(layers, max(most, 0)), saved_attention=kept
+                ),
+            )
+        )
+
+    def _whole_layers(self) -> list[dict[str, int]]:
+        """Returns knobs with which the state slots hold a whole layer and one chunk more.
+
+        They are used only with clipping by update. If all chunks of a layer are in slots, the layer
+        is clipped and updated without loading its state twice. The further slot lets the next
+        layer's state arrive meanwhile.
+        """
+        if self.plan.workload.clipping != "update":
+            return []
+        layer = (
+            max(spec.elements for spec in self.plan.model.decoders)
+            * DTYPE_BYTES[self.plan.workload.dtype]
+        )
+        copies = (self.plan.knobs.chunk_bytes, 2 * self.plan.knobs.chunk_bytes)
+        return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
+
+    def _ranked(self, candidates: Sequence[Plan], limit_ns: float = math.inf) -> list[Plan]:
+        """Returns the fastest two of `candidates`, the fastest first, all with few large copies.
+
+        Candidates that take more than `limit_ns` are left out. The ranking is a best-first search:
+
+        1. Put all candidates into a priority queue, ordered by a lower bound of their step time.
+        2. Take the candidate with the lowest bound. Replace its bound by the next tighter one, and
+           put it back. The bounds are `LowerBound.compute_ns`, `LowerBound.step_ns`, and the time
+           of the evaluator, for which the plan is lowered.
+        3. If it already has the tightest bound, simulate it and compare it with the best two.
+        4. Stop if the lowest bound is above the second-best time, or if several simulated
+           candidates in a row were no better.
+        """
+        bounds: list[tuple[float, int, int]] = [
+            (self.lower_bound.compute_ns(other), 0, index) for index, other in enumerate(candidates)
+        ]
+        heapq.heapify(bounds)
+        best: list[tuple[float, int]] = []
+        without_gain = 0
+        while (
+            bounds
+            and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else limit_ns)
+            and without_gain < _PATIENCE
+        ):
+            bound, tightness, index = heapq.heappop(bounds)
+            if tightness == 0:
+                coarse = with_knobs(candidates[index], chunk_bytes=self.coarse)
+                bound = max(bound, self.lower_bound.step_ns(coarse))
+                heapq.heappush(bounds, (bound, 1, index))
+                continue
+            run = self._coarse(candidates[index])
+            if tightness == 1:
+                heapq.heappush(bounds, (max(bound, run.bound_ns), 2, index))
+                continue
+            better = (
+                sorted([*best, (run.step_ns, index)])[:_FINALISTS]
+                if run.step_ns <= limit_ns
+                else best
+            )
+            without_gain = without_gain + 1 if better == best else 0
+            best = better
+        return [candidates[index] for _, index in best]
+
+    def _coarse(self, candidate: Plan) -> _Run:
+        """Returns the candidate lowered with few large copies, whether or not that fits.
+
+        All candidates are ranked this way, which is quick and compares them under equal conditions.
+        """
+        plan = with_knobs(candidate, chunk_bytes=self.coarse, accumulation=2)
+        if plan.knobs not in self._runs:
+            schedule = policies.lower_anew(plan)
+            self._runs[plan.knobs] = _Run(schedule, self.costs, self._step_ratio(schedule))
+        return self._runs[plan.knobs]
+
+    def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Moves from `plan` to its fastest neighbour until no neighbour is faster.
+
+        `time` is the step time of `plan` in ns. Returns the last plan and its time.
+        """
+        tried = {plan}
+        while True:
+            before = time
+            for others in (self.filling.neighbours, self.filling.with_other_inputs):
+                nearby = [other for other in dict.fromkeys(others(plan)) if other not in tried]
+                tried.update(nearby)
+                found = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
+                time, plan = found or (time, plan)
+                if time * _LEAST_STEP <= before:
+                    break
+            else:
+                return time, plan
+
+    def _with_another_slot(self, time: float, plan: Plan) -> tuple[float, Plan] | None:
+        """Returns `plan` with one more weight slot and its time, or None if it is not faster.
+
+        It is timed with the plan's own size of copies, because large copies hide the gain.
+        """
+        other = self.filling.with_another_slot(plan)
+        if (
+            other is None
+            or self.lower_bound.step_ns(other) * _TIE >= time
+            or self.time(other) * _TIE >= time
+        ):
+            return None
+        return self.time(other), other
+
+    def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
+        """Returns the fastest of `others` and its time in ns, or None if none is faster than
+        `plan`, whose step takes `time` ns.
+
+        If the plan has many ops, only the first of the ranking is timed with its own copies.
+        """
+        if not others:
+            return None
+        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)[
+            : 1 if self._has_many_ops(plan) else _FINALISTS
+        ]
+        found = min(
+            ((self.time(other), index, other) for index, other in enumerate(ranked)), default=None
+        )
+        return (found[0], found[2]) if found and found[0] < time else None
+
+    def _has_many_ops(self, plan: Plan) -> bool:
+        return len(self._coarse(plan).schedule.ops) > _MANY_COARSE_OPS
+
+    def time(self, plan: Plan) -> float:
+        """Returns the simulated step time of `plan` in ns.
+
+        Two micro-batches are simulated. Each further one adds the time of the second. Results are
+        cached.
+        """
+        if plan.knobs not in self._times:
+            schedule = policies.lower(with_knobs(plan, accumulation=2))
+            self._times[plan.knobs] = makespan_ns(schedule, self.costs) * self._step_ratio(schedule)
+        return self._times[plan.knobs]
+
+    def _step_ratio(self, schedule: Schedule) -> float:
+        """Returns the time of a step with all micro-batches, divided by that of `schedule`, which
+        has at most two.
+
+        The ratio differs between plans. The update is done once per step, but weights are copied
+        for each micro-batch, so the best plan for two micro-batches may not be the best for many.
+        """
+        more = self.plan.workload.accumulation - 2
+        return (
+            1
+            + more
+            * another_ns(schedule, self.costs)
+            / max(uncontended_makespan_ns(schedule, self.costs), 1)
+            if more > 0
+            else 1.0
+        )
+
+    def _candidates(self, plan: Plan) -> Iterator[Plan]:
+        """Yields the plans to rank, all of which fit. Step 1 of the module describes them."""
+        decoders, filling = plan.model.layers, self.filling
+        for base in (Placement(), Placement(offloaded_inputs="all")):
+            most = filling.most_saved(plan, base)
+            if most < 0:
+                continue
+            yield from self._everything(plan, base)
+            for saved in sorted({round(most * step / _STEPS) for step in range(_STEPS + 1)}):
+                yield from filling.filled(
+                    plan, msgspec.structs.replace(base, saved_activations=last(decoders, saved))
+                )
+            # If all attention outputs fit next to the inputs, offloading the inputs gains nothing.
+            every = ranges(
+                [layer.name for layer in plan.model.decoders], set(filling.attention_layers)
+            )
+            if (
+                filling.room(
+                    with_knobs(plan, placement=msgspec.structs.replace(base, saved_attention=every))
+                )
+                >= 0
+            ):
+                return
+
+    def _refined_like(self, time: float, plan: Plan, best: Plan) -> tuple[float, Plan]:
+        """Returns `plan` with the refinements of `best`, if it fits and is faster with them, and
+        its time.
+
+        The refinements are the share of host updates, the bytes of a copy, and the weight slots.
+        `time` is the step time of `plan` in ns.
+        """
+        alike = with_knobs(
+            updated_like(plan, best),
+            chunk_bytes=best.knobs.chunk_bytes,
+            weight_slots=best.knobs.weight_slots,
+        )
+        if alike.knobs != plan.knobs and self.filling.account(alike).fits:
+            return min((time, plan), (self.time(alike), alike), key=lambda entry: entry[0])
+        return time, plan
+
+    def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns `plan` with other host updates and other copies, if it is faster with them by
+        more than a tie, and its time.
+
+        `time` is the step time of `plan` in ns.
+        """
+        time, plan = self._with_host_updates(time, plan)
+        knobs = plan.knobs
+        many = len(policies.lower(plan).ops) > _MANY_OPS
+        chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
+        # Smaller copies are tried only if the present ones were faster than large ones.
+        if many or self._coarse(plan).step_ns > _TIE * time:
+            changed = with_knobs(plan, chunk_bytes=chunk)
+            if changed.knobs != knobs and self.filling.account(changed).fits:
+                found = self.time(changed)
+                if found * _TIE < time:
+                    plan, time = changed, found
+        return time, plan
+
+    def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the fastest of `plan` and its variants with host updates, and its time.
+
+        In the variants, the host updates all streamed layers or every second one. Those where it
+        updates all are also filled again in every order, because another order may be best then.
+        `time` is the step time of `plan` in ns.
+        """
+        updated = with_knobs(plan, placement=Placement(host_updated="all"))
+        bases = [
+            msgspec.structs.replace(
+                plan.knobs.placement, **dict.fromkeys(CLASSES, ""), offloaded_inputs=offloaded
+            )
+            for offloaded in ("", "all")
+        ]
+        others = dict.fromkeys(
+            other for base in bases for other in self.filling.fills(updated, base)
+        )
+        fitting = [
+            other
+            for other in others
+            if other.placed("host_updated") and self.filling.account(other).fits
+        ]
+        same = [
+            other
+            for other in (host_updating(plan), host_updating(plan, every=2))
+            if other.knobs != plan.knobs and self.filling.account(other).fits
+        ]
+        for changed in self._ranked(list(dict.fromkeys([*same, *fitting]))):
+            if self.lower_bound.step_ns(changed) * _TIE < time:
+                found = self.time(changed)
+                if found * _TIE < time:
+                    plan, time = changed, found
+        return time, plan
+
+    def _nearest_miss(self) -> Choice:
+        """Returns the plan that exceeds its limits by the fewest bytes.
+
+        It has the fewest slots, and either all state on the host or as much on the device as fits.
+        """
+        lean = with_knobs(self.plan, **_FEWER_SLOTS[-1])
+        misses = []
+        for base in (Placement(), Placement(offloaded_inputs="all")):
+            plan = with_knobs(lean, placement=base)
+            misses += [plan, next(self.filling.fills(lean, base))]
+        return assess(
+            min(misses, key=lambda plan: self.filling.account(plan).excess_bytes), self.costs
+        )

@@ -1,0 +1,292 @@
+"""Searches for the policy and the knobs that train a model fastest within the memory limits.
+
+Each policy is searched on its own. If the policy places state, `placement_search.py` searches its
+placements and slots. For the other policies, `slot_search.py` searches their slots. Both enumerate
+candidates instead of bisecting, because more slots or smaller copies can make a step slower when
+lanes slow each other.
+
+The workload (batch, dtype, clipping, loss chunk) is not searched, because it changes the result of
+training. A smaller batch is only suggested if nothing fits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    RunnerUp,
+    assess,
+    plan_account,
+    with_knobs,
+)
+from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.slot_search import (
+    GRADIENT_SLOTS,
+    GRADIENT_STAGING,
+    ONE_COPY,
+    WEIGHT_SLOTS,
+    SlotSearch,
+)
+from megatrain.simulator.policies.policy import PolicyWarning
+from megatrain.simulator.schedule.plan import Knobs, Plan
+
+__all__ = ["Choice", "assess", "candidates", "plan_account", "rank", "search"]
+
+
+def search(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    source: str = "",
+    hardware_name: str = "",
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: Iterable[str] | None = None,
+) -> list[Choice]:
+    """Returns the best plan of each policy.
+
+    Plans that fit come first, the fastest before the others. Plans that do not fit follow, the
+    nearest miss first. A machine with unified memory has nothing to stream, so only `resident` is
+    searched there.
+
+    Args:
+        model: The model to train.
+        hardware: The machine, with its measured or datasheet rates.
+        workload: Batch, sequence length, dtype and the other settings of a step.
+        source: Where the weights are, for the plans. The default is the model's name.
+        hardware_name: Name or file of the machine, for the plans. The default is its name.
+        device_limit: Device memory in bytes. The default is the machine's.
+        host_limit: Host memory in bytes. The default is the machine's.
+        policies: Policies to search. The default is all that the runtime can execute and that may
+            be the fastest. A policy that is only for prediction has no knobs to search.
+
+    Raises UserError for an unknown policy, and for costs that were not measured.
+    """
+    names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
+    for name in names:
+        policy_library.find(name)
+    if hardware.unified:
+        names = [name for name in names if name == "resident"]
+    if not names:
+        raise UserError(
+            "policy",
+            found="one that streams, on a machine with one memory, where there is nothing to copy",
+            allowed="resident",
+            fix="leave --policy out",
+        )
+    first = Plan(
+        policy=names[0],
+        hardware=hardware_name or hardware.name,
+        source=source or model.name,
+        model=model,
+        workload=workload,
+        device_limit_bytes=hardware.device_bytes if device_limit is None else device_limit,
+        host_limit_bytes=hardware.host_bytes if host_limit is None else host_limit,
+    )
+    costs = cost_model(hardware, model, workload)
+    plans = [msgspec.structs.replace(first, policy=name) for name in names]
+    return sorted(_searched(plans, costs), key=rank)
+
+
+def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
+    """Returns the best choice for each of `plans`, which differ in their policies.
+
+    If there are several, a policy that raises UserError is left out with a PolicyWarning. Raises
+    the first error if no policy is left.
+    """
+    choices: list[Choice] = []
+    refused: UserError | None = None
+    for plan in plans:
+        try:
+            choices.append(_best(plan, costs))
+        except UserError as error:
+            if len(plans) > 1:
+                warnings.warn(f"left out: {error}", PolicyWarning, stacklevel=3)
+            refused = refused or error
+    if refused and not choices:
+        raise refused
+    return choices
+
+
+def _best(plan: Plan, costs: CostModel) -> Choice:
+    """Returns the best choice for the policy of `plan`."""
+    if policy_library.is_prediction_only(plan.policy):
+        return assess(plan, costs)
+    return (
+        PlacementSearch(plan, costs).best()
+        if policy_library.places(plan.policy)
+        else SlotSearch(plan, costs).best()
+    )
+
+
+def rank(choice: Choice) -> tuple[bool, int, int, float, str]:
+    """Returns a sort key that puts the best choice first.
+
+    Plans that fit come first, by step time. The others are ordered by the bytes of device memory
+    that they lack, because host memory is easier to add, and then by all bytes that they lack.
+    """
+    account = choice.account
+    lacking = max(account.device_peak_bytes - account.device_limit_bytes, 0)
+    return (
+        not choice.feasible,
+        lacking,
+        account.excess_bytes,
+        choice.step_seconds,
+        choice.plan.policy,
+    )
+
+
+def candidates(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    source: str = "",
+    hardware_name: str = "",
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: list[str] | None = None,
+) -> list[Choice]:
+    """Returns the best plan of each policy, as `search` does, and the runner-up of the best one.
+
+    It adds three things to `search`:
+
+    1. On a machine with unified memory, the lower of both limits holds for the one memory.
+    2. If `policies` is None, the policies that place state and `resident` are searched first. Each
+       other policy is skipped if it would be slower even with copies that take no time. This halves
+       the time of the search.
+    3. If no plan that was found fits, the plans that need the least memory (`capacity.py`) are
+       tried.
+
+    Raises UserError as `search` does.
+    """
+    names = policy_library.contenders() if policies is None else policies
+    if hardware.unified:
+        device_limit = host_limit = min(
+            device_limit or hardware.device_bytes, host_limit or hardware.host_bytes
+        )
+
+    def found_by(chosen: list[str]) -> list[Choice]:
+        return search(
+            model,
+            hardware,
+            workload,
+            source=source,
+            hardware_name=hardware_name,
+            device_limit=device_limit,
+            host_limit=host_limit,
+            policies=chosen,
+        )
+
+    bounded: list[RunnerUp] = []
+    if hardware.unified or names != policy_library.contenders():
+        found = found_by(names)
+    else:
+        later = [name for name in names if name != "resident" and not policy_library.places(name)]
+        # The likely winner is searched last, so that its schedule is still cached afterwards.
+        first = sorted((name for name in names if name not in later), key=policy_library.places)
+        found = found_by(first)
+        if found[0].feasible:
+            bounded = [
+                RunnerUp(
+                    policy=name,
+                    step_seconds=_least_seconds(name, found[0], hardware),
+                    at_least=True,
+                )
+                for name in later
+            ]
+            bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
+        if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
+            found = sorted([*found, *found_by(hopeful)], key=rank)
+    own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
+    if own and not own[0].feasible:
+        costs = cost_model(hardware, model, workload)
+        fitting = (
+            footprint
+            for footprint in usable(own[0].plan, hardware, costs, names)
+            if footprint.account().fits
+        )
+        if footprint := next(fitting, None):
+            choice = assess(footprint.placed(), costs)
+            found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
+    return [_with_runner_up(found, bounded), *found[1:]]
+
+
+def _with_runner_up(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
+    """Returns the first of `found` with its runner-up.
+
+    The runner-up is the fastest of the other choices that fit, the runner-up of the same policy,
+    and the policies of `bounded`, which were skipped because of a lower bound.
+    """
+    best, *others = found
+    tried = [
+        RunnerUp(policy=other.plan.policy, knobs=other.plan.knobs, step_seconds=other.step_seconds)
+        for other in others
+        if _is_rival(other)
+    ]
+    if best.runner_up:
+        tried.append(best.runner_up)
+    tried += bounded
+    return msgspec.structs.replace(
+        best,
+        runner_up=(
+            min(tried, key=lambda entry: entry.step_seconds, default=None)
+            if _is_rival(best)
+            else None
+        ),
+    )
+
+
+def _is_rival(choice: Choice) -> bool:
+    """Returns whether the plan fits and the runtime can execute it."""
+    return choice.feasible and not policy_library.is_prediction_only(choice.plan.policy)
+
+
+def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
+    """Returns a lower bound, in seconds, of the step time of policy `name` with any knobs.
+
+    Model and workload are those of `best`. The bound is the evaluator's time of at most two
+    micro-batches, with the most slots that a search tries and with copies that take no time. It is
+    the smaller one of the times with and without gradient staging. Each further micro-batch adds
+    its compute time.
+    """
+    costs = cost_model(hardware, best.plan.model, best.plan.workload)
+    free, least = ScaledCosts(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
+    for staging in (0, max(GRADIENT_STAGING)):
+        knobs = Knobs(
+            weight_slots=max(WEIGHT_SLOTS),
+            gradient_slots=max(GRADIENT_SLOTS),
+            gradient_staging=staging,
+            chunk_bytes=ONE_COPY,
+        )
+        try:
+            # `lower_anew` keeps the schedule of the best plan in the cache of `lower`.
+            schedule = policy_library.lower_anew(
+                with_knobs(
+                    msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2
+                )
+            )
+        except UserError:
+            # The policy accepts only one value of some knob, or it sums gradients in staging
+            # buffers and so cannot do without them.
+            continue
+        one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
+        least.append(
+            uncontended_makespan_ns(schedule, free)
+            + max(best.plan.workload.accumulation - 2, 0) * one
+        )
+    return min(least, default=0) / 1e9

@@ -1,0 +1,268 @@
+"""Searches the knobs of a policy that does not place state: checkpoint interval, weight slots,
+gradient slots, gradient staging, and bytes of a copy.
+
+The search has three rounds. Each uses the smallest schedule that can distinguish its candidates:
+
+1. Try every pair of a checkpoint interval and a number of weight slots. Each is lowered for the
+   whole model, with one copy per layer, and timed with the evaluator, that is without contention.
+   Pairs that cannot fit in memory are left out.
+2. For the best pairs, fastest first, take a model of a few layers. Choose the number of gradient
+   slots and staging buffers with the evaluator, then the bytes of a copy with the engine.
+3. Simulate the complete plans with the engine, with contention, until two that fit are found. The
+   fastest wins. If both are within 0.1 %, the one that needs fewer bytes wins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    assess,
+    frugality,
+    plan_account,
+    with_knobs,
+)
+from megatrain.simulator.schedule.plan import Plan
+
+WEIGHT_SLOTS = (1, 2, 3, 4, 8)
+GRADIENT_SLOTS = (1, 2, 3)
+GRADIENT_STAGING = (0, 1, 2, 4)
+CHUNK_BYTES = (16 * 2**20, 64 * 2**20, 256 * 2**20)
+ONE_COPY = 2**40
+"""Bytes of a copy with which every layer is copied in one piece."""
+_SHORT = 6  # decoder layers of the model of round 2, at least
+_TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
+_PAIRS = 2  # plans that fit to compare in round 3
+
+
+def intervals(layers: int) -> tuple[int, ...]:
+    """Returns the checkpoint intervals to try for a model of `layers` decoder layers.
+
+    They are the powers of two up to 16 and half of the layers, and the square root of `layers`.
+
+    >>> intervals(48)
+    (1, 2, 4, 7, 8, 16)
+    """
+    powers = [2**power for power in range(5) if 2**power <= max(layers // 2, 1)]
+    return tuple(sorted({*powers, max(math.isqrt(layers - 1) + 1, 1)} if layers > 2 else powers))
+
+
+class SlotSearch:
+    """Searches the knobs of one policy for one model, workload and machine.
+
+    Raises UserError if the policy accepts none of the values of a knob.
+    """
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self.plan, self.costs = plan, costs
+        self.knobs = policy_library.find(plan.policy).knobs
+        self.tiny = with_knobs(plan, layers=2, accumulation=2, chunk_bytes=ONE_COPY)
+        self.weight_slots = self._allowed("weight_slots", WEIGHT_SLOTS)
+        self.least = {"weight_slots": self.weight_slots[0]}
+        self.gradient_slots = self._allowed("gradient_slots", GRADIENT_SLOTS)
+        self.gradient_staging = self._allowed("gradient_staging", GRADIENT_STAGING)
+        self.chunks = self._allowed("chunk_bytes", CHUNK_BYTES)
+        self.paths = self._path_bytes()
+        self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        """(interval, weight slots) -> bytes on (device, host), with the first of `paths`."""
+
+    def _allowed(self, knob: str, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the values of `knob` that the policy accepts and that make a difference.
+
+        If all accepted values lead to the same schedule, only one is returned, the default if it is
+        accepted. Raises UserError if the policy accepts none.
+        """
+        if knob not in self.knobs:
+            return (getattr(self.plan.knobs, knob),)
+        programs: dict[int, str] = {}
+        for value in values:
+            try:
+                programs[value] = policy_library.lower(
+                    with_knobs(self.tiny, **{**getattr(self, "least", {}), knob: value})
+                ).digest
+            except UserError as error:
+                refused = error
+        if not programs:
+            raise refused
+        default = getattr(self.plan.knobs, knob)
+        if len(set(programs.values())) == 1:
+            return (default if default in programs else next(iter(programs)),)
+        return tuple(programs)
+
+    def _path_bytes(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Returns the bytes on (device, host) for each pair of gradient slots and staging buffers,
+        relative to the first pair.
+
+        They are computed for a model of two layers, because a slot has the same size at any depth.
+        """
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for slots, staging in itertools.product(self.gradient_slots, self.gradient_staging):
+            plan = with_knobs(
+                self.tiny, **self.least, gradient_slots=slots, gradient_staging=staging
+            )
+            memory = plan_account(plan, policy_library.outline(plan), self.costs)
+            found[slots, staging] = (memory.device_peak_bytes, memory.host_peak_bytes)
+        device, host = next(iter(found.values()))
+        return {path: (sizes[0] - device, sizes[1] - host) for path, sizes in found.items()}
+
+    def _excess(self, pair: tuple[int, int], path: tuple[int, int]) -> int:
+        """Returns the bytes by which a plan exceeds the limits of device and host together.
+
+        `pair` is its interval and weight slots, `path` its gradient slots and staging buffers.
+        """
+        device, host = (
+            size + more for size, more in zip(self.sizes[pair], self.paths[path], strict=True)
+        )
+        return max(device - self.plan.device_limit_bytes, 0) + max(
+            host - self.plan.host_limit_bytes, 0
+        )
+
+    def best(self) -> Choice:
+        """Returns the fastest plan that fits, or the one that exceeds its limits by the least."""
+        finals: list[Choice] = []
+        for interval, slots in self._first_round():
+            choice = assess(
+                with_knobs(self.plan, **self._second_round(interval, slots)), self.costs
+            )
+            finals += [choice] if choice.feasible else []
+            if len(finals) == _PAIRS:
+                break
+        if not finals:
+            return self._nearest_miss()
+        fastest = min(choice.step_seconds for choice in finals)
+        return min(
+            (choice for choice in finals if choice.step_seconds <= fastest * _TIE), key=frugality
+        )
+
+    def _first_round(self) -> list[tuple[int, int]]:
+        """Returns the pairs of checkpoint interval and weight slots that can fit, fastest first.
+
+        They are timed with the most gradient slots and staging buffers. A pair can fit if it does
+        with any number of them. Raises UserError if the policy accepts no pair.
+        """
+        times: dict[tuple[int, int], int] = {}
+        refused: UserError | None = None
+        most = dict(zip(("gradient_slots", "gradient_staging"), list(self.paths)[-1], strict=True))
+        lengths = (
+            intervals(self.plan.model.layers)
+            if "checkpoint_interval" in self.knobs
+            else (self.plan.knobs.checkpoint_interval,)
+        )
+        for interval, slots in itertools.product(lengths, self.weight_slots):
+            plan = with_knobs(
+                self.plan,
+                accumulation=2,
+                chunk_bytes=ONE_COPY,
+                checkpoint_interval=interval,
+                weight_slots=slots,
+                **most,
+            )
+            try:
+                memory = plan_account(plan, policy_library.outline(plan), self.costs)
+                more = self.paths[most["gradient_slots"], most["gradient_staging"]]
+                self.sizes[interval, slots] = (
+                    memory.device_peak_bytes - more[0],
+                    memory.host_peak_bytes - more[1],
+                )
+                if any(self._excess((interval, slots), path) == 0 for path in self.paths):
+                    times[interval, slots] = uncontended_makespan_ns(
+                        policy_library.lower(plan), self.costs
+                    )
+            except UserError as error:  # the policy does not accept this pair
+                self.sizes.pop((interval, slots), None)
+                refused = error
+        if refused and not self.sizes:
+            raise refused
+        return sorted(times, key=lambda pair: (times[pair], self.sizes[pair], pair))
+
+    def _second_round(self, interval: int, slots: int) -> dict[str, int]:
+        """Returns all knobs for a checkpoint interval and a number of weight slots: with the best
+        gradient slots, staging buffers and bytes of a copy.
+        """
+        short = with_knobs(
+            self.plan,
+            layers=max(_SHORT, interval + 2),
+            accumulation=2,
+            checkpoint_interval=interval,
+            weight_slots=slots,
+        )
+        knobs: list[tuple[int, int, dict[str, int]]] = []
+        for path, more in self.paths.items():
+            if self._excess((interval, slots), path) == 0:
+                setting = {"gradient_slots": path[0], "gradient_staging": path[1]}
+                time = uncontended_makespan_ns(
+                    policy_library.lower(with_knobs(short, chunk_bytes=ONE_COPY, **setting)),
+                    self.costs,
+                )
+                knobs.append((time, sum(more), setting))
+        fastest = min(time for time, _, _ in knobs)
+        frugal = [entry for entry in knobs if entry[0] <= fastest * _TIE]
+        kept = [min(frugal, key=lambda entry: entry[1]), min(knobs, key=lambda entry: entry[:2])]
+        tried: list[tuple[int, int, int, dict[str, int]]] = []
+        for (_, total, setting), chunk in itertools.product(kept, self.chunks):
+            time = makespan_ns(
+                policy_library.lower(with_knobs(short, chunk_bytes=chunk, **setting)), self.costs
+            )
+            tried.append((time, total, -chunk, {**setting, "chunk_bytes": chunk}))
+        fastest = min(entry[0] for entry in tried)
+        chosen = min(
+            (entry for entry in tried if entry[0] <= fastest * _TIE), key=lambda entry: entry[1:3]
+        )
+        return {**chosen[3], "checkpoint_interval": interval, "weight_slots": slots}
+
+    def _nearest_miss(self) -> Choice:
+        """Returns the plan that exceeds its limits by the fewest bytes.
+
+        Its advice names a smaller batch if that would fit.
+        """
+        pair, path = min(
+            itertools.product(self.sizes, self.paths),
+            key=lambda candidate: (self._excess(*candidate), candidate),
+        )
+        knobs = {
+            "checkpoint_interval": pair[0],
+            "weight_slots": pair[1],
+            "gradient_slots": path[0],
+            "gradient_staging": path[1],
+        }
+        choice = assess(with_knobs(self.plan, **knobs), self.costs)
+        advice = self._smaller_batch(choice)
+        return (
+            msgspec.structs.replace(
+                choice, account=msgspec.structs.replace(choice.account, advice=advice)
+            )
+            if advice
+            else choice
+        )
+
+    def _smaller_batch(self, choice: Choice) -> str:
+        """Returns the advice to use a smaller batch, the largest with which this plan fits.
+
+        The batch is halved until the plan fits. Returns an empty text if halving does not help, or
+        if the plan exceeds the host's memory.
+        """
+        batch = choice.plan.workload.batch // 2
+        while batch and choice.account.host_peak_bytes <= self.plan.host_limit_bytes:
+            work = msgspec.structs.replace(
+                self.plan.workload,
+                batch=batch,
+                accumulation=min(2, self.plan.workload.accumulation),
+            )
+            plan = msgspec.structs.replace(
+                choice.plan,
+                workload=work,
+                knobs=msgspec.structs.replace(choice.plan.knobs, chunk_bytes=ONE_COPY),
+            )
+            if plan_account(plan, policy_library.outline(plan), self.costs).fits:
+                return f"batch = {batch} would fit (with accumulation for the same tokens per step)"
+            batch //= 2
+        return ""

@@ -1,0 +1,1 @@
+"""Draws timelines, errors and memory as pictures, and writes Perfetto traces."""

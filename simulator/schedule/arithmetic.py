@@ -1,0 +1,101 @@
+"""Facts that all schedules of one plan share: which gradients are summed, the dtypes of the state,
+and what an op's cost depends on.
+
+The order in which gradients are added is part of the result, because floating-point addition is not
+associative. Every policy adds them in the order of the micro-batches. With tied embeddings, it adds
+the head's gradient before the embedding's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megatrain.simulator.model.optimizer import find
+from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.workload import Dtype
+from megatrain.simulator.schedule import KEPT, BufferDtype
+from megatrain.simulator.schedule.plan import Plan
+
+SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
+RATIO_ROW = 64
+"""Consecutive elements whose g^2 / v are summed into one value. They always belong to one tensor
+and one chunk, because tensors and chunks are whole multiples of this size (`specs.ALIGNMENT`)."""
+StateClass = Literal["weights", "master_low", "moments", "gradients"]
+STATE: tuple[StateClass, ...] = ("weights", "master_low", "moments", "gradients")
+"""The classes of data that make up a layer's state."""
+
+
+def contributions(plan: Plan, layer: str) -> int:
+    """Returns how many gradients of `layer` are computed in one step: one per micro-batch, or two
+    per micro-batch for a tied embedding.
+    """
+    return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
+
+
+def gradient_dtype(plan: Plan, layer: str) -> Dtype:
+    """Returns the dtype of a layer's gradient of a step: fp32 if several gradients are summed,
+    otherwise the compute dtype.
+    """
+    return "fp32" if contributions(plan, layer) > 1 else plan.workload.dtype
+
+
+def gradient_bytes(plan: Plan, layer: str) -> int:
+    """Returns the bytes per parameter of a layer's gradient of a step."""
+    return DTYPE_BYTES[gradient_dtype(plan, layer)]
+
+
+def state_bytes(plan: Plan, name: StateClass, layer: str) -> int:
+    """Returns the bytes per parameter of one class of a layer's state. `master_low` has 0 bytes in
+    fp32, where the weight is the whole master.
+    """
+    width = DTYPE_BYTES[plan.workload.dtype]
+    return {
+        "weights": width,
+        "master_low": 4 - width,
+        "moments": 4 * find(plan.workload.optimizer).moments,
+        "gradients": gradient_bytes(plan, layer),
+    }[name]
+
+
+def state_dtype(plan: Plan, name: StateClass, layer: str) -> BufferDtype:
+    """Returns the dtype of one class of a layer's state."""
+    work = plan.workload.dtype
+    dtypes: dict[StateClass, BufferDtype] = {
+        "weights": work,
+        "master_low": "int16",
+        "moments": "fp32",
+        "gradients": gradient_dtype(plan, layer),
+    }
+    return dtypes[name]
+
+
+def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:
+    """Returns the fields of a compute op that its duration depends on: `flops`, `elements` and
+    `shape`. They are equal for all layers with the same signature.
+
+    Args:
+        layer: a decoder layer, or empty for an op of the embedding or the head.
+        kept: True for a recompute that skips attention because the forward saved it.
+    """
+    model, work = plan.model, plan.workload
+    flops = model.work(kind, layer, work, kept=kept).flops
+    signature = (model.stack[layer].signature if layer else model.shape) + (KEPT if kept else "")
+    return {
+        "flops": flops,
+        "elements": 0 if flops else work.tokens * model.hidden,
+        "shape": f"{signature}/{work.shape}",
+    }
+
+
+def blocks_of(plan: Plan) -> list[list[int]]:
+    """Returns the decoder layers in blocks that are recomputed together. A block has at most K
+    layers, where K is `checkpoint_interval`. A layer in `saved_activations` is a block by itself.
+    """
+    stored, blocks = plan.placed("saved_activations"), list[list[int]]()
+    for index in range(plan.model.layers):
+        alone = str(index) in stored or not blocks or str(blocks[-1][-1]) in stored
+        if alone or len(blocks[-1]) == plan.knobs.checkpoint_interval:
+            blocks.append([index])
+        else:
+            blocks[-1].append(index)
+    return blocks

@@ -1,0 +1,227 @@
+"""Plan: the small TOML file that says how a model is trained on a machine. It holds the model,
+workload, policy, knobs and memory limits, and what was predicted.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import read_toml, write_toml
+from megatrain.simulator.model.families import KEEP_ATTENTION
+from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+FORMAT = 1
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The layers whose data is kept in a place of its own, one field for each class of data.
+
+    A field names layers and ranges of layers, such as `e,0-11,h` (`e` is the embedding, `h` the
+    head), or `all`. An empty field means no layer. None of them changes a bit of the result.
+    """
+
+    weights: str = ""
+    """Layers whose weights stay on the device. The others are streamed."""
+    master_low: str = ""
+    """Layers whose low half of the fp32 master stays on the device."""
+    moments: str = ""
+    """Layers whose moments stay on the device."""
+    gradients: str = ""
+    """Layers whose gradients stay on the device until the update."""
+    saved_activations: str = ""
+    """Decoder layers whose activations are saved from forward to backward, not recomputed."""
+    offloaded_inputs: str = ""
+    """Decoder layers whose input is kept in host memory until the backward pass."""
+    saved_attention: str = ""
+    """Decoder layers that keep their attention output and log-sum-exp on the device, so that
+    recompute skips attention. Ignored for layers in `saved_activations`."""
+    host_updated: str = ""
+    """Layers updated on the CPU. Their state stays in host memory, and only their weights
+    are copied to the device. Overrides the fields above."""
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sizes that a policy may choose. None of them changes a bit of the result."""
+
+    weight_slots: int = 2
+    """Device buffers that the weights of decoder layers are streamed through."""
+    gradient_slots: int = 2
+    """Device buffers that the gradients of decoder layers are copied out of."""
+    gradient_staging: int = 2
+    """Pinned host buffers between the gradient slots and the gradients in host memory. With 0,
+    gradients are copied directly, which is possible only if no gradients are accumulated."""
+    chunk_bytes: int = 64 * 2**20
+    """Bytes of one copy over the link. 64 MiB reaches 99 % of the link rate of an H200."""
+    checkpoint_interval: int = 1
+    """Decoder layers between two saved layer inputs; the layers between are recomputed (K)."""
+    state_slots: int = 2
+    """Device buffers, of one chunk for each class of data, that optimizer state is streamed
+    through."""
+    weights_ahead: int = 0
+    """1: if a layer is updated inside the backward pass, the next layer's weights are loaded before
+    its optimizer state, which would otherwise delay them. 0: both are loaded in the order of
+    use."""
+    placement: Placement = Placement()
+    """Which layers keep which class of data on the device."""
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("weight_slots", 1),
+            ("gradient_slots", 1),
+            ("gradient_staging", 0),
+            ("chunk_bytes", 4096),
+            ("checkpoint_interval", 1),
+            ("state_slots", 1),
+        ):
+            if not least <= getattr(self, field) <= 2**40:
+                raise UserError(
+                    f"knobs: {field}",
+                    found=getattr(self, field),
+                    allowed=f"{least} to {2**40}",
+                    fix=f"set {field} = {max(least, 1)}",
+                )
+        if self.weights_ahead not in (0, 1):
+            raise UserError(
+                "knobs: weights_ahead",
+                found=self.weights_ahead,
+                allowed="0 or 1",
+                fix="set weights_ahead = 1",
+            )
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulator predicted when the plan was made."""
+
+    step_seconds: float
+    """Duration of one optimizer step."""
+    lower_bound_seconds: float
+    """A lower bound of the duration of the step."""
+    device_peak_bytes: int
+    """Peak device memory."""
+    host_peak_bytes: int
+    """Peak host memory."""
+    binding: str
+    """What limits the plan: a lane, or a memory pool if the plan does not fit."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to train one model on one machine."""
+
+    format: int = FORMAT
+    """The version of the file format."""
+    policy: str
+    """The name of the policy that turns the plan into a schedule."""
+    digest: str = ""
+    """The digest of the schedule that `policy` makes from this plan. The runtime refuses a plan if
+    it computes another digest."""
+    hardware: str
+    """The machine: a name in the library, or the path of a calibrated file, relative to the
+    plan."""
+    source: str
+    """Where the weights are: a Hugging Face folder, relative to the plan, or a name in the
+    library."""
+    device_limit_bytes: int
+    """Device memory that the run may use."""
+    host_limit_bytes: int
+    """Host memory that the run may use."""
+    model: ModelSpec
+    """The model that is trained."""
+    workload: Workload
+    """How it is trained."""
+    knobs: Knobs = Knobs()
+    """The sizes that the policy uses."""
+    prediction: Prediction | None = None
+    """What was predicted when the plan was made."""
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise UserError(
+                "plan: format",
+                found=self.format,
+                allowed=FORMAT,
+                fix="make the plan again with `megatrain plan`",
+            )
+        for field in ("device_limit_bytes", "host_limit_bytes"):
+            if not 0 < getattr(self, field) < 2**60:
+                raise UserError(
+                    f"plan: {field}",
+                    found=getattr(self, field),
+                    allowed=">= 1",
+                    fix=f"set {field} to the bytes that the run may use",
+                )
+
+    def placed(self, name: str) -> frozenset[str]:
+        """Returns the layers in the field `name` of the placement. Raises UserError if the field
+        does not name layers of this model.
+        """
+        return _placed(self.model, name, getattr(self.knobs.placement, name))
+
+    def save(self, path: Path) -> None:
+        """Writes the plan as TOML to `path`."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        for field, default in (("documents", False), ("no_dropout", False), ("optimizer", ADAMW)):
+            if data["workload"][field] == default:
+                del data["workload"][field]
+        write_toml(
+            path, data, "A megatrain plan. Run it with `megatrain simulate` or `megatrain train`."
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Reads a plan. Raises UserError if the file is missing or malformed, has another format
+        version, or has an unknown key.
+        """
+        return read_toml(path, cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed(model: ModelSpec, name: str, text: str) -> frozenset[str]:
+    """Returns the layers of `model` that `text` names. `name` is the field of the placement."""
+    stack = list(model.stack)
+    decoders = [layer for layer in stack if model.stack[layer].kind == "decoder"]
+    allowed = (
+        decoders if name in ("saved_activations", "offloaded_inputs", "saved_attention") else stack
+    )
+    chosen: set[str] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
+        if part == "all":
+            chosen.update(allowed)
+        elif part in allowed:
+            chosen.add(part)
+        elif dash and first in decoders and last in decoders and int(first) <= int(last):
+            chosen.update(decoders[int(first) : int(last) + 1])
+        else:
+            raise UserError(
+                f"knobs.placement: {name}",
+                found=repr(part),
+                allowed=(
+                    f"`all`, or layers and ranges of {allowed[0]} to {allowed[-1]}, such as 0-3"
+                ),
+                fix="name layers that the model has",
+            )
+    if name == "saved_attention":
+        _refuse_kept_attention(model, chosen)
+    return frozenset(chosen)
+
+
+def _refuse_kept_attention(model: ModelSpec, chosen: set[str]) -> None:
+    """Raises UserError if the runtime cannot save the attention of a chosen layer."""
+    unable = next(
+        (layer for layer in model.stack if layer in chosen and not model.keeps_attention(layer)),
+        None,
+    )
+    if unable is not None:
+        raise UserError(
+            "knobs.placement: saved_attention",
+            found=f"layer {unable} of a {model.family} model, {model.stack[unable].attention}",
+            allowed=f"full causal attention of {', '.join(KEEP_ATTENTION)}",
+            fix="leave `saved_attention` empty for this model",
+        )

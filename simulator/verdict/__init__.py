@@ -1,0 +1,1 @@
+"""Computes what `megatrain check` reports: fit, speed, limits, and changes that would help."""

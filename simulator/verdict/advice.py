@@ -1,0 +1,400 @@
+"""Suggests changes with which the model would fit or run faster. Every suggestion has been tried.
+
+If the model does not fit, each change is tried on the plans that need the least memory
+(`capacity.py`). A search finds one of them if it finds no other plan that fits. Changes that make
+the model fit come first.
+
+If the model fits, the whole search is repeated with each change, so the gain is what the user will
+see. Changes that the runtime does not support yet are marked `would`. They are tried on the chosen
+plan only, so a search might gain more.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.units import format_bytes
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.capacity import (
+    MemoryFootprint,
+    largest_batch,
+    longest_context,
+    usable,
+)
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.schedule import Op, whole
+from megatrain.simulator.schedule.arithmetic import state_bytes
+
+_GIB = 2**30
+_PLENTY = 2**59  # bytes of host memory, more than any plan needs
+_LEAST_GAIN = 0.01  # suggestions that gain less are left out
+_MOST_DEVICE = 4  # largest device memory to suggest, as a multiple of the present one
+_LOSS_CHUNKS = (512, 256, 128)
+
+
+class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of the input and its effect."""
+
+    change: str
+    """The change as options of `megatrain check`, or in words if there is no option for it."""
+    options: dict[str, str] = {}
+    """Option without dashes -> its new value. Empty if the command has no option for the change."""
+    would: bool = False
+    """Whether the runtime does not support the change yet."""
+    fits: bool
+    """Whether the model fits with the change."""
+    bytes_missing: int = 0
+    """Bytes by which memory still exceeds the limits."""
+    bytes_saved: int = 0
+    """Bytes of device and host memory that the change saves. Negative if it needs more."""
+    tokens_per_second: float | None = None
+    """Approximate speed with the change. None if no time was predicted."""
+    gain: float | None = None
+    """Approximate gain in tokens/s: 0.1 is 10 % more. None if no time was predicted."""
+
+
+class Search(Protocol):
+    """The planner's search for one model, machine and set of policies."""
+
+    def __call__(self, work: Workload, device_limit: int, host_limit: int) -> Choice:
+        """Returns the best plan for a workload and limits in bytes."""
+
+
+class Adviser:
+    """Tries changes of the workload and the memory limits of one choice."""
+
+    def __init__(
+        self,
+        choice: Choice,
+        hardware: HardwareSpec,
+        costs: CostModel,
+        names: list[str],
+        search: Search,
+    ) -> None:
+        self.choice, self.hardware, self.costs, self.names, self.search = (
+            choice,
+            hardware,
+            costs,
+            names,
+            search,
+        )
+        self.plan, self.work = choice.plan, choice.plan.workload
+        self.speed = tokens_per_second(self.work, choice.step_seconds)
+        self.footprints = self._least(self.work)
+
+    def _least(self, work: Workload, **limits: int) -> list[MemoryFootprint]:
+        """Returns the plans that need the least memory for another workload or other limits."""
+        plan = msgspec.structs.replace(self.plan, workload=work, **limits)
+        costs = self.costs if work == self.work else cost_model(self.hardware, plan.model, work)
+        return usable(plan, self.hardware, costs, self.names)
+
+    def suggestions(self, most: int = 5) -> tuple[Suggestion, ...]:
+        """Returns at most `most` suggestions, the best first."""
+        if self.choice.feasible:
+            faster = [entry for entry in self._faster() if (entry.gain or 0) >= _LEAST_GAIN]
+            return tuple(sorted(faster, key=lambda entry: (entry.would, -(entry.gain or 0))))[:most]
+        tried = [entry for entry in self._fitting() if entry.fits or entry.bytes_saved > 0]
+        return tuple(
+            sorted(tried, key=lambda entry: (not entry.fits, entry.would, entry.bytes_missing))
+        )[:most]
+
+    # Changes that make the model fit
+
+    def _fitting(self) -> list[Suggestion]:
+        """Returns the changes to try if the model does not fit."""
+        work, found = self.work, list[Suggestion]()
+        chunks = [chunk for chunk in _LOSS_CHUNKS if chunk < min(work.loss_chunk, work.tokens)]
+        smaller = [
+            self._changed({"loss-chunk": chunk}, msgspec.structs.replace(work, loss_chunk=chunk))
+            for chunk in chunks
+        ]
+        found += [entry for entry in smaller if entry.fits][:1] or smaller[-1:]
+        if batch := largest_batch(self.footprints, work):
+            found.append(
+                self._changed({"batch": batch}, msgspec.structs.replace(work, batch=batch))
+            )
+        elif context := longest_context(self.footprints, work):
+            short = msgspec.structs.replace(work, batch=1, sequence=context)
+            found.append(self._changed({"seq": context, "batch": 1}, short))
+        if work.clipping == "global":
+            found.append(
+                self._changed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none"))
+            )
+        return found + self._more_memory() + self._smaller_moments()
+
+    def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
+        """Returns the effect of another workload on memory. `values` are the changed options."""
+        account = min((footprint.account() for footprint in self._least(work)), key=_excess)
+        options = {name: str(value) for name, value in values.items()}
+        return Suggestion(
+            change=_as_options(options),
+            options=options,
+            fits=account.fits,
+            bytes_missing=account.excess_bytes,
+            bytes_saved=self._total - _total(account),
+        )
+
+    @property
+    def _total(self) -> int:
+        """Bytes of the plan that misses its limits by the least, on device and host together."""
+        return _total(min((footprint.account() for footprint in self.footprints), key=_excess))
+
+    def _more_memory(self) -> list[Suggestion]:
+        """Returns suggestions to add memory, as little as makes one of the policies fit.
+
+        1. More host memory, if a policy fits with enough of it. Otherwise the largest batch that
+           fits with enough host memory, together with the host memory that it needs.
+        2. More device memory, if a policy fits in the present host memory.
+        3. More of both, if neither alone is enough.
+        """
+        accounts, found = [footprint.account() for footprint in self.footprints], list[Suggestion]()
+        roomy = [footprint.account(host_limit=_PLENTY) for footprint in self.footprints]
+        device_fits = [
+            footprint
+            for footprint, account in zip(self.footprints, roomy, strict=True)
+            if account.device_peak_bytes <= account.device_limit_bytes
+        ]
+        host_fits = [
+            account for account in accounts if account.host_peak_bytes <= account.host_limit_bytes
+        ]
+        if device_fits:
+            found.append(
+                self._memory(
+                    {"host": min(self._least_host(footprint) for footprint in device_fits)}
+                )
+            )
+        elif batch := largest_batch(self.footprints, self.work, _PLENTY):
+            work = msgspec.structs.replace(self.work, batch=batch)
+            able = [
+                footprint
+                for footprint in self.footprints
+                if footprint.account(work, host_limit=_PLENTY).fits
+            ]
+            least = min(self._least_host(footprint, work) for footprint in able)
+            found += (
+                [self._memory({"host": least}, {"batch": str(batch)})]
+                if least > self.plan.host_limit_bytes
+                else []
+            )
+        if host_fits:
+            found.append(
+                self._memory({"device": min(account.device_peak_bytes for account in host_fits)})
+            )
+        if not device_fits and not host_fits:
+            nearest = min(accounts, key=_excess)
+            found.append(
+                self._memory({"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes})
+            )
+        return found
+
+    def _least_host(self, footprint: MemoryFootprint, work: Workload | None = None) -> int:
+        """Returns the least host memory with which the footprint fits, in bytes.
+
+        It is a whole number of GiB. State moves to the device as far as that has room.
+        """
+        enough = -(-footprint.account(work, host_limit=_PLENTY).host_peak_bytes // _GIB)
+        short = 0
+        while enough - short > 1:
+            middle = (enough + short) // 2
+            short, enough = (
+                (short, middle)
+                if footprint.account(work, host_limit=middle * _GIB).fits
+                else (middle, enough)
+            )
+        return enough * _GIB
+
+    def _memory(self, needs: dict[str, int], others: dict[str, str] | None = None) -> Suggestion:
+        """Returns the suggestion to have more memory.
+
+        Args:
+            needs: `device` or `host` -> bytes of memory needed.
+            others: Further options that the suggestion changes.
+        """
+        limits = {"device": self.plan.device_limit_bytes, "host": self.plan.host_limit_bytes}
+        if self.hardware.unified:  # both options limit the same memory
+            needs = dict.fromkeys(limits, sum(needs.values()))
+        options = (others or {}) | {f"{place}-memory": _gib(size) for place, size in needs.items()}
+        more = sum(max(size - limits[place], 0) for place, size in needs.items()) // (
+            2 if self.hardware.unified else 1
+        )
+        return Suggestion(
+            change=f"{_as_options(options)}, {format_bytes(more)} more", options=options, fits=True
+        )
+
+    def _smaller_moments(self) -> list[Suggestion]:
+        """Returns the effect of moments in bf16 on memory."""
+        best = min(
+            (footprint.account() for footprint in self.footprints),
+            key=lambda account: _with_half_moments(account).excess_bytes,
+        )
+        half = _with_half_moments(best)
+        saved = _total(best) - _total(half)
+        return [
+            Suggestion(
+                change="moments in bf16",
+                would=True,
+                fits=half.fits,
+                bytes_missing=half.excess_bytes,
+                bytes_saved=saved,
+            )
+        ]
+
+    # Changes that make the model run faster
+
+    def _faster(self) -> list[Suggestion]:
+        """Returns the changes to try if the model fits. Their gains may be small or negative."""
+        work, changes = self.work, dict[str, object]()
+        if work.batch < 2**20:
+            changes["batch"] = 2 * work.batch
+        if work.accumulation <= 512:
+            changes["accumulation"] = 2 * work.accumulation
+        if work.clipping == "global":
+            changes["clipping"] = "none"
+        found = [
+            self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value}))
+            for name, value in changes.items()
+        ]
+        return [
+            entry for entry in [*found, self._resident(), self._fast_moments()] if entry is not None
+        ]
+
+    def _searched(
+        self, options: dict[str, str], work: Workload, **limits: int
+    ) -> Suggestion | None:
+        """Returns what the search finds with another workload or other limits.
+
+        Returns None if nothing fits, or if a lower bound of the step time shows that the change
+        gains too little.
+        """
+        held = {
+            "device_limit": self.plan.device_limit_bytes,
+            "host_limit": self.plan.host_limit_bytes,
+        } | limits
+        least = self._least_seconds(work, held["device_limit"], held["host_limit"])
+        if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
+            return None
+        found = self.search(work, **held)
+        if not found.feasible:
+            return None
+        streams = not {"h2d", "d2h"}.isdisjoint(found.bounds.lanes_ns)
+        note = ", and nothing streams" if limits and not streams else ""
+        gain = tokens_per_second(work, found.step_seconds) / self.speed - 1
+        return self._gained(
+            _as_options(options) + note,
+            options,
+            gain,
+            _total(self.choice.account) - _total(found.account),
+        )
+
+    def _least_seconds(self, work: Workload, device_limit: int, host_limit: int) -> float:
+        """Returns a lower bound, in seconds, of the step time of the choice's policy, for another
+        workload and limits. 0 if no bound is known.
+        """
+        if not policy_library.places(self.plan.policy):
+            return 0.0
+        plan = msgspec.structs.replace(
+            self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit
+        )
+        return PlacementSearch(plan, cost_model(self.hardware, plan.model, work)).least_ns() / 1e9
+
+    def _gained(
+        self, change: str, options: dict[str, str], gain: float, saved: int, *, would: bool = False
+    ) -> Suggestion:
+        return Suggestion(
+            change=change,
+            options=options,
+            would=would,
+            fits=True,
+            bytes_saved=saved,
+            tokens_per_second=self.speed * (1 + gain),
+            gain=gain,
+        )
+
+    def _resident(self) -> Suggestion | None:
+        """Returns the gain of enough device memory to stream nothing. More memory gains nothing.
+
+        Returns None if nothing streams already, if the memory is more than four times the present
+        one, or if the policy `resident` is not to be used.
+        """
+        if {"h2d", "d2h"}.isdisjoint(self.choice.bounds.lanes_ns) or "resident" not in self.names:
+            return None
+        few = msgspec.structs.replace(self.work, accumulation=min(self.work.accumulation, 2))
+        plan = msgspec.structs.replace(
+            self.plan, policy="resident", knobs=type(self.plan.knobs)(), workload=few
+        )
+        size = MemoryFootprint(plan, self.costs).account().device_peak_bytes
+        # If it fits already, the search did not choose it because something else is faster.
+        if not self.plan.device_limit_bytes < size <= _MOST_DEVICE * self.plan.device_limit_bytes:
+            return None
+        return self._searched(
+            {"device-memory": _gib(size)}, self.work, device_limit=-(-size // _GIB) * _GIB
+        )
+
+    def _fast_moments(self) -> Suggestion | None:
+        """Returns the gain of moments in bf16, which halves their bytes.
+
+        None if the optimizer keeps no moments.
+        """
+        size = state_bytes(self.plan, "moments", EMBEDDING)
+        if not size:
+            return None
+        schedule = policy_library.lower(self.plan)
+
+        def change(op: Op) -> Op:
+            moved = op.kind in ("load_state", "save_state") and any(
+                schedule.buffer[whole(name)].data == "moments" for name in op.writes
+            )
+            return (
+                msgspec.structs.replace(op, bytes=op.bytes - op.parameters * size // 2)
+                if moved
+                else op
+            )
+
+        streams = any(op.kind in ("load_state", "save_state") for op in schedule.ops)
+        gain = (
+            makespan_ns(schedule, self.costs)
+            / makespan_ns(schedule, ScaledCosts(self.costs, change))
+            - 1
+            if streams
+            else 0.0
+        )
+        half = _with_half_moments(self.choice.account)
+        return self._gained(
+            "moments in bf16", {}, gain, _total(self.choice.account) - _total(half), would=True
+        )
+
+
+def _as_options(options: dict[str, str]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in options.items())
+
+
+def _total(account: Account) -> int:
+    """Returns the bytes of device and host together."""
+    return account.device_peak_bytes + account.host_peak_bytes
+
+
+def _excess(account: Account) -> tuple[int, int]:
+    """Returns a sort key: bytes above the limits, then all bytes."""
+    return account.excess_bytes, _total(account)
+
+
+def _gib(size: int) -> str:
+    """Returns `size`, rounded up to whole GiB, as the value of an option."""
+    return f"{-(-size // _GIB)}GiB"
+
+
+def _with_half_moments(account: Account) -> Account:
+    moments = {pool for pool, kind in account.kinds.items() if kind.data == "moments"}
+    pools = {pool: size // 2 if pool in moments else size for pool, size in account.pools.items()}
+    return msgspec.structs.replace(account, pools=pools)

@@ -1,0 +1,163 @@
+"""Predicts how much faster a step would be with one more GiB of device or host memory.
+
+If the policy places state, plans close to the present one are tried. One more GiB of device memory
+is given to more layers, in the planner's orders, with as many saved layers or one more. One more
+GiB of host memory allows placements for which the host was too small. For other policies the search
+is repeated.
+
+The gain is approximate. A full search may gain more. Plans are ranked with few large copies, and
+for more than two micro-batches the gain of two is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
+from megatrain.simulator.planner.filling import GIB, Filling, last
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.slot_search import (
+    GRADIENT_SLOTS,
+    GRADIENT_STAGING,
+    ONE_COPY,
+    WEIGHT_SLOTS,
+    SlotSearch,
+    intervals,
+)
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+
+_USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}
+"""Slots with which a search begins."""
+
+
+class MarginalMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The effect of one more GiB of memory on the device or on the host."""
+
+    place: str
+    """`device` or `host`."""
+    step_seconds: float
+    """Predicted seconds of one step with the additional memory."""
+    tokens_per_second: float
+    """Predicted speed with the additional memory."""
+    gain: float
+    """Gain in tokens/s: 0.01 is 1 % more. 0 if the memory gains nothing."""
+    knobs: Knobs | None = None
+    """Knobs of the plan that uses the additional memory. None if the memory gains nothing."""
+
+
+def one_more_gib(
+    choice: Choice, hardware: HardwareSpec, costs: CostModel
+) -> tuple[MarginalMemory, ...]:
+    """Returns the effect of one more GiB of device memory, and of one more GiB of host memory.
+
+    Returns nothing for a choice that does not fit, for a policy of another system, and for a
+    machine with unified memory, where nothing streams.
+    """
+    if not choice.feasible or hardware.unified or policies.is_prediction_only(choice.plan.policy):
+        return ()
+    found = []
+    for place in ("device", "host"):
+        knobs, share = _better(choice, place, costs)
+        seconds = choice.step_seconds * share
+        speeds = [
+            tokens_per_second(choice.plan.workload, time) for time in (seconds, choice.step_seconds)
+        ]
+        found.append(
+            MarginalMemory(
+                place=place,
+                step_seconds=seconds,
+                tokens_per_second=speeds[0],
+                gain=speeds[0] / speeds[1] - 1,
+                knobs=knobs,
+            )
+        )
+    return tuple(found)
+
+
+def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None, float]:
+    """Returns the best knobs with more memory, and their step time divided by that of `choice`.
+
+    Returns None and 1 if no knobs are faster.
+    """
+    plan = choice.plan
+    more = {
+        "device": ("device_limit_bytes", plan.device_limit_bytes),
+        "host": ("host_limit_bytes", plan.host_limit_bytes),
+    }[place]
+    roomier = msgspec.structs.replace(plan, **{more[0]: more[1] + GIB})
+    if not policies.places(plan.policy):
+        if _has_plenty(plan, place, costs):
+            return None, 1.0
+        again = SlotSearch(roomier, costs).best()
+        return (
+            (again.plan.knobs, again.step_seconds / choice.step_seconds)
+            if again.step_seconds < choice.step_seconds
+            else (None, 1.0)
+        )
+    search = PlacementSearch(roomier, costs)
+    wider: list[Plan] = []
+    if place == "device":
+        for slots in ({}, _USUAL_SLOTS):
+            wider += search.filling.wider(with_knobs(roomier, **slots))
+            wider += search.filling.with_other_inputs(with_knobs(roomier, **slots))
+    else:
+        wider += _newly_fitting(search.filling, roomier, plan.host_limit_bytes)
+    now = search.time(plan)
+    found = search.faster(
+        now,
+        plan,
+        list(dict.fromkeys(other for other in wider if search.filling.account(other).fits)),
+    )
+    return (found[1].knobs, found[0] / now) if found else (None, 1.0)
+
+
+def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
+    """Returns whether the place holds the most slots that a search tries, at every checkpoint
+    interval. More memory then gains nothing.
+    """
+    most = {
+        "weight_slots": max(WEIGHT_SLOTS),
+        "gradient_slots": max(GRADIENT_SLOTS),
+        "gradient_staging": max(GRADIENT_STAGING),
+        "chunk_bytes": ONE_COPY,
+    }
+    for interval in intervals(plan.model.layers):
+        large = with_knobs(plan, accumulation=2, checkpoint_interval=interval, **most)
+        try:
+            account = plan_account(large, policies.outline(large), costs)
+        except UserError:  # the policy accepts only one value of some knob
+            return False
+        if {
+            "device": account.device_peak_bytes > account.device_limit_bytes,
+            "host": account.host_peak_bytes > account.host_limit_bytes,
+        }[place]:
+            return False
+    return True
+
+
+def _newly_fitting(filling: Filling, plan: Plan, before: int) -> Iterator[Plan]:
+    """Yields plans that fit, but would not fit with only `before` bytes of host memory.
+
+    Yields nothing if `before` bytes can hold all state and all offloaded inputs.
+    """
+    everything = with_knobs(plan, placement=Placement(offloaded_inputs="all", host_updated="all"))
+    if filling.account(everything).host_peak_bytes <= before:
+        return
+    for slots, updated in itertools.product(
+        ({}, _USUAL_SLOTS), (plan.knobs.placement, Placement(host_updated="all"))
+    ):
+        for saved in sorted({0, len(plan.placed("saved_activations"))}):
+            base = Placement(saved_activations=last(plan.model.layers, saved))
+            for other in filling.filled(with_knobs(plan, placement=updated, **slots), base):
+                if not filling.account(
+                    msgspec.structs.replace(other, host_limit_bytes=before)
+                ).fits:
+                    yield other

@@ -1,0 +1,160 @@
+"""Estimates the speed of several GPUs in one host. The runtime cannot execute such a plan yet.
+
+The estimate assumes data parallelism. Each of N GPUs trains a batch of its own and loads all
+streamed weights. Optimizer state and summed gradients are in host memory once, and each GPU copies
+and updates 1/N of them. If nothing streams, each GPU holds and updates everything.
+
+All links together copy at most T GB/s, which is what the host's DRAM sustains:
+
+    rate of one GPU with one direction busy:        min(link, T / N)
+    rate of each direction with both busy:          min(link, T / 2N)
+
+T is the DRAM rate that the host's cores reach, divided by the DRAM traffic per copied byte. A host
+for several GPUs is assumed to sustain at least 175 GB/s, but no more than N times the T of the
+machine with one GPU. Four H200 in one host reached 175 GB/s (2026-11-21). With NVLink-C2C each GPU
+has its own host memory.
+
+Not modelled: the sum of gradients among GPUs (tens of milliseconds for 7B over NVLink, far more
+over PCIe), NUMA, and further cores.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.contention import link_gb_per_s
+from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import PROCESS, Account
+from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.schedule.plan import Plan
+
+DMA_GB_PER_S = 175.0
+"""Rate of all copies of four H200 in one host with 64 cores, both directions together. Measured on
+2026-11-21."""
+MOST_GPUS = 16
+_SHARED = (
+    "load_state",
+    "save_state",
+    "update",
+    "save_gradients",
+    "load_gradients",
+    "accumulate_gradients",
+    "norm",
+    "cpu_update",
+    "load_second_moment",
+    "update_ratios",
+)
+"""Kinds of ops of which each GPU does 1/N."""
+
+
+class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A first estimate of what several GPUs of one host reach together."""
+
+    gpus: int
+    """Number of GPUs."""
+    step_seconds: float
+    """Predicted seconds of one step."""
+    tokens_per_second: float
+    """Speed of all GPUs together. Each trains the tokens of the whole workload in a step."""
+    speedup: float
+    """Speed divided by that of one GPU. It exceeds `gpus` if copies of the state limit the step,
+    because each GPU copies only a part of it."""
+    host_peak_bytes: int
+    """Peak of host memory for all GPUs, in bytes."""
+    feasible: bool
+    """Whether host and device memory suffice."""
+    gb_per_s: float
+    """Copy rate of each GPU in GB/s, with one direction busy."""
+    gb_per_s_both: float
+    """Copy rate of each GPU and direction in GB/s, with both directions busy."""
+    note: str = (
+        "first estimate: data parallel, state once in host memory and 1/N of it moved by each;"
+        " links limited by DRAM; summing among GPUs left out"
+    )
+
+
+def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
+    """Raises UserError if `gpus` is more than a host has, or more than one on a machine with
+    unified memory.
+    """
+    if hardware.unified and gpus != 1:
+        raise UserError(
+            "--gpus",
+            found=gpus,
+            allowed=f"1: {hardware.name} has one memory for CPU and GPU",
+            fix="leave it out",
+        )
+    if not 1 <= gpus <= MOST_GPUS:
+        raise UserError(
+            "--gpus",
+            found=gpus,
+            allowed=f"1 to {MOST_GPUS}, on one host",
+            fix="write it like --gpus 8",
+        )
+
+
+def estimate(
+    plan: Plan,
+    schedule: Schedule,
+    account: Account,
+    hardware: HardwareSpec,
+    costs: CostModel,
+    step_seconds: float,
+    gpus: int,
+) -> MultiGpu:
+    """Returns the estimate for `gpus` GPUs that execute `plan`.
+
+    `schedule` and `account` are those of the plan, and `step_seconds` is its step time on one GPU.
+    Raises UserError as `check_gpus` does.
+    """
+    check_gpus(gpus, hardware)
+    own_memory = "C2C" in hardware.link
+    one, both = (
+        min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s) * share
+        for share in (1.0, hardware.duplex_fraction)
+    )
+    memory = hardware.host_memory
+    machine = memory.gb_per_s / max(memory.h2d_cost, memory.d2h_cost) if memory else DMA_GB_PER_S
+    total = 2 * gpus * one if own_memory else max(machine, min(gpus * machine, DMA_GB_PER_S))
+    alone, together = link_gb_per_s(gpus, one, both, total)
+    streams = "h2d" in schedule.lanes and any(
+        op.kind in _SHARED for op in (*schedule.lanes["h2d"], *schedule.lanes.get("d2h", ()))
+    )
+
+    def change(op: Op) -> Op:
+        # The host's cores do the work of all GPUs, so it takes as long as with one GPU.
+        if not streams or op.kind not in _SHARED or (not own_memory and op.lane == "cpu"):
+            return op
+        return msgspec.structs.replace(
+            op, bytes=-(-op.bytes // gpus), parameters=-(-op.parameters // gpus)
+        )
+
+    slower = one / alone
+    changed = ScaledCosts(
+        costs, change, {"h2d": slower, "d2h": slower}, (both / one) / (together / alone)
+    )
+    seconds = (makespan_ns(schedule, changed) + costs.step_overhead_ns) / 1e9
+    speed = gpus * tokens_per_second(plan.workload, seconds)
+    extra = account.pools.get(PROCESS, 0)  # each GPU has its own process
+    extra += sum(
+        size
+        for pool, size in account.pools.items()
+        if (kind := account.kinds.get(pool)) and kind.place == "host" and kind.per_gpu
+    )
+    host = account.host_peak_bytes + (gpus - 1) * extra
+    limit = account.host_limit_bytes * (gpus if own_memory else 1)
+    return MultiGpu(
+        gpus=gpus,
+        step_seconds=seconds,
+        tokens_per_second=speed,
+        speedup=speed / tokens_per_second(plan.workload, step_seconds),
+        host_peak_bytes=host,
+        feasible=host <= limit and account.device_peak_bytes <= account.device_limit_bytes,
+        gb_per_s=alone,
+        gb_per_s_both=together,
+    )

@@ -1,0 +1,407 @@
+"""Computes all that `megatrain check` reports about a model on a machine.
+
+`judge` searches for the best plan and explains it. `explain` simulates one choice to find the
+exposed time of each lane, computes how much more would fit, and tries changes that would help.
+`summarize` reports only what the choice itself contains.
+
+All numbers are predictions. The step is expected between `step_seconds_low` and
+`step_seconds_high`. This range follows from the uncertainty of datasheet rates, or from the spread
+of the calibration. `extrapolated` names ops whose cost is extrapolated beyond the measured sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.units import format_bytes
+from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.costs.within_spread import WithinSpread
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
+from megatrain.simulator.engine.exposed import exposed_ns, slowed_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.families import WRITTEN_OUT
+from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice, RunnerUp, with_knobs
+from megatrain.simulator.planner.capacity import (
+    MemoryFootprint,
+    largest_batch,
+    longest_context,
+    usable,
+)
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict.advice import Adviser, Suggestion
+from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
+from megatrain.simulator.verdict.multi_gpu import MultiGpu, estimate
+
+
+class TrainingEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Time and energy of training on a number of tokens, without start, evaluation and saving."""
+
+    tokens: int
+    """Tokens to train on."""
+    days: float
+    """Days of training: tokens / tokens_per_second / 86400, with all GPUs together."""
+    energy_kwh: float | None
+    """Energy of all GPUs in kWh: board power x hours / 1000. On a machine with unified memory, the
+    power is that of the whole package. None if the power is not known."""
+    watts: float | None
+    """Power of one GPU in watts. None if it is not known."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a model fits a machine, how fast it trains, what limits it, and what would help.
+
+    Sizes are in bytes, and times in seconds. The fields are the keys of `--json`.
+    """
+
+    model: str
+    """Name of the model."""
+    parameters: int
+    """Number of all parameters."""
+    active_parameters: int
+    """Number of parameters that one token uses. It is smaller in a mixture of experts."""
+    hardware: str
+    """Name of the machine."""
+    unified: bool
+    """Whether CPU and GPU share one memory. The device's bytes are then the whole memory, and
+    nothing is copied."""
+    workload: Workload
+    """The workload of a step."""
+    policy: str
+    """Name of the chosen policy."""
+    knobs: dict[str, object]
+    """Knobs that the policy reads, with their values. Empty for a policy of another system."""
+    prediction_only: bool
+    """Whether the policy is that of another system, which the runtime cannot execute."""
+    feasible: bool
+    """Whether the plan fits in memory."""
+    binding: str
+    """What limits the plan. If it fits, the lane with the most work. Otherwise the largest pool of
+    the memory that is too small."""
+    step_seconds: float
+    """Predicted seconds of one step."""
+    step_seconds_low: float | None
+    """Lower end of the range of the step time. None if the plan does not fit, or if the calibration
+    has no spread."""
+    step_seconds_high: float | None
+    """Upper end of the range of the step time. None as for `step_seconds_low`."""
+    tokens_per_second: float
+    """Predicted tokens per second."""
+    tflops_6n: float
+    """6 x all parameters x tokens/s, in TFLOPS. For a mixture of experts this exceeds what the GPU
+    computes. See `tflops_6n_active`."""
+    tflops_6n_active: float
+    """6 x the parameters that one token uses x tokens/s, in TFLOPS."""
+    mfu: float | None
+    """Model FLOPs utilisation. None if the machine's peak rate is not known for the dtype."""
+    lower_bound_seconds: float
+    """Seconds that no order of the plan's ops can beat."""
+    lower_bound_lane: str
+    """Lane that sets the lower bound."""
+    exposed_seconds: dict[str, float] = {}
+    """Lane -> time in which it ran and compute did not. Lanes that ran at the same time share it.
+    `waiting` is the time in which no lane ran. See `exposed.py`."""
+    slowed_seconds: float = 0.0
+    """Additional time of compute ops because other lanes run at the same time."""
+    streams: bool = True
+    """Whether anything is copied between host and device. If not, the model and all of its state
+    stay on the device."""
+    lane_seconds: dict[str, float]
+    """Lane -> sum of the durations of its ops."""
+    device_peak_bytes: int
+    """Peak of device memory."""
+    device_limit_bytes: int
+    """Limit of device memory."""
+    host_peak_bytes: int
+    """Peak of host memory."""
+    host_limit_bytes: int
+    """Limit of host memory."""
+    pools: dict[str, int]
+    """Pool -> bytes."""
+    classes: dict[str, dict[str, int]]
+    """Place (`device` or `host`) -> class of data -> bytes."""
+    calibrated: str
+    """Date of the calibration. Empty if costs come from datasheet rates."""
+    uncertainty: float | None
+    """Relative uncertainty of datasheet rates. None if the machine was calibrated."""
+    extrapolated: dict[str, int]
+    """Kind of op -> number of ops whose cost is extrapolated beyond the measured sizes. The number
+    is 0 if the ops were not counted."""
+    longest_context: int | None = None
+    """Most tokens of a sequence that fit, with one sequence per micro-batch. None if it was not
+    computed."""
+    largest_batch: int | None = None
+    """Most sequences per micro-batch that fit, at the workload's sequence length. None if it was
+    not computed."""
+    documents: str = ""
+    """The cost of keeping attention inside documents, in words. Empty if it costs nothing, or if
+    rows are not packed from several documents."""
+    reason: str = ""
+    """Why the plan does not fit, in one line. Empty if it fits."""
+    runner_up: RunnerUp | None = None
+    """The second-best plan. None if no other plan fits."""
+    one_more_gib: tuple[MarginalMemory, ...] = ()
+    """Effect of one more GiB, for device and host. Empty if it was not computed."""
+    advice: tuple[Suggestion, ...] = ()
+    """Changes that would help, the best first."""
+    training: TrainingEstimate | None = None
+    """Time and energy of training. None if no number of tokens was given, or the plan does not
+    fit."""
+    several: MultiGpu | None = None
+    """Estimate for several GPUs. None for one GPU."""
+
+
+def _knobs(plan: Plan) -> dict[str, object]:
+    """Returns the knobs that the plan's policy reads, in the order of `Knobs`."""
+    policy = policy_library.find(plan.policy)
+    read = {*policy.knobs, *(["placement"] if policy.placements else [])}
+    return {
+        field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__ if field in read
+    }
+
+
+def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
+    """Returns the verdict on a choice without simulating or searching again.
+
+    If `tokens` is given, the verdict includes time and energy of training on so many tokens.
+    """
+    plan, account, limits = choice.plan, choice.account, choice.bounds
+    work, seconds = plan.workload, choice.step_seconds
+    peer = policy_library.is_prediction_only(plan.policy)
+    peak = hardware.peak_tflops.get(work.dtype)
+    low, high = _range(choice, hardware)
+    verdict = Verdict(
+        model=plan.model.name,
+        parameters=plan.model.parameters,
+        active_parameters=plan.model.active_parameters,
+        hardware=hardware.name,
+        unified=hardware.unified,
+        workload=work,
+        policy=plan.policy,
+        knobs={} if peer else _knobs(plan),
+        prediction_only=peer,
+        feasible=choice.feasible,
+        binding=limits.binding if choice.feasible else account.binding,
+        step_seconds=seconds,
+        step_seconds_low=low,
+        step_seconds_high=high,
+        tokens_per_second=tokens_per_second(work, seconds),
+        tflops_6n=tflops_6n(plan.model, work, seconds),
+        tflops_6n_active=tflops_6n(plan.model, work, seconds)
+        * plan.model.active_parameters
+        / plan.model.parameters,
+        mfu=mfu(plan.model, work, seconds, peak) if peak else None,
+        lower_bound_seconds=limits.lower_bound_ns / 1e9,
+        lower_bound_lane=limits.latest,
+        streams=not {"h2d", "d2h"}.isdisjoint(limits.lanes_ns),
+        lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
+        device_peak_bytes=account.device_peak_bytes,
+        device_limit_bytes=account.device_limit_bytes,
+        host_peak_bytes=account.host_peak_bytes,
+        host_limit_bytes=account.host_limit_bytes,
+        pools=dict(account.pools),
+        classes=account.classes,
+        calibrated=hardware.costs.date if hardware.costs else "",
+        uncertainty=None if hardware.costs else hardware.uncertainty,
+        extrapolated=dict.fromkeys(choice.extrapolated, 0),
+        documents=_documents(plan.model, work),
+        reason="" if choice.feasible else account.advice,
+        runner_up=choice.runner_up,
+    )
+    return (
+        verdict
+        if tokens is None
+        else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+    )
+
+
+def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float | None]:
+    """Returns the lower and the upper end of the range of the step time, in seconds."""
+    seconds, table, plan = choice.step_seconds, hardware.costs, choice.plan
+    if table is None:
+        return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
+    # The relative range of two micro-batches is used for any number of them.
+    few = with_knobs(plan, accumulation=2)
+    costs = cost_model(hardware, few.model, few.workload)
+    if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
+        return None, None
+    schedule = policy_library.lower(few)
+    usual = uncontended_makespan_ns(schedule, costs)
+    least, most = (
+        uncontended_makespan_ns(schedule, WithinSpread(costs, hardware.uncertainty, longer=longer))
+        for longer in (False, True)
+    )
+    return seconds * least / usual, seconds * most / usual
+
+
+def _documents(model: ModelSpec, work: Workload) -> str:
+    """Returns the text of `Verdict.documents`."""
+    if (
+        not work.documents
+        or model.documents_by(work.dtype) != "mask"
+        or model.family in WRITTEN_OUT
+    ):
+        return ""
+    return (
+        f"in {work.dtype} a mask keeps them apart, and attention also computes the pairs that the"
+        " mask hides"
+    )
+
+
+def _lacking(verdict: Verdict) -> str:
+    """Returns, in words, how much memory the nearest plan lacks."""
+    excess = {
+        "device": verdict.device_peak_bytes - verdict.device_limit_bytes,
+        "host": verdict.host_peak_bytes - verdict.host_limit_bytes,
+    }
+    return "the nearest plan lacks " + " and ".join(
+        f"{format_bytes(size)} of {place} memory" for place, size in excess.items() if size > 0
+    )
+
+
+def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> TrainingEstimate | None:
+    """Returns the time and energy of training on `tokens` tokens, or None if the plan does not fit.
+
+    If the verdict has an estimate for several GPUs, it is for all of them.
+    """
+    if not (verdict.feasible and (verdict.several is None or verdict.several.feasible)):
+        return None
+    speed, gpus = (
+        (verdict.several.tokens_per_second, verdict.several.gpus)
+        if verdict.several
+        else (verdict.tokens_per_second, 1)
+    )
+    hours = tokens / speed / 3600
+    return TrainingEstimate(
+        tokens=tokens,
+        days=hours / 24,
+        energy_kwh=None if hardware.watts is None else gpus * hardware.watts * hours / 1000,
+        watts=hardware.watts,
+    )
+
+
+def explain(
+    choice: Choice,
+    hardware: HardwareSpec,
+    names: list[str] | None = None,
+    *,
+    gpus: int = 1,
+    tokens: int | None = None,
+    advise: bool = True,
+) -> Verdict:
+    """Returns the full verdict on a choice, including what has to be simulated or tried.
+
+    Args:
+        choice: The plan to explain.
+        hardware: The machine of the plan.
+        names: Policies that advice may choose. The default is all that may be the fastest.
+        gpus: Number of GPUs in one host. For more than one, the verdict includes an estimate.
+        tokens: Tokens to train on, for time and energy.
+        advise: Whether to try changes that would help. This takes most of the time.
+
+    Raises UserError if a host cannot have so many GPUs.
+    """
+    plan, verdict = choice.plan, summarize(choice, hardware)
+    costs = cost_model(hardware, plan.model, plan.workload)
+    schedule = policy_library.lower(plan)
+    sizes = costs.sizes(schedule)
+    counts = Counter(sizes.which)
+    flagged: dict[str, int] = defaultdict(int)
+    for index, op in enumerate(sizes.ops):
+        if costs.extrapolated(op):
+            flagged[op.kind] += counts[index]
+    timeline = simulate(schedule, costs)
+    exposed = exposed_ns(timeline)
+    names = policy_library.contenders() if names is None else names
+    footprints = usable(plan, hardware, costs, names)
+    if choice.feasible and footprints:
+        # The chosen plan may need less memory than these, because state on the device needs no
+        # slots.
+        footprints.append(MemoryFootprint(plan, costs))
+
+    # If the chosen policy places state, the other policies were slower or did not fit.
+    searched = [plan.policy] if policy_library.places(plan.policy) else names
+
+    def search_again(work: Workload, device_limit: int, host_limit: int) -> Choice:
+        return candidates(
+            plan.model,
+            hardware,
+            work,
+            device_limit=device_limit,
+            host_limit=host_limit,
+            policies=searched,
+        )[0]
+
+    # This is done before the advice, while the schedule of the choice is still cached.
+    more_memory = one_more_gib(choice, hardware, costs)
+    advice = (
+        Adviser(choice, hardware, costs, names, search_again).suggestions()
+        if footprints and advise
+        else ()
+    )
+    verdict = msgspec.structs.replace(
+        verdict,
+        slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
+        exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
+        extrapolated=dict(flagged),
+        advice=advice,
+        one_more_gib=more_memory,
+        reason="" if choice.feasible else _lacking(verdict),
+        longest_context=longest_context(footprints, plan.workload) if footprints else None,
+        largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
+        several=(
+            estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
+            if gpus != 1
+            else None
+        ),
+    )
+    return (
+        verdict
+        if tokens is None
+        else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+    )
+
+
+def judge(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: list[str] | None = None,
+    gpus: int = 1,
+    tokens: int | None = None,
+    advise: bool = True,
+) -> Verdict:
+    """Searches for the best plan and returns the verdict on it.
+
+    Args:
+        model: The model to train.
+        hardware: The machine.
+        workload: The workload of a step.
+        device_limit: Device memory in bytes. The default is the machine's.
+        host_limit: Host memory in bytes. The default is the machine's.
+        policies: Policies to search. The default is that of `search`.
+        gpus: Number of GPUs in one host. For more than one, the verdict includes an estimate.
+        tokens: Tokens to train on, for time and energy.
+        advise: Whether to try changes that would help. This takes most of the time.
+
+    Raises UserError as `search` does, and if a host cannot have so many GPUs.
+    """
+    found = candidates(
+        model,
+        hardware,
+        workload,
+        device_limit=device_limit,
+        host_limit=host_limit,
+        policies=policies,
+    )
+    return explain(found[0], hardware, policies, gpus=gpus, tokens=tokens, advise=advise)

@@ -1,0 +1,460 @@
+"""The proof's script: nothing is executed that was calibrated on; it goes on where it was cut off;
+and what its summary says of rows.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.experiments.heldout import __main__ as heldout
+from megatrain.experiments.heldout import rows as records
+from megatrain.experiments.heldout.compared import compared, replay_error
+from megatrain.experiments.heldout.measure import planned
+from megatrain.experiments.heldout.regression import moved
+from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_rows
+from megatrain.experiments.heldout.suites import BEST, HeldoutCase, Suite, refuse_grid, suite
+from megatrain.experiments.heldout.summary import format_summary, kendall_tau, summarize
+from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
+from megatrain.experiments.row_file import append_row
+from megatrain.experiments.script import ended
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule.arithmetic import cost_keys
+from megatrain.simulator.schedule.plan import Plan, Prediction
+
+
+def test_the_suite_is_as_broad_as_it_claims() -> None:
+    chosen = suite("h200")
+    cases = chosen.cases
+    refuse_grid(chosen, cases)
+    assert len({case.name for case in cases}) == len(cases) >= 24
+    assert len(chosen.models) >= 3
+    heads = {
+        (model.config["num_attention_heads"], model.config["num_key_value_heads"])
+        for model in chosen.models.values()
+    }
+    assert len(heads) == 3
+    tokens = {case.accumulation * case.batch * case.sequence for case in cases}
+    assert (min(tokens), max(tokens)) == (4096, 131072)
+    assert len(tokens) >= 3
+    assert len({case.sequence for case in cases}) >= 2
+    assert {case.device_cap for case in cases} >= {None, 16 * 2**30}
+    assert {case.accumulation for case in cases} >= {1, 4}
+    assert len({case.policy for case in cases} - {BEST}) >= 4
+
+
+def test_every_case_lies_inside_the_grid() -> None:
+    """Between the measured token counts and sequence lengths for what attends, or nothing would be
+    a prediction from measurements.
+    """
+    chosen = suite("h200")
+    points = [chosen.base, *chosen.points()]
+    for case in chosen.cases:
+        work = chosen.workload(case)
+        assert (
+            min(point.tokens for point in points)
+            <= work.tokens
+            <= max(point.tokens for point in points)
+        )
+        assert (
+            min(point.sequence for point in points)
+            <= work.sequence
+            <= max(point.sequence for point in points)
+        )
+
+
+def test_nothing_that_computes_lies_beyond_the_grid() -> None:
+    """With a table of the grid's points alone; of kept attention those of 4,096 tokens, which are
+    between the lengths where it is measured.
+    """
+    chosen, hardware = suite("h200"), HardwareSpec.load("h200")
+    ids = {
+        "embed": "E.m0",
+        "forward": "F0.m0",
+        "recompute": "R0.m0",
+        "backward": "B0.m0",
+        "head": "H.m0",
+        "embed_backward": "EB.m0",
+        "loss": "HL.m0",
+    }
+
+    def op(model: str, work: Workload, kind: str, *, kept: bool = False) -> Op:
+        plan = Plan(
+            policy="resident",
+            hardware="",
+            source="",
+            device_limit_bytes=1,
+            host_limit_bytes=1,
+            model=chosen.models[model],
+            workload=work,
+        )
+        return Op(
+            id=ids[kind],
+            lane="compute",
+            **cost_keys(
+                plan, kind, "0" if kind in ("forward", "recompute", "backward") else "", kept=kept
+            ),
+        )
+
+    compute: dict[str, dict[str, tuple[int, int]]] = {kind: {} for kind in ids}
+    for model in chosen.models:
+        for point in (chosen.base, *chosen.points()):
+            ops = [op(model, point, kind) for kind in ids]
+            ops += (
+                [op(model, point, "recompute", kept=True)]
+                if point == chosen.base or point.sequence > chosen.base.sequence
+                else []
+            )
+            for each in ops:
+                compute[each.kind][each.shape] = (each.amount, each.amount)
+    table = CostTable(measured_on="", date="", curves={"norm": ((1, 1),)}, compute=compute)
+    machine = msgspec.structs.replace(hardware, costs=table)
+    for case in chosen.cases:
+        work = chosen.workload(case)
+        costs = cost_model(machine, chosen.models[case.model], work)
+        asked = [op(case.model, work, kind) for kind in ids] + (
+            [op(case.model, work, "recompute", kept=True)] if work.sequence == 4096 else []
+        )
+        assert not [(case.name, each.id) for each in asked if costs.extrapolated(each)]
+
+
+def test_at_least_twelve_plans_of_a_model_can_be_compared() -> None:
+    chosen, hardware = suite("h200"), HardwareSpec.load("h200")
+    group = [
+        case
+        for case in chosen.cases
+        if case.name.startswith("llama-3.2-3b-8/1x16x1024/16GiB/") and case.policy != BEST
+    ]
+    plans = [choice.plan for case in group if (choice := planned(chosen, case, hardware, "h200"))]
+    assert len({plan.digest for plan in plans}) >= 12
+    assert all(plan.prediction is not None for plan in plans)
+
+
+def test_a_case_on_the_grid_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = suite("tiny")
+    on_grid = chosen._replace(
+        cases=(*chosen.cases, HeldoutCase("tiny", 8, 16, "k_buffer", accumulation=4))
+    )
+    with pytest.raises(UserError, match="a point of the calibration's grid"):
+        refuse_grid(on_grid, on_grid.cases)
+    monkeypatch.setattr(heldout, "suite", lambda _: on_grid)
+    assert heldout.main(["--suite", "tiny", "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert "tiny/4x8x16/whole/k_buffer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # or where a calibration that is there has it
+    work = chosen.workload(chosen.cases[0])
+    table = CostTable(
+        measured_on="",
+        date="",
+        curves={},
+        compute={"forward": {f"{chosen.models['tiny'].shape}/{work.shape}": (1, 1)}},
+    )
+    with pytest.raises(UserError, match="a point of the calibration's grid"):
+        refuse_grid(chosen, chosen.cases, table)
+
+
+def test_a_cut_off_proof_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Calibrates once, plans, executes, is cut in the middle of a line, and does only what is
+    missing.
+    """
+    monkeypatch.setattr("megatrain.experiments.heldout.measure.SECONDS", 0.0)
+    cases = (
+        HeldoutCase("tiny", 4, 16, BEST),
+        HeldoutCase("tiny", 4, 16, "overlapped"),
+        HeldoutCase("tiny", 3, 16, "k_buffer", accumulation=2),
+    )
+    small, calibrated = suite("tiny")._replace(cases=cases), list[Any]()
+
+    def calibrate(*model: Any, grid: list[Workload], others: list[Any], **_: Any) -> HardwareSpec:
+        calibrated.append((model[2], *grid, *others))
+        return HardwareSpec.load("h200")
+
+    monkeypatch.setattr(heldout, "suite", lambda _: small)
+    monkeypatch.setattr(heldout, "calibrate", calibrate)
+    folder = tmp_path / "out"
+    words = ["--suite", "tiny", "--device", "cpu", "--repetitions", "1", "--out", str(folder)]
+    assert heldout.main([*words, "--seconds", "0.001"]) == 0
+    assert "left for the next run" in capsys.readouterr().out
+    assert not (folder / "rows.jsonl").exists()
+    assert heldout.main(words) == 0
+    printed = capsys.readouterr().out
+    assert len(calibrated) == 1
+    assert [point.sequence for point in calibrated[0][:3]] == [16, 16, 32]
+    assert "3 cases, 2 plans executed, 0 failed" in printed, "best and overlapped are one plan"
+    rows = read_rows(folder / "rows.jsonl")
+    assert [row.name for row in rows] == [case.name for case in small.cases]
+    assert rows[1].same_as == rows[0].name
+    for row in rows:
+        assert row.plan.prediction is not None
+        assert row.step_seconds
+        assert len(row.steps) >= 3
+        assert row.replay_error is not None
+        assert row.kinds["backward"][1] > 0
+    stored = read_timelines(folder / "timelines.jsonl")
+    assert list(stored) == [rows[0].name, rows[2].name], "a plan has one timeline"
+    for row in (rows[0], rows[2]):
+        schedule = lower(row.plan)
+        measured = stored[row.name].timeline(schedule)
+        assert {kind: seconds for kind, (_, seconds) in row.kinds.items()} == {
+            kind: sum(span.duration_ns for span in measured.spans if span.kind == kind) / 1e9
+            for kind in row.kinds
+        }
+        costs = cost_model(HardwareSpec.load("h200"), row.plan.model, row.plan.workload)
+        assert replay_error(schedule, measured, costs) == row.replay_error
+    # half of the last line is lost, of both files
+    path = folder / "rows.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    timelines = folder / "timelines.jsonl"
+    timelines.write_bytes(timelines.read_bytes()[:-40])
+    assert list(read_timelines(timelines)) == [rows[0].name]
+    assert heldout.main(words) == 0
+    assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
+    again = read_rows(path)
+    assert [row.name for row in again] == [row.name for row in rows]
+    assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), (
+        "what was there is as it was"
+    )
+    # one more repetition of each, which the next command needs not repeat
+    for _ in range(2):
+        assert heldout.main([*words, "--repetitions", "2"]) == 0
+        assert "executed again: 2 of the plans; repetitions lie +" in capsys.readouterr().out
+    visited = read_rows(path)
+    assert [len(row.repetitions) for row in visited] == [2, 2, 2]
+    assert [row.repetitions[0] for row in visited] == [row.step_seconds for row in again]
+    assert visited[1] == msgspec.structs.replace(
+        visited[0], name=visited[1].name, policy="overlapped", same_as=visited[0].name
+    )
+    assert list(read_timelines(timelines)) == [rows[0].name, rows[2].name]
+    assert (len(path.read_bytes().splitlines()), len(timelines.read_bytes().splitlines())) == (
+        5,
+        4,
+    ), "a line a repetition; a plan that is another case's has none"
+
+
+def row(case: str, predicted: float, measured: float, **changes: Any) -> HeldoutRow:
+    """Of a plan that only its name tells from others."""
+    chosen: Suite = suite("tiny")
+    plan = Plan(
+        policy="k_buffer",
+        digest=case,
+        hardware="",
+        source="",
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+        model=chosen.models["tiny"],
+        workload=chosen.base,
+        prediction=Prediction(
+            step_seconds=predicted,
+            lower_bound_seconds=0,
+            device_peak_bytes=990,
+            host_peak_bytes=2**31,
+            binding="",
+        ),
+    )
+    made = HeldoutRow(
+        name=case,
+        model="tiny",
+        policy="k_buffer",
+        plan=plan,
+        steps=(measured,),
+        step_seconds=measured,
+        device_peak_bytes=1000,
+        host_bytes=2**31,
+        host_pool_bytes=2**31,
+        replay_error=-0.002,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_errors_have_their_sign_and_what_misses_is_said() -> None:
+    rows = [
+        row("a", 1.0, 1.0),
+        row("b", 2.2, 2.0),
+        row("c", 2.85, 3.0),
+        row("d", 9.0, 4.0, same_as="a"),
+        row("e", 5.0, 1.0, failure="no room"),
+    ]
+    summary = summarize(rows)
+    assert (summary.cases, summary.executed, summary.failed) == (5, 3, 1)
+    assert summary.step_mape == pytest.approx((0 + 0.1 + 0.05) / 3)
+    assert summary.step_worst == pytest.approx(0.1)
+    assert summary.device_smallest == pytest.approx(-0.01)
+    met = {what: ok for what, _, _, ok in summary.targets()}
+    assert not met["step time, worst"]
+    assert not met["device peak, most too small"]
+    assert met["device peak, worst"]
+    assert met["host memory, worst"]
+    assert met["replay, worst"]
+    assert "MISSED" in format_summary(rows, summary)
+    assert not any(ok for *_, ok in summarize([]).targets()), "what was not measured is not met"
+
+
+def test_several_visits_count_as_one_step() -> None:
+    first = row("a", 1.0, 1.0)
+    (both,) = by_case([first, row("a", 1.0, 1.2, steps=(1.1, 1.2, 1.3))])
+    assert (both.repetitions, both.steps) == ((1.0, 1.2), (1.1, 1.2, 1.3))
+    assert both.step_seconds == pytest.approx(1.1), (
+        "between the repetitions, however many steps each had"
+    )
+    assert summarize([first]).visits_apart is None
+    summary = summarize(
+        by_case(
+            [
+                first,
+                row("b", 1.0, 2.0),
+                row("c", 1.0, 1.0),
+                row("d", 1.0, 1.0),
+                row("a", 1.0, 1.2),
+                row("b", 1.0, 1.0),
+                row("c", 1.0, 1.0),
+            ]
+        )
+    )
+    assert (summary.cases, summary.visited_again) == (4, 3)
+    assert (summary.visits_apart, summary.visits_apart_worst) == (
+        pytest.approx(0.2),
+        pytest.approx(1.0),
+    )
+
+
+def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
+    rows = [row(f"p{index}", 1 + index, 2.0 + index) for index in range(11)]
+    assert summarize(rows).regret == {}
+    rows.append(row("best", 1, 2.1, policy=BEST))
+    assert list(summarize(rows).regret.values()) == [pytest.approx(0.05)]
+    assert next(iter(summarize(rows).tau.values())) == 1.0
+
+
+def test_kendalls_tau_knows_ties_and_reversals() -> None:
+    assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
+    assert kendall_tau([(1, 1), (1, 2), (3, 3), (4, 4)]) == pytest.approx(5 / 30**0.5)
+    assert kendall_tau([(1, 1), (1, 2)]) == 0
+
+
+def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert read_rows(path) == []
+    append_row(path, row("a", 1, 1))
+    with path.open("a") as file:
+        file.write("{nonsense\n")
+    append_row(path, row("b", 1, 1))
+    with pytest.raises(UserError, match=r"line 2: found no row: JSON is malformed"):
+        records.read_rows(path)
+
+
+def stored(case: HeldoutCase, chosen: Suite, hardware: HardwareSpec, measured: float) -> HeldoutRow:
+    """A row of a plan as it is planned today, whose step took `measured` of what is predicted."""
+    choice = planned(chosen, case, hardware, "h200")
+    assert choice is not None
+    made = row(case.name, 1, measured * choice.step_seconds, plan=choice.plan)
+    return msgspec.structs.replace(
+        made, device_peak_bytes=round(0.99 * choice.account.device_peak_bytes)
+    )
+
+
+def test_a_stored_row_that_is_predicted_worse_today_is_named() -> None:
+    chosen, hardware = suite("tiny"), HardwareSpec.load("h200")
+    rows = [
+        stored(chosen.cases[0], chosen, hardware, 1.02),
+        stored(chosen.cases[2], chosen, hardware, 1.02),
+    ]
+    assert moved(rows, hardware, {}) == []
+    slower = msgspec.structs.replace(
+        hardware, h2d_curve=tuple((size, rate / 20) for size, rate in hardware.h2d_curve)
+    )
+    told = moved(rows, slower, {})
+    assert len(told) == 1
+    assert told[0].startswith("tiny/1x4x16/whole/k_buffer: step +")
+    other = msgspec.structs.replace(
+        rows[1], plan=msgspec.structs.replace(rows[1].plan, digest="0" * 16)
+    )
+    assert "ran as 0000000000000000" in moved([other], hardware, {})[0]
+    small = msgspec.structs.replace(
+        rows[1], device_peak_bytes=rows[1].plan.prediction.device_peak_bytes * 2
+    )  # type: ignore[union-attr]
+    assert moved([small], hardware, {}) == [], "as wrong as it was"
+    assert moved([msgspec.structs.replace(rows[1], failure="no room")], slower, {}) == []
+
+
+def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
+    """Or whose timeline is no longer that of its schedule."""
+    chosen, hardware = suite("tiny"), HardwareSpec.load("h200")
+    one = stored(chosen.cases[2], chosen, hardware, 1.02)
+    schedule, costs = lower(one.plan), cost_model(hardware, one.plan.model, one.plan.workload)
+    timeline = StoredTimeline.of(one.name, simulate(schedule, costs), schedule)
+    exact = msgspec.structs.replace(
+        one, replay_error=replay_error(schedule, timeline.timeline(schedule), costs)
+    )
+    assert moved([exact], hardware, {one.name: timeline}) == []
+    late = msgspec.structs.replace(
+        timeline, starts_ns=tuple(start + 10_000_000 for start in timeline.starts_ns)
+    )
+    told = moved([exact], hardware, {one.name: late})
+    assert len(told) == 1
+    assert told[0].startswith(f"{one.name}: replay -")
+    (text,) = moved(
+        [exact], hardware, {one.name: msgspec.structs.replace(timeline, digest="0" * 16)}
+    )
+    assert "ops of schedule 0000000000000000" in text
+
+
+def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
+    """With the machine's dispatch, which is in every prediction and in no duration."""
+    folder = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    plan, hardware = (
+        Plan.load(folder / "plan.toml"),
+        HardwareSpec.load(str(folder / "hardware.toml")),
+    )
+    schedule, costs = lower(plan), cost_model(hardware, plan.model, plan.workload)
+    assert costs.dispatch_ns["cpu"] > 0
+    predicted = simulate(schedule, costs)
+    assert replay_error(schedule, predicted, costs) == 0
+    assert compared(schedule, predicted, costs).errors.engine_error == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"),
+            "heldout: /proc/x: found no such file or directory; ",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "heldout: output: found no space left on device; ",
+        ),
+    ],
+)
+def test_a_path_that_no_check_foresaw_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], error: OSError, told: str
+) -> None:
+    def fail() -> int:
+        raise error
+
+    assert ended("heldout", fail) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert said.count("\n") == 1
+
+
+def test_an_error_of_no_path_is_not_swallowed() -> None:
+    def fail() -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        ended("heldout", fail)

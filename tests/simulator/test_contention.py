@@ -1,0 +1,332 @@
+"""Sharing: the figures measured on H200 machines through the engine itself, and what any sharing
+must keep.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.costs.contention import PARTS, Demand, Sharing, link_gb_per_s
+from megatrain.simulator.costs.protocol import CostModel
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import (
+    CostTable,
+    HardwareSpec,
+    HostMemorySpec,
+    KernelInterleaving,
+)
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule import Op, Schedule
+
+COPY, PARAMETERS = 2**28, 10**8
+
+
+def machine_b() -> CostModel:
+    """64 cores, DeepSpeed's CPUAdam at 10.0e9 parameters/s, host DRAM as fitted to h200.md's
+    rates.
+    """
+    hardware = msgspec.structs.replace(
+        HardwareSpec.load("h200"), cpu_update_per_s=10e9, host_memory=HostMemorySpec(gb_per_s=220.0)
+    )
+    return cost_model(hardware, ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024))
+
+
+def reached(*lanes: str) -> dict[str, float]:
+    """10^9 bytes (copies) or parameters (cpu) a second on each of `lanes` kept busy, as the engine
+    plays it, until the first runs dry.
+    """
+    ops = []
+    for lane, kind in (("h2d", "W"), ("d2h", "G"), ("cpu", "UC")):
+        if lane in lanes:
+            size = {"parameters": PARAMETERS} if lane == "cpu" else {"bytes": COPY}
+            ops += [Op(id=f"{kind}{index}", lane=lane, **size) for index in range(40)]
+    schedule = Schedule(policy="test", buffers=(), ops=tuple(ops))
+    timeline = simulate(schedule, machine_b())
+    end = min(max(span.end_ns for span in timeline.spans if span.lane == lane) for lane in lanes)
+    done = {}
+    for lane in lanes:
+        size = PARAMETERS if lane == "cpu" else COPY
+        spans = [span for span in timeline.spans if span.lane == lane]
+        done[lane] = (
+            sum(
+                size * max(min(span.end_ns, end) - span.start_ns, 0) / span.duration_ns
+                for span in spans
+            )
+            / end
+        )
+    return done
+
+
+@pytest.mark.parametrize(
+    ("lanes", "measured"),
+    [
+        (("cpu",), {"cpu": 10.0}),
+        (("h2d",), {"h2d": 55.4}),
+        (("d2h",), {"d2h": 55.3}),
+        (("h2d", "d2h"), {"h2d": 50.3, "d2h": 50.3}),
+        (("h2d", "cpu"), {"h2d": 25.0, "cpu": 7.7}),
+        (("d2h", "cpu"), {"d2h": 23.0, "cpu": 7.5}),
+        (("h2d", "d2h", "cpu"), {"h2d": 20.0, "d2h": 20.0, "cpu": 6.4}),
+    ],
+    ids=str,
+)
+def test_what_was_measured_on_machine_b_comes_out_of_the_engine(
+    lanes: tuple[str, ...], measured: dict[str, float]
+) -> None:
+    """h200.md, 2026-11-21. Under both directions 18 to 22 GB/s each were seen: the middle is
+    taken.
+    """
+    assert reached(*lanes) == {
+        lane: pytest.approx(rate, rel=0.1) for lane, rate in measured.items()
+    }
+
+
+def test_several_gpus_share_the_host() -> None:
+    """h200.md: 4 GPUs 43 GB/s H2D each and 21.7 both ways, 2 GPUs 55 and 38.9; 175 GB/s in all."""
+    assert link_gb_per_s(1, 55.4, 50.3, 175.0) == (55.4, 50.3)
+    assert link_gb_per_s(4, 55.4, 50.3, 175.0) == (
+        pytest.approx(43, rel=0.05),
+        pytest.approx(21.7, rel=0.05),
+    )
+    assert link_gb_per_s(2, 55.4, 50.3, 175.0) == (
+        pytest.approx(55, rel=0.05),
+        pytest.approx(38.9, rel=0.15),
+    )
+
+
+# ---- compute and update
+
+
+@pytest.mark.parametrize(
+    ("alone_ms", "beside_ms", "kept"),
+    [(0.11, 1.673, 0.980), (0.235, 1.996, 0.879), (0.922, 2.644, 0.683), (1.483, 3.211, 0.568)],
+)
+def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: float) -> None:
+    """Measured on an H200, 2026-11-21: AdamW beside a 7B layer's forward."""
+    sharing = Sharing(
+        {"update": {"compute": 0.1}, "compute": {"update": 0.9}},
+        None,
+        (),
+        KernelInterleaving(wait_ns=1_700_000, backward_loss=0.5),
+    )
+    forward, update = (
+        sharing.demand("compute", 0, 1000, "forward"),
+        sharing.demand("update", 0, round(alone_ms * 1e6), "update"),
+    )
+    backward = sharing.demand("compute", 0, 1000, "backward")
+    assert forward is not None
+    assert update is not None
+    assert backward is not None
+    beside, updating = sharing.rates((forward, update))
+    assert alone_ms * PARTS / updating == pytest.approx(beside_ms, rel=0.12)
+    assert beside / PARTS == pytest.approx(kept, abs=0.05)
+    assert sharing.rates((backward, update))[0] == pytest.approx(
+        PARTS - (PARTS - beside) / 2, abs=1
+    )
+    assert sharing.rates((forward,)) == sharing.rates((update,)) == (PARTS,)
+
+
+# ---- the two directions of the link
+
+DUPLEX = ((2**18, 5.1), (2**20, 16.9), (2**22, 34.5), (2**24, 44.9), (2**26, 49.0), (2**28, 50.3))
+ALONE = {2**18: 17.0, 2**20: 38.4, 2**22: 49.8, 2**24: 53.5, 2**26: 55.0, 2**28: 55.4}
+
+
+@pytest.mark.parametrize(("size", "both"), DUPLEX)
+def test_small_copies_disturb_each_other_more(size: int, both: float) -> None:
+    sharing = Sharing({}, None, DUPLEX)
+    alone_ns = round(size / ALONE[size])
+    up, down = sharing.demand("h2d", size, alone_ns), sharing.demand("d2h", size, alone_ns)
+    assert up is not None
+    assert down is not None
+    assert [ALONE[size] * rate / PARTS for rate in sharing.rates((up, down))] == pytest.approx(
+        [both, both], rel=0.001
+    )
+    assert sharing.rates((up,)) == (PARTS,)
+    assert sharing.rates((up, Demand("compute"))) == (PARTS, PARTS)
+
+
+def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
+    sharing = Sharing({}, None, DUPLEX)
+    times = [sharing._duplex_ns(size) for size in range(2**10, 2**29, 2**20)]
+    assert times == sorted(times)
+    assert sharing._duplex_ns(2**29) == pytest.approx(2 * sharing._duplex_ns(2**28))
+    assert sharing._duplex_ns(3 * 2**20) == pytest.approx(
+        2**20 / 16.9 + (2**22 / 34.5 - 2**20 / 16.9) * 2 / 3
+    )
+
+
+def test_nothing_is_shared_where_nothing_is_named() -> None:
+    assert Sharing({}).demand("h2d", 2**20, 1000) is None
+    assert Sharing({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
+    assert Sharing({"h2d": {"d2h": 0.5}}).demand("d2h", 0, 1000) is not None, "it disturbs"
+    assert Sharing({"h2d": {"d2h": 0.5}}).demand("d2h", 2**20, 0) is None, (
+        "it is over before it began"
+    )
+
+
+def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
+    pairs = {"h2d": {"cpu": 0.5, "compute": 0.9}, "cpu": {"compute": 0.8, "d2h": 0.5}}
+    table = CostTable(
+        measured_on="here",
+        date="",
+        curves={"load_weights": ((100, 10),), "cpu_update": ((100, 10),)},
+        compute={},
+        contention=pairs,
+    )
+    costs = Calibrated(table)
+    demands = [
+        costs.demand(Op(id="W0", lane="h2d", bytes=100)),
+        costs.demand(Op(id="UC0", lane="cpu", parameters=100)),
+    ]
+    assert costs.rates(tuple(demand for demand in demands if demand)) == (500_000, PARTS)
+    busy = (Demand("h2d", 10**9), Demand("cpu", 10**9), Demand("compute"))
+    assert Sharing(pairs).rates(busy) == (450_000, 800_000, PARTS)
+    assert Sharing(pairs, HostMemorySpec(gb_per_s=100.0)).rates(busy) == (
+        900_000,
+        800_000,
+        PARTS,
+    ), "DRAM is what the factor between them measured"
+
+
+def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
+    """The cores keep more than the pairs' product; a small copy loses to the other direction what
+    the curve says, and to the cores what large ones lose.
+    """
+    pairs = {
+        "cpu": {"h2d": 0.8, "d2h": 0.6, "h2d+d2h": 0.65},
+        "h2d": {"d2h": 0.9, "cpu": 0.85, "d2h+cpu": 0.72},
+        "compute": {"h2d": 0.9},
+    }
+    sharing = Sharing(pairs, duplex_curve=((2**20, 15.0), (2**28, 45.0)))
+
+    def rates(small: bool, *lanes: str) -> dict[str, int]:
+        size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # GB/s are bytes a ns
+        demands = [
+            sharing.demand(lane, size, round(size / alone)) or Demand(lane) for lane in lanes
+        ]
+        return dict(zip(lanes, sharing.rates(tuple(demands)), strict=True))
+
+    assert rates(False, "h2d", "cpu") == {"h2d": 850_000, "cpu": 800_000}
+    all_three = rates(False, "h2d", "d2h", "cpu", "compute")
+    assert all_three["cpu"] == 650_000
+    assert all_three["compute"] == 900_000
+    assert (
+        rates(True, "h2d", "d2h", "cpu")["h2d"]
+        < all_three["h2d"]
+        == pytest.approx(720_000, rel=1e-3)
+    )
+    alone = Sharing({"cpu": {"h2d": 1.0, "d2h": 1.0, "h2d+d2h": 0.65}})
+    assert all(alone.demand(lane, 2**20, 1000) for lane in ("h2d", "d2h", "cpu")), (
+        "who is named in a three alone is seen too"
+    )
+    assert alone.rates((Demand("h2d"), Demand("d2h"), Demand("cpu"))) == (PARTS, PARTS, 650_000)
+    without = Sharing(
+        {
+            lane: {other: rate for other, rate in others.items() if "+" not in other}
+            for lane, others in pairs.items()
+        }
+    )
+    assert without.rates((Demand("h2d"), Demand("d2h"), Demand("cpu")))[2] == 480_000
+
+
+def test_a_calibrated_machine_with_host_memory_asks_for_what_its_ops_touch() -> None:
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), duplex_curve=())
+    curves = {
+        "load_weights": ((10**9, 20 * 10**6),),
+        "cpu_update": ((10**9, 26 * 10**7),),
+        "norm": ((10**9, 10**9),),
+    }
+    table = CostTable(
+        measured_on="here",
+        date="",
+        curves=curves,
+        compute={},
+        host_memory=HostMemorySpec(gb_per_s=100.0, h2d_cost=2.0, cpu_weight=1.0),
+    )
+    costs = cost_model(
+        msgspec.structs.replace(hardware, costs=table),
+        ModelSpec.load("qwen2.5-7b"),
+        Workload(batch=1, sequence=1024),
+    )
+    assert costs.demand(Op(id="W0", lane="h2d", bytes=10**9)) == Demand("h2d", 100 * 10**9)
+    assert costs.demand(Op(id="UC0", lane="cpu", parameters=10**9)) == Demand("cpu", 100 * 10**9)
+    assert costs.demand(Op(id="N0", lane="cpu", parameters=10**9)) == Demand("cpu", 2 * 10**9)
+    assert costs.rates((Demand("h2d", 100 * 10**9), Demand("cpu", 100 * 10**9))) == (
+        500_000,
+        500_000,
+    )
+
+
+def test_a_host_memory_out_of_range_is_refused() -> None:
+    with pytest.raises(UserError, match="host_memory: cpu_weight"):
+        HostMemorySpec(gb_per_s=100.0, cpu_weight=0.0)
+
+
+# ---- what holds for any machine
+
+memories = st.builds(
+    HostMemorySpec,
+    gb_per_s=st.floats(5, 500),
+    h2d_cost=st.floats(0.5, 4),
+    d2h_cost=st.floats(0.5, 4),
+    cpu_weight=st.floats(0.1, 10),
+)
+factors = st.dictionaries(
+    st.sampled_from(["h2d", "d2h", "compute"]),
+    st.dictionaries(st.sampled_from(["cpu", "update"]), st.floats(0.05, 1)),
+)
+speeds = st.dictionaries(
+    st.sampled_from(["compute", "h2d", "d2h", "cpu"]), st.integers(1, 300), min_size=1
+)  # GB/s alone
+
+
+def busy_of(sharing: Sharing, alone: dict[str, int]) -> tuple[Demand, ...]:
+    return tuple(
+        sharing.demand(lane, rate * 10**6, 10**6) or Demand(lane) for lane, rate in alone.items()
+    )
+
+
+@given(factors, memories, speeds)
+def test_sharing_exceeds_nothing_and_wastes_nothing(
+    pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int]
+) -> None:
+    sharing, capacity = Sharing(pairs, memory), round(memory.gb_per_s * 1e9)
+    busy = busy_of(sharing, alone)
+    rates, without_memory = (
+        sharing.rates(busy),
+        Sharing(pairs, msgspec.structs.replace(memory, gb_per_s=1e6)).rates(busy),
+    )
+    used = sum(demand.traffic * rate for demand, rate in zip(busy, rates, strict=True))
+    assert all(1 <= rate <= cap <= PARTS for rate, cap in zip(rates, without_memory, strict=True))
+    assert used <= capacity * PARTS, "never more than there is"
+    if rates != without_memory:
+        assert used > capacity * PARTS - sum(demand.traffic for demand in busy), (
+            "who is held back is held back by a full memory, up to rounding"
+        )
+    assert sharing.rates(busy[::-1]) == rates[::-1], "in whatever order they are named"
+
+
+@given(factors, memories, speeds, st.floats(1, 3))
+def test_more_memory_slows_nobody(
+    pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int], factor: float
+) -> None:
+    small = Sharing(pairs, memory)
+    busy = busy_of(small, alone)
+    large = Sharing(pairs, msgspec.structs.replace(memory, gb_per_s=memory.gb_per_s * factor))
+    assert all(
+        before <= after for before, after in zip(small.rates(busy), large.rates(busy), strict=True)
+    )
+
+
+@given(memories, speeds)
+def test_an_op_alone_runs_at_full_speed(memory: HostMemorySpec, alone: dict[str, int]) -> None:
+    sharing = Sharing({}, memory)
+    for demand in busy_of(sharing, alone):
+        assert sharing.rates((demand,)) == (PARTS,)

@@ -1,0 +1,98 @@
+"""Lower bounds of a plan's step: close to what the evaluator finds, and more than compute's own
+work where something else takes longer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+
+MODEL = ModelSpec.load("qwen2.5-1.5b")
+PLACEMENTS = {
+    "all streams": Placement(),
+    "weights stay": Placement(weights="all"),
+    "gradients stay": Placement(gradients="all"),
+    "half stays": Placement(
+        weights="e,0-13", master_low="e,0-13", moments="e,0-13", gradients="e,0-13"
+    ),
+    "all stays": Placement(weights="all", master_low="all", moments="all", gradients="all"),
+    "the host updates": Placement(host_updated="all"),
+    "the host updates half": Placement(weights="e,0-13", host_updated="14-27"),
+    "offloaded_inputs": Placement(
+        weights="all", master_low="all", moments="all", gradients="all", offloaded_inputs="all"
+    ),
+    "saved_activations": Placement(saved_activations="14-27"),
+}
+
+
+def plan(name: str, batch: int, clipping: str, accumulation: int) -> Plan:
+    work = Workload(batch=batch, sequence=1024, clipping=clipping, accumulation=accumulation)  # type: ignore[arg-type]
+    return Plan(
+        policy="overlapped",
+        hardware="h200",
+        source=MODEL.name,
+        model=MODEL,
+        workload=work,
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+        knobs=Knobs(
+            weight_slots=3,
+            gradient_slots=3,
+            state_slots=8,
+            chunk_bytes=2**26,
+            weights_ahead=1,
+            placement=PLACEMENTS[name],
+        ),
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("batch", [1, 16], ids=["short of link", "short of compute"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
+    name: str, batch: int, clipping: str, accumulation: int
+) -> None:
+    found = plan(name, batch, clipping, accumulation)
+    costs = cost_model(HardwareSpec.load("a6000"), MODEL, found.workload)
+    bound, time = (
+        LowerBound(found, costs).step_ns(found),
+        uncontended_makespan_ns(policies.lower(found), costs),
+    )
+    assert 0.75 * time <= bound
+
+
+def test_a_bound_counts_what_compute_waits_for() -> None:
+    """Where the link is short, copies before the first forward pass take longer than all of
+    compute.
+    """
+    found = plan("all streams", 1, "global", 1)
+    least = LowerBound(found, cost_model(HardwareSpec.load("a6000"), MODEL, found.workload))
+    assert least.step_ns(found) > 2 * least.compute_ns(found)
+
+
+def test_cores_and_copies_share_the_memory_of_the_host() -> None:
+    """The evaluator lets them run at full speed beside each other; the bound does not."""
+    found = plan("the host updates", 1, "global", 1)
+    hardware = HardwareSpec.load("h200")
+    assert hardware.host_memory is not None
+    slow = msgspec.structs.replace(
+        hardware, host_memory=msgspec.structs.replace(hardware.host_memory, gb_per_s=60.0)
+    )
+    costs = cost_model(slow, MODEL, found.workload)
+    schedule = policies.lower(found)
+    assert (
+        uncontended_makespan_ns(schedule, costs)
+        < LowerBound(found, costs).step_ns(found)
+        <= makespan_ns(schedule, costs)
+    )

@@ -1,0 +1,166 @@
+"""Families, machines and cost models from outside the package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from pages import read
+
+from megatrain.experiments import cli
+from megatrain.simulator.base import plugins
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import Datasheet, cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import search
+from megatrain.simulator.policies import lower
+
+H200 = HardwareSpec.load("h200")
+OUTSIDE = msgspec.structs.replace(FAMILIES["qwen2"])
+MACHINE = msgspec.structs.replace(H200, name="ours")
+MACHINE_FILE = str(Path(__file__).parents[2] / "simulator" / "library" / "hardware" / "h200.toml")
+NOTHING = 7
+WORK = Workload(batch=2, sequence=16)
+
+
+def doubled(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> Datasheet:
+    made = Datasheet(hardware, model, workload)
+    alone = made.duration_ns
+    made.duration_ns = lambda op: 2 * alone(op)  # type: ignore[method-assign]
+    return made
+
+
+def broken(*_: object) -> Datasheet:
+    raise ZeroDivisionError("no rate")
+
+
+Install = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs an object of this module: group, name, the object's name."""
+    points: list[importlib.metadata.EntryPoint] = []
+
+    def found(*, group: str) -> list[importlib.metadata.EntryPoint]:
+        return [point for point in points if point.group == group]
+
+    def add(group: str, name: str, value: str) -> None:
+        points.append(importlib.metadata.EntryPoint(name, f"outside:{value}", group))
+        plugins.forget()
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    monkeypatch.setattr(
+        importlib.metadata.EntryPoint, "load", lambda point: globals()[point.value.split(":")[1]]
+    )
+    plugins.forget()
+    yield add
+    plugins.forget()
+    for name in ("mine", "qwen2_of_mine"):
+        FAMILIES._loaded.pop(name, None)
+
+
+def config(model_type: str) -> dict[str, object]:
+    return {
+        "model_type": model_type,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+
+
+def test_an_installed_family_is_described_as_its_twin(install: Install) -> None:
+    install("megatrain.families", "qwen2_of_mine", "OUTSIDE")
+    mine, twin = (ModelSpec.from_config(config(name), name) for name in ("qwen2_of_mine", "qwen2"))
+    assert mine.parameters == twin.parameters
+    assert mine.family == "qwen2_of_mine"
+    assert "qwen2_of_mine" in list(FAMILIES)
+    assert OUTSIDE in FAMILIES.loaded()
+
+
+def test_a_built_in_family_is_not_replaced(install: Install) -> None:
+    install("megatrain.families", "llama", "NOTHING")
+    assert ModelSpec.from_config(config("llama"), "llama").family == "llama"
+
+
+def test_an_installed_object_that_is_no_family_is_refused(install: Install) -> None:
+    install("megatrain.families", "mine", "NOTHING")
+    with pytest.raises(UserError, match="entry point outside:NOTHING: found int"):
+        ModelSpec.from_config(config("mine"), "mine")
+
+
+@pytest.mark.parametrize("value", ["MACHINE", "MACHINE_FILE"])
+def test_an_installed_machine_is_found_by_its_name(install: Install, value: str) -> None:
+    install("megatrain.hardware", "ours", value)
+    assert HardwareSpec.load("ours") == (MACHINE if value == "MACHINE" else H200)
+
+
+def test_an_installed_object_that_is_no_machine_is_refused(install: Install) -> None:
+    install("megatrain.hardware", "ours", "NOTHING")
+    with pytest.raises(UserError, match="found int; allowed: a HardwareSpec"):
+        HardwareSpec.load("ours")
+
+
+def test_a_machine_s_installed_cost_model_predicts(install: Install) -> None:
+    install("megatrain.cost_models", "doubled", "doubled")
+    model = ModelSpec.load("qwen2.5-0.5b")
+    slow = msgspec.structs.replace(H200, cost_model="doubled")
+    steps = [
+        search(model, hardware, WORK, policies=["sequential"])[0].step_seconds
+        for hardware in (slow, H200)
+    ]
+    assert steps[0] == pytest.approx(2 * steps[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobody", "found no such cost model; allowed: an installed one \\(broken, nothing\\)"),
+        ("nothing", "found no function cost_model"),
+        ("broken", "found ZeroDivisionError: no rate"),
+        ("missing.py", "found no file missing.py"),
+    ],
+)
+def test_a_cost_model_that_cannot_be_used_is_one_line(
+    install: Install, name: str, message: str
+) -> None:
+    install("megatrain.cost_models", "broken", "broken")
+    install("megatrain.cost_models", "nothing", "NOTHING")
+    hardware = msgspec.structs.replace(H200, cost_model=name)
+    with pytest.raises(UserError, match=message):
+        cost_model(hardware, ModelSpec.load("qwen2.5-0.5b"), WORK)
+
+
+def test_the_guide_s_cost_model_halves_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = read("docs/adding.md")
+    code = next(
+        each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "HalfLink" in each
+    )
+    assert "Saved as `half_link.py`" in page
+    (line,) = re.findall(r"```toml\n(cost_model = .*\n)```", page)
+    Path("half_link.py").write_text(code, encoding="utf-8")
+    Path("ours.toml").write_text(line + Path(MACHINE_FILE).read_text(encoding="utf-8"))
+    model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("ours.toml")
+    costs, usual = (cost_model(each, model, WORK) for each in (hardware, H200))
+    found = search(model, hardware, WORK, policies=["sequential"])[0]
+    for op in lower(found.plan).ops:
+        factor = 2 if op.lane in ("h2d", "d2h") else 1
+        assert costs.duration_ns(op) == factor * usual.duration_ns(op)
+    words = ["check", "qwen2.5-0.5b", "--batch", "2", "--seq", "16", "--policy", "sequential"]
+    assert cli.main([*words, "--hardware", "ours.toml"]) == 0
+    slow = capsys.readouterr().out
+    assert cli.main([*words, "--hardware", "h200"]) == 0
+    assert slow.splitlines()[2] != capsys.readouterr().out.splitlines()[2]
