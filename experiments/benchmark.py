@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.experiments import options, report
-from megatrain.experiments.commands import check
-from megatrain.experiments.script import ended
+from megatrain.experiments.cli import options, verdict_text
+from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.program import ended
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_json
@@ -164,7 +164,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             raise UserError(
                 args.model,
                 found="no plan that fits",
-                allowed=report.limits(summarize(best, hardware)),
+                allowed=verdict_text.limits(summarize(best, hardware)),
                 fix=best.account.advice,
             )
     if not set(OWN).isdisjoint(args.systems):

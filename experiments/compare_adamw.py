@@ -32,8 +32,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from megatrain.experiments import options
-from megatrain.experiments.script import ended
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import ended
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions

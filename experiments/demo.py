@@ -17,9 +17,10 @@ import sysconfig
 import time
 from pathlib import Path
 
-from megatrain.experiments import cli, options
-from megatrain.experiments.options import OneLineParser
-from megatrain.experiments.script import ended
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.cli.program import ended
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes
 

@@ -14,7 +14,7 @@ import io
 import sys
 from pathlib import Path
 
-from megatrain.experiments import cli
+from megatrain.experiments.cli import main as cli
 from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec

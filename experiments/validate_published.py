@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.experiments.options import OneLineParser
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.validation.predict import predict
 from megatrain.experiments.validation.report import (
     ValidationResult,

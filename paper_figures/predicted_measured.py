@@ -116,7 +116,7 @@ def cases(results: Results) -> list[MeasuredCase]:
                         path, prediction["device_peak_bytes"], record["device_peak_bytes"], date
                     )
                 )
-    for name, rows in results.proofs().items():
+    for name, rows in results.heldout_rows().items():
         for row in rows:
             prediction, item = row["plan"]["prediction"], f"{name}/{row['name']}"
             found.append(

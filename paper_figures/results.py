@@ -260,7 +260,7 @@ class Results:
             if any(system["system"] == "ours" for system in record["systems"])
         }
 
-    def proofs(self) -> dict[str, list[dict[str, Any]]]:
+    def heldout_rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the plans that `megatrain.experiments.heldout` executed on an H200, each once, by
         the name of the folder.
         """

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 import torch
 
-from megatrain.experiments.allocation_bar import allocation_bar
 from megatrain.experiments.benchmarks.steps import (
     MAX_NORM,
     RATE,
@@ -17,6 +16,7 @@ from megatrain.experiments.benchmarks.steps import (
     random_tokens,
     repeat,
 )
+from megatrain.experiments.cli.allocation_bar import allocation_bar
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
@@ -28,7 +28,7 @@ from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.hardware.machine import COMPUTE_KINDS
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.schedule import restricted
+from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -39,7 +39,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
     settings, ceiling = AdamW(max_norm=MAX_NORM), system == "ceiling"
     schedule = preflight(plan, settings, device)
     if ceiling:
-        schedule = restricted(schedule, COMPUTE_KINDS)
+        schedule = restricted_to_kinds(schedule, COMPUTE_KINDS)
     forget_device_memory(device)
     with ExitStack() as stack:
         with allocation_bar() as on_allocate:

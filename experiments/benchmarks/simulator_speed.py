@@ -45,7 +45,7 @@ def seconds(work: Callable[[], Result]) -> tuple[float, Result]:
 
 def row(plan: Plan, hardware: HardwareSpec) -> list[str]:
     """Returns one row of the table."""
-    lowering, schedule = seconds(lambda: policies.lower_anew(plan))
+    lowering, schedule = seconds(lambda: policies.lower_uncached(plan))
     ops = len(schedule.ops)
     compiling, _ = seconds(
         lambda: (fresh := msgspec.structs.replace(schedule)).compiled and fresh.sizes

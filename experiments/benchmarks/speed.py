@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.experiments.script import ended
+from megatrain.experiments.cli.program import ended
 from megatrain.experiments.sweep import grid
 from megatrain.experiments.sweep.simulated import Simulator, likeness
 from megatrain.simulator.base.files import read_json, write_json

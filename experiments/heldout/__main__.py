@@ -21,14 +21,14 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatrain.experiments import options
-from megatrain.experiments.hardware_file import write_hardware
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import ended
+from megatrain.experiments.files.hardware_file import write_hardware
+from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, planned
 from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_visits
 from megatrain.experiments.heldout.suites import HeldoutCase, Suite, refuse_grid, suite
 from megatrain.experiments.heldout.summary import format_summary, summarize
-from megatrain.experiments.row_file import append_row
-from megatrain.experiments.script import ended
 from megatrain.runtime.calibration.calibrate import Subject, calibrate
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.experiments.row_file import parse_rows
+from megatrain.experiments.files.row_file import parse_rows
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule.plan import Plan
 

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.experiments import options
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import ended
 from megatrain.experiments.heldout.compared import compared
 from megatrain.experiments.heldout.picture import draw
 from megatrain.experiments.heldout.regression import within_range
@@ -21,7 +22,6 @@ from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
 from megatrain.experiments.heldout.summary import summarize
 from megatrain.experiments.heldout.table import markdown
 from megatrain.experiments.heldout.timelines import read_timelines
-from megatrain.experiments.script import ended
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_json, write_text
 from megatrain.simulator.compare.error_report import peak_error

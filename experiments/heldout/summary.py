@@ -46,9 +46,9 @@ class ErrorSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the signed errors."""
     visited_again: int = 0
     """Plans that were executed more than once, with other plans in between."""
-    visits_apart: float | None = None
+    spread_between_visits: float | None = None
     """Median, over these plans, of how much slower the slowest repetition was than the fastest."""
-    visits_apart_worst: float | None = None
+    spread_between_visits_worst: float | None = None
     """The largest such difference of a plan."""
     device_mape: float | None
     """Mean absolute error of the device peak."""
@@ -155,7 +155,7 @@ def step_error(row: HeldoutRow) -> float:
     return row.plan.prediction.step_seconds / row.step_seconds - 1
 
 
-def visits_apart(row: HeldoutRow) -> float:
+def spread_between_visits(row: HeldoutRow) -> float:
     """Returns how much slower the slowest repetition was than the fastest."""
     return max(row.repetitions) / min(row.repetitions) - 1
 
@@ -183,7 +183,7 @@ def summarize(rows: Iterable[HeldoutRow]) -> ErrorSummary:
     steps, devices = [step_error(row) for row in once], [device_error(row) for row in once]
     hosts = [error for row in once if (error := host_error(row)) is not None]
     replays = [row.replay_error for row in once if row.replay_error is not None]
-    apart = [visits_apart(row) for row in once if len(row.repetitions) > 1]
+    apart = [spread_between_visits(row) for row in once if len(row.repetitions) > 1]
     groups: dict[str, list[HeldoutRow]] = defaultdict(list)
     for row in ran:
         groups[row.group].append(row)
@@ -208,8 +208,8 @@ def summarize(rows: Iterable[HeldoutRow]) -> ErrorSummary:
         step_worst=max(steps, key=abs, default=None),
         step_bias=_mean(steps),
         visited_again=len(apart),
-        visits_apart=statistics.median(apart) if apart else None,
-        visits_apart_worst=max(apart, default=None),
+        spread_between_visits=statistics.median(apart) if apart else None,
+        spread_between_visits_worst=max(apart, default=None),
         device_mape=_mean(map(abs, devices)),
         device_worst=max(devices, key=abs, default=None),
         device_smallest=min(devices, default=None),
@@ -275,11 +275,11 @@ def format_summary(rows: Sequence[HeldoutRow], summary: ErrorSummary) -> str:
         lines.append(
             f"{what:<34} {format_value(what, value):>9}   target {target:<9} {judged(value, met)}"
         )
-    if summary.visits_apart is not None:
-        worst = signed_percent(summary.visits_apart_worst)
+    if summary.spread_between_visits is not None:
+        worst = signed_percent(summary.spread_between_visits_worst)
         lines.append(
             f"executed again: {summary.visited_again} of the plans; repetitions lie"
-            f" {signed_percent(summary.visits_apart)} apart in the median, {worst} at most"
+            f" {signed_percent(summary.spread_between_visits)} apart in the median, {worst} at most"
         )
     lines += [
         f"tau {name}: {value:.2f}, {summary.tau_strict[name]:.2f} without ties"

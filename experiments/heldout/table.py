@@ -72,9 +72,12 @@ def _targets(summary: ErrorSummary) -> str:
 
 def _visits(summary: ErrorSummary) -> list[str]:
     """Returns a sentence about how closely the machine repeats a step."""
-    if summary.visits_apart is None:
+    if summary.spread_between_visits is None:
         return []
-    apart, worst = signed_percent(summary.visits_apart), signed_percent(summary.visits_apart_worst)
+    apart, worst = (
+        signed_percent(summary.spread_between_visits),
+        signed_percent(summary.spread_between_visits_worst),
+    )
     return [
         f"Executed again minutes later: {summary.visited_again} of the plans. Visits lie {apart}"
         f" apart in the median, {worst} at most."

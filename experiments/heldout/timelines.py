@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.experiments.row_file import parse_rows
+from megatrain.experiments.files.row_file import parse_rows
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.timeline import Span, Timeline

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from megatrain.experiments import benchmark
-from megatrain.experiments.options import OneLineParser
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.paper_data import ablations
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError

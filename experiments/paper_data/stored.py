@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from megatrain.experiments.code_digest import code_digest
+from megatrain.experiments.files.code_digest import code_digest
 from megatrain.simulator.base.files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,7 +31,7 @@ from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.planner.capacity import resized
-from megatrain.simulator.schedule import Op, Schedule, is_kept
+from megatrain.simulator.schedule import Op, Schedule, has_saved_attention
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
@@ -169,7 +169,7 @@ class Simulator:
         )
 
     def _lower(self, plan: Plan) -> Schedule:
-        schedule = policies.lower_anew(plan)
+        schedule = policies.lower_uncached(plan)
         self._keep(_Lowered(plan, schedule))
         return schedule
 
@@ -211,7 +211,7 @@ class _Resizing:
         kind = op.kind
         if kind in COMPUTE_KINDS:
             return msgspec.structs.replace(
-                op, **cost_keys(self.plan, kind, op.layer, kept=is_kept(op.shape))
+                op, **cost_keys(self.plan, kind, op.layer, kept=has_saved_attention(op.shape))
             )
         return (
             msgspec.structs.replace(op, bytes=self._activation_bytes) if kind in _OFFLOADING else op

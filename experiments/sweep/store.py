@@ -19,8 +19,8 @@ import msgspec
 import xxhash
 
 import megatrain.simulator
-from megatrain.experiments.code_digest import code_digest
-from megatrain.experiments.row_file import parse_rows, write_rows
+from megatrain.experiments.files.code_digest import code_digest
+from megatrain.experiments.files.row_file import parse_rows, write_rows
 from megatrain.runtime.files.file_lock import FileLock
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload

@@ -21,13 +21,13 @@ from megatrain.experiments.validation.predict import Predicted
 from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, PublishedRow
 
 MISSED = 0.20
-TOLD, ASSUMED, SINGLE, DOUBTFUL = (
+STATED, ASSUMED, SINGLE, DOUBTFUL = (
     "sure, workload told",
     "sure, workload assumed",
     "one reader",
     "doubtful",
 )
-CLASSES = (TOLD, ASSUMED, SINGLE, DOUBTFUL)
+CLASSES = (STATED, ASSUMED, SINGLE, DOUBTFUL)
 
 
 class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
         if row.sure != "++":
             return SINGLE if row.sure == "+" else DOUBTFUL
         needless = row.quantity in (*HOST, *RATES, *LAYERS)  # independent of the workload
-        return TOLD if needless or (row.batch and row.sequence) else ASSUMED
+        return STATED if needless or (row.batch and row.sequence) else ASSUMED
 
     @property
     def counted(self) -> bool:

@@ -44,7 +44,7 @@ from megatrain.simulator.hardware.machine import (
     COMPUTE_KINDS,
     COPY_KINDS,
     CURVE_KINDS,
-    UNMEASURED_KINDS,
+    EVALUATION_KINDS,
     WIDE_KINDS,
     CostTable,
     Curve,
@@ -412,7 +412,7 @@ def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:
     """Returns the decoder layers whose attention can be saved and is a large enough part of their
     work.
     """
-    layers = [layer.name for layer in model.decoders if model.keeps_attention(layer.name)]
+    layers = [layer.name for layer in model.decoders if model.can_save_attention(layer.name)]
     works = {layer: model.work("recompute", layer, workload) for layer in layers}
     return [
         layer
@@ -425,7 +425,7 @@ def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
     """Returns the key of `op` in the cost table. `wide` means that its gradients are wider than the
     compute dtype.
     """
-    if op.kind in COMPUTE_KINDS + UNMEASURED_KINDS:
+    if op.kind in COMPUTE_KINDS + EVALUATION_KINDS:
         return op.kind, op.shape
     how = ":add" if op.adds else ":wide" if wide else ""
     other_lane = f"@{op.lane}" if op.kind in _OPTIMIZER_KINDS[1:] and op.lane != "cpu" else ""

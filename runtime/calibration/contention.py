@@ -63,7 +63,7 @@ class Contention(NamedTuple):
 
 
 def measure_contention(
-    templates: FunctionalLayers,
+    functional_layers: FunctionalLayers,
     arenas: Arenas,
     layer: LayerSpec,
     largest: int,
@@ -83,7 +83,7 @@ def measure_contention(
         host_update: A unit of work of the cpu lane. Updates are most of this lane's work, and need
             the most DRAM bandwidth.
     """
-    work = _lane_work(templates, arenas, layer, largest, device) | {"cpu": host_update}
+    work = _lane_work(functional_layers, arenas, layer, largest, device) | {"cpu": host_update}
     runs = _measure_together(work, threads, device)
     whole, *parts = [
         {
@@ -97,7 +97,7 @@ def measure_contention(
         for lane, other in shares(whole)
     }
     turns, spreads_of_turns = (
-        _measure_interleaving(templates, arenas, layer, work["compute"], threads, device)
+        _measure_interleaving(functional_layers, arenas, layer, work["compute"], threads, device)
         if device.type == "cuda"
         else (None, {})
     )
@@ -198,7 +198,7 @@ def _rates(stamps: list[float], begin: float, end: float) -> Rates:
 
 
 def _lane_work(
-    templates: FunctionalLayers,
+    functional_layers: FunctionalLayers,
     arenas: Arenas,
     layer: LayerSpec,
     largest: int,
@@ -207,24 +207,28 @@ def _lane_work(
     """Returns a unit of work for each lane except cpu: for compute, forward and backward of the
     layer; for update, AdamW; and for h2d and d2h, a copy.
     """
-    work, model = templates.workload, templates.model
-    width = templates.dtype.itemsize
-    weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
+    work, model = functional_layers.workload, functional_layers.model
+    width = functional_layers.dtype.itemsize
+    weights = layer_tensors(arenas, layer, "device.layer:0", functional_layers.dtype)
     for tensor in weights.values():
         tensor.normal_(0, 0.02)
-    x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(templates.dtype)
+    x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(
+        functional_layers.dtype
+    )
     chunk = _copied_bytes(layer, width, largest)
     flat = {
         name: arenas.flat(name, torch.uint8, chunk)
         for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")
     }
 
-    templates.begin(0)
-    templates.forward(layer.name, weights, x)  # the balancing loss needs the router's choices
+    functional_layers.begin(0)
+    functional_layers.forward(
+        layer.name, weights, x
+    )  # the balancing loss needs the router's choices
 
     def layer_both_ways() -> None:
-        saved = templates.recompute(arenas, layer, "device.layer:0", x.detach())
-        templates.backward(saved, "device.layer:0", x)
+        saved = functional_layers.recompute(arenas, layer, "device.layer:0", x.detach())
+        functional_layers.backward(saved, "device.layer:0", x)
 
     return {
         "compute": layer_both_ways,
@@ -297,7 +301,7 @@ class _ConcurrentUpdate(NamedTuple):
 
 
 def _measure_interleaving(
-    templates: FunctionalLayers,
+    functional_layers: FunctionalLayers,
     arenas: Arenas,
     layer: LayerSpec,
     both_ways: Work,
@@ -310,13 +314,16 @@ def _measure_interleaving(
     An update of a chunk and one of a layer run at the same time as a layer's forward. The layer's
     update also runs at the same time as forward and backward (`both_ways`).
     """
-    weights = layer_tensors(arenas, layer, "device.layer:0", templates.dtype)
+    weights = layer_tensors(arenas, layer, "device.layer:0", functional_layers.dtype)
     x = torch.randn(
-        templates.workload.batch, templates.workload.sequence, templates.model.hidden, device=device
-    ).to(templates.dtype)
+        functional_layers.workload.batch,
+        functional_layers.workload.sequence,
+        functional_layers.model.hidden,
+        device=device,
+    ).to(functional_layers.dtype)
 
     def forward() -> None:
-        templates.forward(layer.name, weights, x)
+        functional_layers.forward(layer.name, weights, x)
 
     def together(compute: Work, update: Work, alone: Rates) -> list[_ConcurrentUpdate]:
         found = run_together({"compute": compute, "update": update}, threads, device)

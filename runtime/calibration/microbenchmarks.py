@@ -126,13 +126,13 @@ def measure_rates(
             )
             duplex.append((size, round(typical)))
         torch.set_num_threads(threads["compute"])
-        templates = FunctionalLayers(model, workload, config, device)
+        functional_layers = FunctionalLayers(model, workload, config, device)
         contention = measure_contention(
-            templates, arenas, layer, largest, threads, device, host_update
+            functional_layers, arenas, layer, largest, threads, device, host_update
         )
         host = torch.device("cpu")
         measured = {
-            f"peak_tflops.{workload.dtype}": _matmul(templates.dtype, device),
+            f"peak_tflops.{workload.dtype}": _matmul(functional_layers.dtype, device),
             "device_gb_per_s": _memory_rate(device),
             "host_gb_per_s": _memory_rate(host),
             "cpu_adam_per_s": _adam_rate(),

@@ -106,7 +106,7 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
             Nothing has been changed then.
     """
     manifest = Manifest.load(folder)
-    refuse_another(manifest, executor.plan, executor.settings, settings, folder)
+    refuse_other_run(manifest, executor.plan, executor.settings, settings, folder)
     tensors = executor.state.tensors()
     named = [name for shard in manifest.shards for name in shard.tensors]
     if sorted(named) != sorted(tensors):
@@ -249,7 +249,7 @@ def _refuse_checksum(path: Path, found: str, shard: Shard) -> None:
         )
 
 
-def refuse_another(
+def refuse_other_run(
     manifest: Manifest,
     plan: Plan,
     optimizer: AdamW,

@@ -15,7 +15,7 @@ from megatrain.runtime.checkpoint.checkpoint import (
     REPLACED,
     check_sizes,
     put_back,
-    refuse_another,
+    refuse_other_run,
     restore,
     save,
     verify,
@@ -114,7 +114,7 @@ class Checkpoints:
             path = self.path(chosen)
             manifest = self._manifest(path, chosen)
             check_sizes(path, manifest)
-            refuse_another(manifest, plan, optimizer, settings, path, known=known)
+            refuse_other_run(manifest, plan, optimizer, settings, path, known=known)
 
     def restore(
         self, executor: Executor, settings: Mapping[str, Any], step: int | None = None

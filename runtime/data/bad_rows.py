@@ -37,7 +37,7 @@ class BadRows:
         return tuple(self._kinds.values())[:_SHOWN]
 
 
-def in_words(count: int, shown: tuple[tuple[str, int], ...]) -> str:
+def describe_bad_rows(count: int, shown: tuple[tuple[str, int], ...]) -> str:
     """Returns a line that describes `count` bad rows, with the examples `shown`."""
     kinds = [
         f"{row}{f' (and {number - 1:,} more like it)' if number > 1 else ''}"

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data import byte_level
-from megatrain.runtime.data.bad_rows import BadRows, in_words
+from megatrain.runtime.data.bad_rows import BadRows, describe_bad_rows
 from megatrain.runtime.data.cache import CacheWriter, TokenSummary, load
 from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_columns
 from megatrain.runtime.data.corpus import Corpus
@@ -214,7 +214,7 @@ class _Reader:
         if summary.bad:
             if self.options.strict:
                 raise _stopped(summary.shown[0][0])
-            self.on_note(in_words(summary.bad, summary.shown))
+            self.on_note(describe_bad_rows(summary.bad, summary.shown))
         for layout, count in summary.elsewhere.items():
             self.on_note(
                 f"{count:,} of these have the columns of {layout}; all rows are read with the"

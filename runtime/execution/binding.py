@@ -26,7 +26,7 @@ from megatrain.runtime.optimizer import outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW, find
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.schedule import Op, Schedule, parse_id, whole
+from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 from megatrain.simulator.schedule.plan import Plan
 
@@ -44,7 +44,7 @@ class StepState:
     in the first step of a plan that defers updates."""
     saved: dict[str, SavedForBackward] = field(default_factory=dict)
     """The autograd graph of each buffer of activations, from forward or recompute to backward."""
-    mirrors: dict[str, HostScalarCopy] = field(default_factory=dict)
+    host_scalars: dict[str, HostScalarCopy] = field(default_factory=dict)
     """The host copy of each device buffer of losses, norms or clipping factors that ops on the cpu
     lane read."""
 
@@ -57,16 +57,16 @@ class Binder:
         plan: Plan,
         schedule: Schedule,
         arenas: Arenas,
-        templates: FunctionalLayers,
+        functional_layers: FunctionalLayers,
         settings: AdamW,
         host_workers: optimizer.Workers,
         state: StepState,
     ) -> None:
-        self.plan, self.schedule, self.arenas, self.templates, self.settings, self.state = (
+        self.plan, self.schedule, self.arenas, self.functional_layers, self.settings, self.state = (
             plan,
             schedule,
             arenas,
-            templates,
+            functional_layers,
             settings,
             state,
         )
@@ -97,10 +97,12 @@ class Binder:
             "cpu_update": self._update,
         }
         """The method that binds each kind of op."""
-        read = {whole(buffer) for op in schedule.ops if op.lane == "cpu" for buffer in op.reads}
+        read = {
+            base_buffer(buffer) for op in schedule.ops if op.lane == "cpu" for buffer in op.reads
+        }
         on_device = {buffer for buffer in read if schedule.buffer[buffer].place == "device"}
         stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
-        self._mirrors = state.mirrors = (
+        self._mirrors = state.host_scalars = (
             {buffer: HostScalarCopy(self._floats(buffer), stream) for buffer in sorted(on_device)}
             if stream
             else {}
@@ -173,7 +175,7 @@ class Binder:
 
     def _copy(self, op: Op) -> Run:
         """Copies the same range of bytes from one buffer to another."""
-        (source,), (target,) = (map(whole, op.reads), map(whole, op.writes))
+        (source,), (target,) = (map(base_buffer, op.reads), map(base_buffer, op.writes))
         read, write = (
             self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset)
             for buffer in (source, target)
@@ -198,14 +200,16 @@ class Binder:
 
     def _load_second(self, op: Op) -> Run:
         """Copies the second moment of a chunk to the device, for `update_ratios`."""
-        read, write = (self._moments(whole(buffer), op)[1] for buffer in (*op.reads, *op.writes))
+        read, write = (
+            self._moments(base_buffer(buffer), op)[1] for buffer in (*op.reads, *op.writes)
+        )
         return lambda: write.copy_(read, non_blocking=True)
 
     def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
         """Returns the parts of `buffer` for the parameters of `op`, which is a chunk of its layer:
         one vector, or for moments one for each moment that the optimizer keeps.
         """
-        held = self.schedule.buffer[whole(buffer)]
+        held = self.schedule.buffer[base_buffer(buffer)]
         if held.data == "moments":
             return list(self._moments(held.id, op))
         return [self._elements(held.id, op)]
@@ -241,8 +245,8 @@ class Binder:
         ids, _, *documents = self.tokens(int(self.schedule.buffer[tokens].key))
 
         def run() -> None:
-            self.templates.begin(micro, *documents)
-            output.copy_(self.templates.embed(tensors, ids, micro))
+            self.functional_layers.begin(micro, *documents)
+            output.copy_(self.functional_layers.embed(tensors, ids, micro))
 
         return run
 
@@ -262,7 +266,9 @@ class Binder:
             attention = self._attention(op.layer, kept[0])
 
             def run_and_keep_attention() -> None:
-                made, left = self.templates.forward_and_attention(op.layer, weights, x, micro)
+                made, left = self.functional_layers.forward_and_attention(
+                    op.layer, weights, x, micro
+                )
                 output.copy_(made)
                 for place, tensor in zip(attention, left, strict=True):
                     place.copy_(tensor)
@@ -270,10 +276,10 @@ class Binder:
             return run_and_keep_attention
 
         def run() -> None:
-            output.copy_(self.templates.forward(op.layer, weights, x, micro))
+            output.copy_(self.functional_layers.forward(op.layer, weights, x, micro))
 
         def run_and_keep() -> None:
-            self.state.saved[kept[0]] = made = self.templates.keep(
+            self.state.saved[kept[0]] = made = self.functional_layers.keep(
                 self.arenas, layer, slot, self._hidden(source), micro
             )
             output.copy_(made.output.detach())
@@ -294,7 +300,7 @@ class Binder:
         )
 
         def run() -> None:
-            self.state.saved[saved] = made = self.templates.recompute(
+            self.state.saved[saved] = made = self.functional_layers.recompute(
                 self.arenas, layer, slot, self._hidden(source), micro, kept
             )
             if output is not None:
@@ -310,7 +316,9 @@ class Binder:
         put = self._gradient_sink(op.layer, op, target)
 
         def run() -> None:
-            dx, *gradients = self.templates.backward(self.state.saved.pop(saved), slot, upper)
+            dx, *gradients = self.functional_layers.backward(
+                self.state.saved.pop(saved), slot, upper
+            )
             assert dx is not None
             lower_gradient.copy_(dx)
             put(gradients)
@@ -331,7 +339,7 @@ class Binder:
         put = self._gradient_sink(head, op, target)
 
         def run() -> None:
-            value, gradients = self.templates.head(
+            value, gradients = self.functional_layers.head(
                 self._weights(head, slot), x, labels, self.state.scale, dx, micro
             )
             total[0] = value
@@ -349,8 +357,10 @@ class Binder:
         head, micro = self.plan.model.head, _micro(op)
 
         def run() -> None:
-            total[0] = self.templates.loss(self._weights(head, slot), x, labels, self.state.scale)
-            self.templates.end(micro)
+            total[0] = self.functional_layers.loss(
+                self._weights(head, slot), x, labels, self.state.scale
+            )
+            self.functional_layers.end(micro)
 
         return run
 
@@ -366,8 +376,8 @@ class Binder:
         put, micro = self._gradient_sink(EMBEDDING, op, op.writes[0]), _micro(op)
 
         def run() -> None:
-            put([*self.templates.embed_backward(dx, ids, micro), *others])
-            self.templates.end(micro)
+            put([*self.functional_layers.embed_backward(dx, ids, micro), *others])
+            self.functional_layers.end(micro)
 
         return run
 
@@ -432,7 +442,7 @@ class Binder:
 
     def _ratios(self, op: Op) -> Run:
         """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
-        gradient, moments = map(whole, op.reads)
+        gradient, moments = map(base_buffer, op.reads)
         g, second = self._elements(gradient, op), self._moments(moments, op)[1]
         sums = self.arenas.flat(
             op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW
@@ -542,8 +552,8 @@ class Binder:
         further source, old weights are read from that weight slot. If it has a further target, new
         weights are also written to that weight slot.
         """
-        gradient, factor, *sources = map(whole, op.reads)
-        target, *rest = map(whole, op.writes)
+        gradient, factor, *sources = map(base_buffer, op.reads)
+        target, *rest = map(base_buffer, op.writes)
         others = {self.schedule.buffer[buffer].data: buffer for buffer in rest}
         low, copy_to = (
             self._elements(others[name], op) if name in others else None

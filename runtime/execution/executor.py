@@ -165,14 +165,14 @@ class Executor:
         self._allocation_guard = AllocationGuard(device, self._arenas.host_memory)
         try:
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
-            self.templates = FunctionalLayers(
+            self.functional_layers = FunctionalLayers(
                 plan.model, plan.workload, config, device, keeps=keeps
             )
             self._binder = Binder(
                 plan,
                 self.schedule,
                 self._arenas,
-                self.templates,
+                self.functional_layers,
                 settings,
                 self._host_workers,
                 self._state,
@@ -189,7 +189,9 @@ class Executor:
             self.tasks.update(
                 {task.op: task for queue in self._step.queues.values() for task in queue}
             )
-            self.state = ModelState(plan, self.schedule, self.memory, self.templates.persistent)
+            self.state = ModelState(
+                plan, self.schedule, self.memory, self.functional_layers.persistent
+            )
             """Weights and moments after all steps so far. Reading them applies a deferred
             update."""
             self._lanes = LaneGroup(
@@ -223,7 +225,7 @@ class Executor:
         self._programs.clear()
         self._step = _Program(self.schedule, {}, {})
         self._state.saved.clear()
-        self._state.mirrors.clear()
+        self._state.host_scalars.clear()
         self._deferred = None
         self._arenas.close()
 
@@ -387,7 +389,7 @@ class Executor:
                 else []
             )
             self._binder.tokens(micro).copy_(torch.stack(rows))
-            self.templates.expect(micro, batch.documents)
+            self.functional_layers.expect(micro, batch.documents)
         return labelled
 
     def _run(self, program: _Program) -> Timeline:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatrain.runtime.files.decoder_stack import DecoderStack, settle
+from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
 from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.simulator.model.families import FAMILIES
@@ -33,9 +33,9 @@ def _entrances() -> frozenset[str]:
     They are outside that layer in transformers' models.
     """
     return frozenset(
-        family.entrance
+        family.embedding_norm
         for family in FAMILIES.loaded()
-        if family.entrance not in ("", family.norm_name)
+        if family.embedding_norm not in ("", family.norm_name)
     )
 
 
@@ -74,7 +74,7 @@ class CheckpointNames:
         kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         with torch.device("meta"):
             self._whole = kind.from_config(config, dtype=torch.bfloat16)
-        settle(self._whole, torch.bfloat16)
+        match_from_pretrained(self._whole, torch.bfloat16)
         self.wide = frozenset(
             name
             for name, parameter in self._whole.named_parameters()

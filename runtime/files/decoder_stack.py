@@ -58,7 +58,7 @@ class DecoderStack(NamedTuple):
         return getattr(self.decoder_of(whole), self.layers)
 
 
-def settle(whole: Any, dtype: torch.dtype) -> None:
+def match_from_pretrained(whole: Any, dtype: torch.dtype) -> None:
     """Changes a model made by `from_config` so that its parameters are those of `from_pretrained`
     in `dtype`.
 

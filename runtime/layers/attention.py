@@ -122,7 +122,7 @@ def refuse_attention(plan: Plan, device: torch.device, *, deterministic: bool = 
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if plan.workload.attention and not all(
-        plan.model.keeps_attention(layer.name) for layer in plan.model.decoders
+        plan.model.can_save_attention(layer.name) for layer in plan.model.decoders
     ):
         raise UserError(
             "workload: attention",
@@ -163,7 +163,7 @@ def refuse_attention(plan: Plan, device: torch.device, *, deterministic: bool = 
         kernel_of(plan.model, plan.workload, device)
 
 
-def take_over(config: PretrainedConfig) -> None:
+def install(config: PretrainedConfig) -> None:
     """Makes `attend` the attention function of layers that are built from `config`.
 
     Their masks are the same as with PyTorch's attention.

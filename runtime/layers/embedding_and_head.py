@@ -138,7 +138,7 @@ class EmbeddingAndHead:
         device: torch.device,
         positions: tuple[str, ...] = (),
         norm: str = "norm",
-        entrance: str = "",
+        embedding_norm: str = "",
     ) -> None:
         """Builds the stubs and runs the model on single tokens to learn how it uses them.
 
@@ -169,7 +169,7 @@ class EmbeddingAndHead:
         table = _with_parts(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by their index, not by token
         bare: dict[str, nn.Module] = {"rotary_emb": _NoEmbedding()}
-        passed: dict[str, nn.Module] = {entrance: nn.Identity()} if entrance else {}
+        passed: dict[str, nn.Module] = {embedding_norm: nn.Identity()} if embedding_norm else {}
         self._positions = positions
         added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
         self._entered = _Recording(True, layers[0])
@@ -184,7 +184,7 @@ class EmbeddingAndHead:
         normed = _Recording(True, base._modules[norm])
         self._preset.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
         # If both are the same norm, it stays: its result after the embedding is not used.
-        added |= {} if entrance == norm else passed
+        added |= {} if embedding_norm == norm else passed
         probed = _without_slopes(
             _with_parts(
                 base, **{stack.layers: nn.ModuleList([self._preset]), **bare, **added, norm: normed}

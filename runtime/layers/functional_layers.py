@@ -32,13 +32,13 @@ from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments, EmbeddingAndHead
 from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.meta_model import meta_model
-from megatrain.runtime.layers.model_config import completed
+from megatrain.runtime.layers.model_config import full_config
 from megatrain.runtime.layers.router_loss import RouterLoss
-from megatrain.runtime.layers.slot_tensors import rebind
+from megatrain.runtime.layers.slot_tensors import slot_hooks
 from megatrain.runtime.layers.supported import DROPOUT
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.families import FAMILIES, WIDE_HEADS, WRITTEN_OUT
+from megatrain.simulator.model.families import FAMILIES, UNFUSED_ATTENTION, WIDE_HEADS
 from megatrain.simulator.model.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -56,7 +56,7 @@ def config_of(model: ModelSpec) -> PretrainedConfig:
     default, grouped products. In bf16 these do not synchronize with the host, and give the same
     bits every time.
     """
-    config = completed(model)
+    config = full_config(model)
     for key in DROPOUT:
         if getattr(config, key, None):
             setattr(config, key, 0.0)
@@ -132,12 +132,12 @@ class FunctionalLayers:
                 "documents are separated by a mask, which is slower than flash attention with"
                 " document lengths: that requires bf16 on an Ampere GPU or later, and does not"
                 " support %s",
-                ", ".join((*WRITTEN_OUT, *WIDE_HEADS)),
+                ", ".join((*UNFUSED_ATTENTION, *WIDE_HEADS)),
             )
         if self._kernel or self._by_lengths:
-            attention.take_over(whole.config)
+            attention.install(whole.config)
         if workload.documents:
-            linear_documents.take_over(whole)
+            linear_documents.install(whole)
         self._stack = DecoderStack.of(whole)
         self.buffers = {
             str(index): dict(layer.named_buffers())
@@ -166,7 +166,7 @@ class FunctionalLayers:
             device,
             model.positions,
             family.norm_name,
-            family.entrance,
+            family.embedding_norm,
         )
         self._positions: dict[int, torch.Tensor] = {}
         """for each micro-batch with documents: each token's distance from the start of its
@@ -439,7 +439,10 @@ class FunctionalLayers:
         }
         x.requires_grad_()
         where = [slot]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*rebind(arenas, where)):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(*slot_hooks(arenas, where)),
+        ):
             output, logits = self._kinds[int(layer.name)].run(
                 weights | self.buffers[layer.name],
                 x,

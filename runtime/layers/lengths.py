@@ -44,7 +44,7 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
 
     It requires CUDA with flash attention, bf16, and scores that a fused kernel can compute.
     """
-    if device.type != "cuda" or model.documents_by(workload.dtype) != "lengths":
+    if device.type != "cuda" or model.document_attention(workload.dtype) != "lengths":
         return False
     heads, pairs, size = model.heads
     width = _aligned(size)

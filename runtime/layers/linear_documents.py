@@ -3,7 +3,7 @@ Qwen3.5, and the Mamba-2 mixer of Falcon-H1.
 
 Each document must begin with an empty state, and its convolution must not read other documents.
 transformers' modules pass the keyword arguments of a layer on to functions in their file: a
-convolution, and a delta rule or a scan. `take_over` replaces these functions. The replacements
+convolution, and a delta rule or a scan. `install` replaces these functions. The replacements
 behave differently only if they receive `document_positions`, each token's distance from the start
 of its document. Then:
 
@@ -37,7 +37,7 @@ _RESET = -30.0
 """logarithm of the factor of the state before the first token of a document"""
 
 
-def take_over(whole: Any) -> None:
+def install(whole: Any) -> None:
     """Makes the recurrent layers of transformers' model `whole` accept `document_positions`.
 
     Without this argument, no model behaves differently.

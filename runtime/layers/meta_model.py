@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.activations import XIELUActivation
 
-from megatrain.runtime.files.decoder_stack import DecoderStack, settle
+from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
 from megatrain.simulator.model.families import FAMILIES
 
 
@@ -24,7 +24,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    settle(whole, dtype)
+    match_from_pretrained(whole, dtype)
     holders = [module for module in whole.modules() if next(module.buffers(), None) is not None]
     for module in holders:
         for name, buffer in module._buffers.items():
@@ -38,21 +38,21 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
         # This also initializes the module's parameters, which has no effect on the meta device.
         whole._init_weights(module)
     widen_buffers(whole)
-    if entrance := FAMILIES[config.model_type].entrance:
-        enter_first_layer(whole, entrance)
+    if embedding_norm := FAMILIES[config.model_type].embedding_norm:
+        move_into_first_layer(whole, embedding_norm)
     return whole.train()
 
 
-def enter_first_layer(whole: Any, entrance: str) -> None:
-    """Moves the norm `entrance`, which follows the embedding, into the first decoder layer.
+def move_into_first_layer(whole: Any, embedding_norm: str) -> None:
+    """Moves the norm `embedding_norm`, which follows the embedding, into the first decoder layer.
 
     That layer then applies the norm to its input.
     """
     stack = DecoderStack.of(whole)
     first = stack.layers_of(whole)[0]
-    first.add_module(entrance, stack.decoder_of(whole).get_submodule(entrance))
+    first.add_module(embedding_norm, stack.decoder_of(whole).get_submodule(embedding_norm))
     first.register_forward_pre_hook(
-        lambda layer, inputs: (layer.get_submodule(entrance)(inputs[0]), *inputs[1:])
+        lambda layer, inputs: (layer.get_submodule(embedding_norm)(inputs[0]), *inputs[1:])
     )
 
 

@@ -26,7 +26,7 @@ class ConfigDifference(NamedTuple):
     """value in the second model"""
 
 
-def completed(model: ModelSpec) -> PretrainedConfig:
+def full_config(model: ModelSpec) -> PretrainedConfig:
     """Returns transformers' config of `model`.
 
     Keys that the model's config leaves out have the defaults of transformers' config class.
@@ -75,7 +75,7 @@ def differences(first: ModelSpec, second: ModelSpec) -> list[ConfigDifference]:
     if first.family != second.family:
         return [ConfigDifference("model_type", first.family, second.family)]
     one, other = (
-        _flat(with_nulls(essential(completed(model).to_dict()))) for model in (first, second)
+        _flat(with_nulls(essential(full_config(model).to_dict()))) for model in (first, second)
     )
     keys = sorted(one.keys() | other.keys())
     pairs = (

@@ -28,7 +28,7 @@ class _InSlot:
     """strides of the tensor, in elements"""
 
 
-def rebind(
+def slot_hooks(
     arenas: Arenas, where: list[str]
 ) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
     """Returns the two hooks for `torch.autograd.graph.saved_tensors_hooks`.

@@ -113,7 +113,7 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     if (
         workload is not None
         and workload.documents
-        and (obstacle := model.against_documents(workload.sequence))
+        and (obstacle := model.documents_obstacle(workload.sequence))
     ):
         raise UserError(
             where,

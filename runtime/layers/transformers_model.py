@@ -12,7 +12,7 @@ from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
 from megatrain.runtime.layers.meta_model import meta_model
-from megatrain.runtime.layers.model_config import completed, first_lines
+from megatrain.runtime.layers.model_config import first_lines, full_config
 from megatrain.runtime.layers.supported import DROPOUT
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import FAMILIES
@@ -69,7 +69,7 @@ def refuse_unlike_transformers(model: ModelSpec) -> None:
 
 
 def _config_without_dropout(model: ModelSpec) -> PretrainedConfig:
-    config = completed(model)
+    config = full_config(model)
     # `supported.py` refuses dropout if the workload does not switch it off.
     for key in DROPOUT:
         if getattr(config, key, None):
@@ -116,7 +116,13 @@ def _run_ends(model: ModelSpec) -> None:
     family, cpu = FAMILIES[model.family], torch.device("cpu")
     whole = meta_model(_config_without_dropout(model), torch.float32, cpu)
     EmbeddingAndHead(
-        whole, model.hidden, torch.float32, cpu, model.positions, family.norm_name, family.entrance
+        whole,
+        model.hidden,
+        torch.float32,
+        cpu,
+        model.positions,
+        family.norm_name,
+        family.embedding_norm,
     ).arguments(1, _TOKENS, None)
 
 

@@ -16,7 +16,7 @@ from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import model_folder
-from megatrain.runtime.layers.model_config import completed, differences, refused_config
+from megatrain.runtime.layers.model_config import differences, full_config, refused_config
 from megatrain.runtime.layers.supported import refuse_multimodal
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
@@ -36,7 +36,7 @@ class BatchSource(Protocol):
         """
 
 
-class HeldOut(Protocol):
+class EvaluationSource(Protocol):
     """A source of evaluation batches."""
 
     def batches(self) -> Iterable[Batch]:
@@ -114,14 +114,14 @@ def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> Pr
     Raises UserError if transformers refuses a value in the config.
     """
     if folder is None:
-        return completed(planned)
+        return full_config(planned)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a config class may fail in any way on values of a wrong type
         raise refused_config(str(folder / "config.json"), error) from None
-    return completed(planned) if init == "random" and is_multimodal(config) else config
+    return full_config(planned) if init == "random" and is_multimodal(config) else config
 
 
 def not_trained(folder: Path | None, config: PretrainedConfig) -> str:

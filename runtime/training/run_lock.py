@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.runtime.files.file_lock import FileLock
-from megatrain.simulator.base.atomic_files import is_aside
+from megatrain.simulator.base.atomic_files import is_temporary_of
 from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
@@ -56,4 +56,4 @@ class RunLock(FileLock):
 
 
 def _is_start_file(name: str) -> bool:
-    return any(name == start or is_aside(name, start) for start in START)
+    return any(name == start or is_temporary_of(name, start) for start in START)

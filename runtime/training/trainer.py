@@ -40,7 +40,7 @@ from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.opening import (
     BatchSource,
-    HeldOut,
+    EvaluationSource,
     exported_config,
     find_data,
     find_model,
@@ -90,7 +90,7 @@ class Trainer(TrainingRun):
         out: RunLock | Path | str | None = None,
         resume: Literal["newest"] | int | None = None,
         callbacks: Sequence[Callback] = (),
-        evaluation_data: HeldOut | None = None,
+        evaluation_data: EvaluationSource | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Checks the plan, the config and the run folder. Nothing is allocated or written yet.
@@ -281,7 +281,7 @@ class Trainer(TrainingRun):
             step = None if self._resume == "newest" else self._resume
             self._checkpoints.refuse(self.plan, self.config.optimizer, settings, step, known=known)
 
-    def _open_data(self) -> tuple[BatchSource, HeldOut | None]:
+    def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
         data, held_out = self._data, self._evaluation_data
         if data is None or isinstance(data, Path | str):
             found = find_data(
@@ -358,7 +358,7 @@ class Trainer(TrainingRun):
                 self.state.load(weights, lambda count: self._notify("on_load", count))
 
     def _loop(
-        self, data: BatchSource, held_out: HeldOut | None, interruption: Interruption
+        self, data: BatchSource, held_out: EvaluationSource | None, interruption: Interruption
     ) -> Fitted:
         """Executes all steps, with evaluations and checkpoints between them and after the last."""
         steps, every = (
@@ -442,7 +442,7 @@ class Trainer(TrainingRun):
             )
 
     def _evaluate(
-        self, held_out: HeldOut, number: int, interruption: Interruption
+        self, held_out: EvaluationSource, number: int, interruption: Interruption
     ) -> EvaluationResult | None:
         """Evaluates the weights on `held_out` and passes the result to the callbacks.
 

@@ -57,7 +57,9 @@ def remove_abandoned(target: Path) -> None:
     because the next call may succeed.
     """
     with contextlib.suppress(OSError):
-        for path in [path for path in target.parent.iterdir() if is_aside(path.name, target.name)]:
+        for path in [
+            path for path in target.parent.iterdir() if is_temporary_of(path.name, target.name)
+        ]:
             with contextlib.suppress(OSError):
                 handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
@@ -67,7 +69,7 @@ def remove_abandoned(target: Path) -> None:
                     os.close(handle)
 
 
-def is_aside(name: str, target: str) -> bool:
+def is_temporary_of(name: str, target: str) -> bool:
     """Checks whether `name` is the name of a temporary file for a target called `target`."""
     return name.startswith(f".{target}{_MARK}")
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.calibrated import Calibrated
-from megatrain.simulator.costs.contention import Sharing
+from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.costs.protocol import CostModel, Unmeasured
+from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
 from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
-__all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "Unmeasured", "cost_model"]
+__all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "EstimatedCosts", "cost_model"]
 
 
 GROUP = "megatrain.cost_models"
@@ -37,7 +37,7 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
     table = hardware.costs
     if table is None:
         return Datasheet(hardware, model, workload)
-    sharing = Sharing(
+    sharing = ContentionModel(
         table.contention,
         table.host_memory or hardware.host_memory,
         hardware.duplex_curve,

@@ -30,17 +30,17 @@ from collections.abc import Mapping
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs.contention import Sharing
+from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.grid import Point, between
 from megatrain.simulator.costs.interpolation import interpolate
-from megatrain.simulator.costs.protocol import FIX, Shared
+from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.machine import (
     COPY_KINDS,
+    EVALUATION_KINDS,
     LAYER_KINDS,
     PASS_KINDS,
-    UNMEASURED_KINDS,
     WIDE_KINDS,
     CostTable,
     Workspace,
@@ -48,12 +48,12 @@ from megatrain.simulator.hardware.machine import (
 from megatrain.simulator.memory.formulas import workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import DOCUMENTS, Workload
-from megatrain.simulator.schedule import KEPT, Op, is_kept
+from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
 
 
-class Calibrated(Shared):
+class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems are not measured op by op. They cost what `datasheet` predicts, and
@@ -64,7 +64,7 @@ class Calibrated(Shared):
         self,
         table: CostTable,
         datasheet: Datasheet | None = None,
-        sharing: Sharing | None = None,
+        sharing: ContentionModel | None = None,
         elementwise: Elementwise | None = None,
     ) -> None:
         """Makes a cost model of one machine, model and workload.
@@ -76,7 +76,7 @@ class Calibrated(Shared):
             elementwise: the bytes of the cpu lane's ops. They are needed if host DRAM is shared.
         """
         self.table, self._datasheet = table, datasheet
-        self.sharing = sharing or Sharing(table.contention)
+        self.sharing = sharing or ContentionModel(table.contention)
         self._elementwise = elementwise
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
@@ -116,7 +116,7 @@ class Calibrated(Shared):
             ):
                 self._known[key] = self._as_packed(op, other)
             elif (
-                is_kept(size)
+                has_saved_attention(size)
                 and size not in self.table.compute.get(kind, {})
                 and self._datasheet is not None
             ):
@@ -154,7 +154,7 @@ class Calibrated(Shared):
         """
         return any(
             _dtype(known) == _dtype(shape)
-            for known in self.table.compute.get("head" if kind in UNMEASURED_KINDS else kind, {})
+            for known in self.table.compute.get("head" if kind in EVALUATION_KINDS else kind, {})
         )
 
     def _as_packed(self, op: Op, shape: str) -> tuple[int, bool]:
@@ -197,7 +197,7 @@ class Calibrated(Shared):
         """
         measured, found = self.table.compute.get(kind, {}), dict[int, list[tuple[int, int]]]()
         for known, (_, duration) in measured.items():
-            full = known.replace(KEPT + "/", "/")
+            full = known.replace(SAVED_ATTENTION_SUFFIX + "/", "/")
             if (
                 full != known
                 and full in measured
@@ -227,7 +227,7 @@ class Calibrated(Shared):
         if op.shape:
             name = (
                 "head"
-                if op.kind in UNMEASURED_KINDS and op.kind not in self.table.compute
+                if op.kind in EVALUATION_KINDS and op.kind not in self.table.compute
                 else op.kind
             )
             shapes = self.table.compute.get(name, {})
@@ -275,14 +275,15 @@ class Calibrated(Shared):
         measured that can be scaled.
         """
         # The loss is the head without its backward, so its time is scaled by its FLOPs.
-        share = kind in UNMEASURED_KINDS and kind not in self.table.compute
+        share = kind in EVALUATION_KINDS and kind not in self.table.compute
         measured = self.table.compute.get("head" if share else kind, {})
         if shape in measured and not share:
             return measured[shape][1], False
         alike = {
             known: values
             for known, values in sorted(measured.items())
-            if _dtype(known) == _dtype(shape) and is_kept(known) == is_kept(shape)
+            if _dtype(known) == _dtype(shape)
+            and has_saved_attention(known) == has_saved_attention(shape)
         }
         points = [
             Point(*_tokens(known), duration)

@@ -1,7 +1,7 @@
-"""Sharing: how much ops that run at the same time slow each other down.
+"""ContentionModel: how much ops that run at the same time slow each other down.
 
-Each op has a `Demand`. `Sharing.rates` returns the speed of each busy op, in millionths of its full
-speed. Three effects are combined:
+Each op has a `Demand`. `ContentionModel.rates` returns the speed of each busy op, in
+millionths of its full speed. Three effects are combined:
 
 1. Pairs. A lane runs at the product of the factors for the other busy lanes. The two directions of
    the link may have a measured curve, because small copies slow each other down more than large
@@ -51,7 +51,7 @@ class Demand(NamedTuple):
     used."""
 
 
-class Sharing:
+class ContentionModel:
     """The resources that the lanes of one machine share."""
 
     def __init__(

@@ -33,23 +33,23 @@ from collections.abc import Mapping
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs.contention import Sharing
+from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
-from megatrain.simulator.costs.protocol import FIX, Unmeasured
+from megatrain.simulator.costs.protocol import FIX, EstimatedCosts
 from megatrain.simulator.hardware.machine import (
     COMPUTE_KINDS,
     COPY_KINDS,
+    EVALUATION_KINDS,
     LAYER_KINDS,
     PASS_KINDS,
-    UNMEASURED_KINDS,
     AttentionRate,
     HardwareSpec,
 )
-from megatrain.simulator.model.families import WRITTEN_OUT
+from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import KEPT, Op, is_kept
+from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
 
 _ADAM_BYTES = 22
 """Bytes per parameter that the AdamW of `cpu_adam_per_s` reads and writes: bf16 weight 2 + 2, bf16
@@ -68,7 +68,7 @@ _ATTENTION_BACKWARD = 1.25
 products and not four, because it recomputes the scores (Dao, 2023)."""
 
 
-class Datasheet(Unmeasured):
+class Datasheet(EstimatedCosts):
     """Durations from the rates of a HardwareSpec. Raises UserError if the machine has no peak for
     the workload's dtype.
     """
@@ -92,7 +92,9 @@ class Datasheet(Unmeasured):
         pairs = {
             lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}
         }
-        self.sharing = Sharing(pairs, hardware.host_memory, hardware.duplex_curve, hardware.turns)
+        self.sharing = ContentionModel(
+            pairs, hardware.host_memory, hardware.duplex_curve, hardware.turns
+        )
         self._elementwise = Elementwise(model, workload)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
@@ -105,8 +107,8 @@ class Datasheet(Unmeasured):
         # Attention with written-out scores computes masked pairs in any case.
         self.masked = (
             workload.documents
-            and model.documents_by(workload.dtype) == "mask"
-            and model.family not in WRITTEN_OUT
+            and model.document_attention(workload.dtype) == "mask"
+            and model.family not in UNFUSED_ATTENTION
         )
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
         self._attention_flops_per_ns = (
@@ -147,7 +149,7 @@ class Datasheet(Unmeasured):
         layer, _, workload = op.shape.partition("/")
         flops = self.model.work(op.kind, op.layer, self.workload).flops
         full = msgspec.structs.replace(
-            op, flops=flops, shape=f"{layer.removesuffix(KEPT)}/{workload}"
+            op, flops=flops, shape=f"{layer.removesuffix(SAVED_ATTENTION_SUFFIX)}/{workload}"
         )
         return full, self._compute_ns(op.kind, op.layer, kept=True) / self._compute_ns(
             op.kind, op.layer
@@ -178,7 +180,7 @@ class Datasheet(Unmeasured):
         """Returns the time of a decoder layer's `op` divided by its time with another `workload`
         that has as many tokens.
         """
-        other, kept = Datasheet(self.hardware, self.model, workload), is_kept(op.shape)
+        other, kept = Datasheet(self.hardware, self.model, workload), has_saved_attention(op.shape)
         return self._compute_ns(op.kind, op.layer, kept=kept) / other._compute_ns(
             op.kind, op.layer, kept=kept
         )
@@ -193,8 +195,8 @@ class Datasheet(Unmeasured):
             return math.ceil(op.bytes / self._pass_gb_per_s[kind])
         if kind in COPY_KINDS:
             return self._copy(op)[0]
-        if kind in COMPUTE_KINDS + UNMEASURED_KINDS:
-            return self._compute_ns(kind, op.layer, kept=is_kept(op.shape))
+        if kind in COMPUTE_KINDS + EVALUATION_KINDS:
+            return self._compute_ns(kind, op.layer, kept=has_saved_attention(op.shape))
         if kind == "clip":
             return 0
         if kind == "cpu_update":

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatrain.simulator.costs.contention import Demand, Sharing
+from megatrain.simulator.costs.contention import ContentionModel, Demand
 from megatrain.simulator.hardware.machine import Workspace
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -66,12 +66,12 @@ class CostModel(Protocol):
         """
 
 
-class Shared(abc.ABC):
+class ContendedCosts(abc.ABC):
     """Base class of the cost models. Ops of one size cost the same, and `sharing` says how ops slow
     each other down.
     """
 
-    sharing: Sharing
+    sharing: ContentionModel
     """The resources that the lanes share."""
     process_bytes = 0
 
@@ -98,7 +98,7 @@ class Shared(abc.ABC):
         return self.sharing.rates(busy)
 
 
-class Unmeasured(Shared):
+class EstimatedCosts(ContendedCosts):
     """Base class of cost models without measured bytes. No duration counts as extrapolated."""
 
     def extrapolated(self, op: Op) -> bool:

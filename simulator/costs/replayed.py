@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs.contention import Sharing
-from megatrain.simulator.costs.protocol import Unmeasured
+from megatrain.simulator.costs.contention import ContentionModel
+from megatrain.simulator.costs.protocol import EstimatedCosts
 from megatrain.simulator.schedule import Op, Schedule, Sizes
 from megatrain.simulator.schedule.timeline import Timeline
 
 
-class Replayed(Unmeasured):
+class Replayed(EstimatedCosts):
     """The durations of a timeline. If the engine simulates the schedule with them, the difference
     from the timeline is the engine's own error.
     """
 
-    sharing = Sharing({})
+    sharing = ContentionModel({})
     step_overhead_ns = 0
 
     def __init__(self, timeline: Timeline, dispatch_ns: Mapping[str, int] | None = None) -> None:

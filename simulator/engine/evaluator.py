@@ -35,7 +35,7 @@ def uncontended_makespan_ns(schedule: Schedule, costs: CostModel) -> int:
     return max(_ends(schedule, _durations_ns(schedule, costs)), default=0)
 
 
-def another_ns(schedule: Schedule, costs: CostModel) -> int:
+def further_micro_batch_ns(schedule: Schedule, costs: CostModel) -> int:
     """Returns the nanoseconds that one more micro-batch would add to a step of two.
 
     This is the time from the end of the first micro-batch's compute to the end of the second's. It

@@ -31,7 +31,7 @@ COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_bac
 """Kinds whose duration depends on `Op.shape`."""
 LAYER_KINDS = ("forward", "recompute", "backward")
 """The compute kinds of a decoder layer."""
-UNMEASURED_KINDS = ("loss",)
+EVALUATION_KINDS = ("loss",)
 """Compute kinds that only an evaluation uses. Calibrations before 2026-11-22 did not measure
 them."""
 COPY_KINDS = (
@@ -55,7 +55,7 @@ give their durations."""
 CURVE_KINDS = tuple(
     kind
     for kind in CODES.values()
-    if kind not in COMPUTE_KINDS + UNMEASURED_KINDS + PASS_KINDS + COPY_KINDS[2:]
+    if kind not in COMPUTE_KINDS + EVALUATION_KINDS + PASS_KINDS + COPY_KINDS[2:]
 )
 """Kinds with a measured curve of duration over size."""
 DRAM_LANES = {"h2d": "d2h+cpu", "d2h": "h2d+cpu", "cpu": "h2d+d2h"}
@@ -218,7 +218,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                         fix=_FIX,
                     )
         for kind, durations in self.compute.items():
-            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS + UNMEASURED_KINDS)
+            _known(f"costs.compute.{kind}", kind, COMPUTE_KINDS + EVALUATION_KINDS)
             for shape, (amount, duration) in durations.items():
                 _at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
                 _at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)

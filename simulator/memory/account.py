@@ -143,7 +143,7 @@ def account(
     Args:
         activations_bytes: measured bytes of one decoder layer's saved activations. None means the
             schedule's estimate.
-        workspace_bytes: bytes of the workspace, from `workspace_beside`.
+        workspace_bytes: bytes of the workspace, from `peak_workspace_bytes`.
         extra: bytes of further pools, by `PLACE.NAME`.
     """
     pools: dict[str, int] = defaultdict(int)
@@ -237,7 +237,7 @@ def usage(
     return steps
 
 
-def workspace_beside(
+def peak_workspace_bytes(
     workspace: Workspace, schedule: Schedule, activations_bytes: int | None
 ) -> int:
     """Returns the bytes of `device.workspace` that every op's temporary tensors need.

@@ -17,7 +17,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     four models whose layers ran eager on an H200 (experiments/results). Compiled layers save less.
     """
     return (
-        model.most_saved_bytes(workload.tokens, workload.sequence, workload.dtype)
+        model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype)
         + workload.tokens * model.hidden * DTYPE_BYTES[workload.dtype]
     )
 

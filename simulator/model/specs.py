@@ -20,10 +20,10 @@ from megatrain.simulator.base.errors import UserError, suggestion
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.model.families import (
     ALWAYS_MASKED,
-    FROM_THE_ROW,
-    KEEP_ATTENTION,
+    CAN_SAVE_ATTENTION,
+    CANNOT_SEPARATE_DOCUMENTS,
+    UNFUSED_ATTENTION,
     WIDE_HEADS,
-    WRITTEN_OUT,
     Architecture,
     Kept,
     Part,
@@ -409,16 +409,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         return Heads(c.heads, c.kv_heads, c.head_dim)
 
-    def keeps_attention(self, layer: str) -> bool:
+    def can_save_attention(self, layer: str) -> bool:
         """Checks whether the runtime can save the attention of a decoder layer."""
-        return self.family in KEEP_ATTENTION and self.stack[layer].attention == "full_attention"
+        return self.family in CAN_SAVE_ATTENTION and self.stack[layer].attention == "full_attention"
 
     def kept_attention(self, layer: str, tokens: int, dtype: Dtype) -> KeptAttention:
         """Returns the bytes of a decoder layer's saved attention."""
         attended = self._part(layer).attended
         return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
 
-    def most_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
+    def max_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
         """Returns the largest `saved_bytes` of all decoder layers."""
         return max(
             self.saved_bytes(layer.name, tokens, sequence, dtype)
@@ -441,12 +441,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for layer in self.decoders
         )
 
-    def against_documents(self, sequence: int) -> str | None:
+    def documents_obstacle(self, sequence: int) -> str | None:
         """Returns why attention cannot separate the documents of a row of `sequence` tokens, or
         None if it can.
         """
-        if self.family in FROM_THE_ROW:
-            return f"{self.family}, {FROM_THE_ROW[self.family]}"
+        if self.family in CANNOT_SEPARATE_DOCUMENTS:
+            return f"{self.family}, {CANNOT_SEPARATE_DOCUMENTS[self.family]}"
         first = self._architecture.scaled_from
         if first is not None and sequence >= first:
             return (
@@ -455,12 +455,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         return None
 
-    def documents_by(self, dtype: Dtype) -> Literal["lengths", "mask"]:
+    def document_attention(self, dtype: Dtype) -> Literal["lengths", "mask"]:
         """Returns how attention on a GPU separates the documents of a row: a fused kernel receives
         their lengths, or the scores are masked.
         """
         return (
-            "mask" if dtype == "fp32" or self.family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths"
+            "mask"
+            if dtype == "fp32" or self.family in (*UNFUSED_ATTENTION, *WIDE_HEADS)
+            else "lengths"
         )
 
     def mask_bytes(self, workload: Workload) -> int:
@@ -472,7 +474,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compute dtype, which is added to the scores: B S S b. Written-out scores always have both.
         Linear attention and kernels that receive lengths have no mask.
         """
-        if workload.documents and self.documents_by(workload.dtype) == "lengths":
+        if workload.documents and self.document_attention(workload.dtype) == "lengths":
             return 0
         pairs, masks, added = (
             workload.sequence**2,

@@ -10,7 +10,7 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
-from megatrain.simulator.memory.account import PROCESS, Account, account, workspace_beside
+from megatrain.simulator.memory.account import PROCESS, Account, account, peak_workspace_bytes
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -93,7 +93,7 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)
-    workspace = workspace_beside(
+    workspace = peak_workspace_bytes(
         costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload),
         schedule,
         activations,

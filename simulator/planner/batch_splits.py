@@ -22,7 +22,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine.evaluator import another_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -198,4 +198,4 @@ def _time(plan: Plan, costs: CostModel) -> int:
     schedule = policy_library.lower(with_knobs(plan, chunk_bytes=ONE_COPY, accumulation=2))
     return uncontended_makespan_ns(schedule, costs) + max(
         plan.workload.accumulation - 2, 0
-    ) * another_ns(schedule, costs)
+    ) * further_micro_batch_ns(schedule, costs)

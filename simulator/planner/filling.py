@@ -140,7 +140,7 @@ class Filling:
         its output pays.
         """
         # The CUDA kernels that return what has to be saved do not support fp32.
-        if plan.workload.dtype != "bf16" or not plan.model.keeps_attention(layer):
+        if plan.workload.dtype != "bf16" or not plan.model.can_save_attention(layer):
             return False
         kept, full = (
             self.costs.duration_ns(

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.costs.protocol import Shared
+from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
@@ -54,7 +54,7 @@ class LowerBound:
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
-        self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, Shared) else 0
+        self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
 
     def compute_ns(self, plan: Plan) -> int:
         """Returns a lower bound of the step time in ns: the durations of all compute ops of the

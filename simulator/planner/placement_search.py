@@ -40,7 +40,7 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
-from megatrain.simulator.engine.evaluator import another_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, with_knobs
 from megatrain.simulator.planner.filling import (
@@ -276,7 +276,7 @@ class PlacementSearch:
         """
         plan = with_knobs(candidate, chunk_bytes=self.coarse, accumulation=2)
         if plan.knobs not in self._runs:
-            schedule = policies.lower_anew(plan)
+            schedule = policies.lower_uncached(plan)
             self._runs[plan.knobs] = _Run(schedule, self.costs, self._step_ratio(schedule))
         return self._runs[plan.knobs]
 
@@ -353,7 +353,7 @@ class PlacementSearch:
         return (
             1
             + more
-            * another_ns(schedule, self.costs)
+            * further_micro_batch_ns(schedule, self.costs)
             / max(uncontended_makespan_ns(schedule, self.costs), 1)
             if more > 0
             else 1.0

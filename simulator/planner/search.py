@@ -274,8 +274,8 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
             chunk_bytes=ONE_COPY,
         )
         try:
-            # `lower_anew` keeps the schedule of the best plan in the cache of `lower`.
-            schedule = policy_library.lower_anew(
+            # `lower_uncached` keeps the schedule of the best plan in the cache of `lower`.
+            schedule = policy_library.lower_uncached(
                 with_knobs(
                     msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2
                 )

@@ -30,7 +30,7 @@ __all__ = [
     "flush_update",
     "is_prediction_only",
     "lower",
-    "lower_anew",
+    "lower_uncached",
     "names",
     "outline",
     "peers",
@@ -89,10 +89,10 @@ def _lowered(plan: Plan) -> Schedule:
     """Cached because a plan is lowered three times: to time, assess and explain it. Lowering a
     dense 120B model takes 0.4 s.
     """
-    return lower_anew(plan)
+    return lower_uncached(plan)
 
 
-def lower_anew(plan: Plan) -> Schedule:
+def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
     try:

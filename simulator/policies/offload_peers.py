@@ -139,7 +139,7 @@ class Offload:
         """
         self.passes = 0
         """Host passes so far."""
-        reused = workspace(builder, plan) + plan.model.most_saved_bytes(
+        reused = workspace(builder, plan) + plan.model.max_saved_bytes(
             plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
         )
         reused += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (

@@ -62,20 +62,20 @@ Rules:
 from megatrain.simulator.schedule.buffer import Buffer, BufferDtype, DataClass
 from megatrain.simulator.schedule.op import (
     CODES,
-    KEPT,
     LANES,
+    SAVED_ATTENTION_SUFFIX,
     Op,
     OpId,
     ScheduleError,
-    is_kept,
+    base_buffer,
+    has_saved_attention,
     parse_id,
-    whole,
 )
-from megatrain.simulator.schedule.schedule import Schedule, Sizes, restricted, serialized
+from megatrain.simulator.schedule.schedule import Schedule, Sizes, restricted_to_kinds, serialized
 
 __all__ = [
     "CODES",
-    "KEPT",
+    "SAVED_ATTENTION_SUFFIX",
     "LANES",
     "Buffer",
     "BufferDtype",
@@ -85,9 +85,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Sizes",
-    "is_kept",
+    "has_saved_attention",
     "parse_id",
-    "restricted",
+    "restricted_to_kinds",
     "serialized",
-    "whole",
+    "base_buffer",
 ]

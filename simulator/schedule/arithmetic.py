@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.workload import Dtype
-from megatrain.simulator.schedule import KEPT, BufferDtype
+from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
 
 SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
@@ -79,7 +79,9 @@ def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[
     """
     model, work = plan.model, plan.workload
     flops = model.work(kind, layer, work, kept=kept).flops
-    signature = (model.stack[layer].signature if layer else model.shape) + (KEPT if kept else "")
+    signature = (model.stack[layer].signature if layer else model.shape) + (
+        SAVED_ATTENTION_SUFFIX if kept else ""
+    )
     return {
         "flops": flops,
         "elements": 0 if flops else work.tokens * model.hidden,

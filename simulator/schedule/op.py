@@ -40,20 +40,20 @@ CODES = {
 }
 """The kind of an op by the code that its id starts with."""
 _CODE_OF = {kind: code for code, kind in CODES.items()}
-KEPT = "-kept"
+SAVED_ATTENTION_SUFFIX = "-kept"
 """The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""
 _ID = re.compile(
     r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?"
 )
 
 
-def is_kept(shape: str) -> bool:
+def has_saved_attention(shape: str) -> bool:
     """Checks whether `shape` is that of a recompute that skips attention.
 
     >>> is_kept("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
     True
     """
-    return shape.partition("/")[0].endswith(KEPT)
+    return shape.partition("/")[0].endswith(SAVED_ATTENTION_SUFFIX)
 
 
 class ScheduleError(ValueError):
@@ -110,7 +110,7 @@ def parse_id(text: str) -> OpId:
     )
 
 
-def whole(name: str) -> str:
+def base_buffer(name: str) -> str:
     """Returns the id of the whole buffer that `name` is, or is a part of.
 
     >>> whole("host.moments:12#3"), whole("device.weights:0")

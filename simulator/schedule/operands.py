@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from megatrain.simulator.schedule.buffer import DTYPE_OF, WIDTH, Buffer
-from megatrain.simulator.schedule.op import Op, ScheduleError, whole
+from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 
 _MOVES = ("load_state", "save_state")
 _COPIES = {
@@ -79,7 +79,7 @@ def check_operands(
     for side, names, pattern in zip(
         ("reads", "writes"), (op.reads, op.writes), _PATTERNS[kind], strict=True
     ):
-        classes = " ".join([buffers[whole(name)].data for name in names])
+        classes = " ".join([buffers[base_buffer(name)].data for name in names])
         if not pattern.fullmatch(classes):
             expected = OPERANDS[kind][0 if side == "reads" else 1]
             raise ScheduleError(
@@ -92,16 +92,20 @@ def check_operands(
             found = ", ".join(f"{name} {dtypes[name]}" for name in group)
             raise ScheduleError(f"{op.id}: {found}: the dtypes differ")
     for name in op.writes:
-        if buffers[whole(name)].data == "gradients" and name in op.reads and dtypes[name] != "fp32":
+        if (
+            buffers[base_buffer(name)].data == "gradients"
+            and name in op.reads
+            and dtypes[name] != "fp32"
+        ):
             raise ScheduleError(f"{op.id}: adds to {name} in {dtypes[name]}; sums are kept in fp32")
     if kind in ("update", "cpu_update"):
-        low = any(buffers[whole(name)].data == "master_low" for name in op.writes)
+        low = any(buffers[base_buffer(name)].data == "master_low" for name in op.writes)
         if low != (dtypes[op.writes[0]] == "bf16"):
             raise ScheduleError(
                 f"{op.id}: weights in {dtypes[op.writes[0]]} {'with' if low else 'without'} a low"
                 " half"
             )
-        if moments and not any(buffers[whole(name)].data == "moments" for name in op.writes):
+        if moments and not any(buffers[base_buffer(name)].data == "moments" for name in op.writes):
             raise ScheduleError(f"{op.id}: writes no moments, of which there are {moments}")
     _check_sizes(op, buffers, dtypes, moments)
 
@@ -110,7 +114,9 @@ def _alike(op: Op, buffers: Mapping[str, Buffer]) -> list[Sequence[str]]:
     """Returns groups of operands. All operands of a group must have the same dtype."""
     if op.kind in _COPIES or op.kind in _MOVES:
         return [(source, target) for source, target in zip(op.reads, op.writes, strict=True)]
-    computed = [name for name in op.buffers if buffers[whole(name)].data in ("weights", "hidden")]
+    computed = [
+        name for name in op.buffers if buffers[base_buffer(name)].data in ("weights", "hidden")
+    ]
     return [computed]
 
 
@@ -119,7 +125,7 @@ def _check_sizes(
 ) -> None:
     """Raises ScheduleError if an operand is too small for the bytes or parameters of `op`."""
     for name in op.buffers:
-        buffer = buffers[whole(name)]
+        buffer = buffers[base_buffer(name)]
         if op.kind in _COPIES and op.kind != "load_second_moment":
             needed = op.offset + op.bytes
         elif op.kind in _PER_PARAMETER and buffer.data in (

@@ -12,7 +12,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml, write_toml
-from megatrain.simulator.model.families import KEEP_ATTENTION
+from megatrain.simulator.model.families import CAN_SAVE_ATTENTION
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -215,13 +215,13 @@ def _placed(model: ModelSpec, name: str, text: str) -> frozenset[str]:
 def _refuse_kept_attention(model: ModelSpec, chosen: set[str]) -> None:
     """Raises UserError if the runtime cannot save the attention of a chosen layer."""
     unable = next(
-        (layer for layer in model.stack if layer in chosen and not model.keeps_attention(layer)),
+        (layer for layer in model.stack if layer in chosen and not model.can_save_attention(layer)),
         None,
     )
     if unable is not None:
         raise UserError(
             "knobs.placement: saved_attention",
             found=f"layer {unable} of a {model.family} model, {model.stack[unable].attention}",
-            allowed=f"full causal attention of {', '.join(KEEP_ATTENTION)}",
+            allowed=f"full causal attention of {', '.join(CAN_SAVE_ATTENTION)}",
             fix="leave `saved_attention` empty for this model",
         )

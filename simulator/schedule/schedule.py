@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatrain.simulator.schedule.buffer import FLAGS, Buffer
-from megatrain.simulator.schedule.op import LANES, Op, ScheduleError, parse_id, whole
+from megatrain.simulator.schedule.op import LANES, Op, ScheduleError, base_buffer, parse_id
 from megatrain.simulator.schedule.operands import OPERANDS, check_buffer, check_operands
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
@@ -79,7 +79,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Returns the dtype of the data of `layer` in a buffer. `name` is the id of the buffer or
         of a part of it.
         """
-        buffer = self.buffer[whole(name)]
+        buffer = self.buffer[base_buffer(name)]
         return (
             self.buffer[self.state[buffer.data, layer]].dtype
             if buffer.dtype == "home"
@@ -259,7 +259,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if dependency not in place:
                     raise ScheduleError(f"{op.id}: depends on {dependency}, which is not before it")
             place[op.id] = index
-            for name in map(whole, op.buffers):
+            for name in map(base_buffer, op.buffers):
                 if name not in self.buffer:
                     raise ScheduleError(f"{op.id}: unknown buffer {name}")
             if self.is_typed:
@@ -320,7 +320,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                     f" {'held' if slot in held else 'not written by it'}"
                 )
             held.add(slot)
-        for name in map(whole, op.buffers):
+        for name in map(base_buffer, op.buffers):
             if not self.buffer[name].persistent and name not in held:
                 raise ScheduleError(f"{op.id}: touches {name}, which is not acquired")
         for slot in op.releases:
@@ -335,7 +335,9 @@ def _contested(one: Op, other: Op) -> str:
         itertools.product(one.writes, other.buffers), itertools.product(one.reads, other.writes)
     )
     return next(
-        name for name, known in pairs if name in (known, whole(known)) or whole(name) == known
+        name
+        for name, known in pairs
+        if name in (known, base_buffer(known)) or base_buffer(name) == known
     )
 
 
@@ -350,7 +352,7 @@ def serialized(schedule: Schedule) -> Schedule:
     return msgspec.structs.replace(schedule, ops=tuple(ops))
 
 
-def restricted(schedule: Schedule, kinds: Collection[str]) -> Schedule:
+def restricted_to_kinds(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     """Returns a schedule with only the ops of `kinds`, the dependencies among them, and the buffers
     that they touch.
 
@@ -358,7 +360,7 @@ def restricted(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     meaningful, because the ops that load its data are missing.
     """
     kept = {op.id: op for op in schedule.ops if op.kind in kinds}
-    touched = {whole(name) for op in kept.values() for name in op.buffers}
+    touched = {base_buffer(name) for op in kept.values() for name in op.buffers}
     ops = [
         msgspec.structs.replace(op, after=tuple([other for other in op.after if other in kept]))
         for op in kept.values()

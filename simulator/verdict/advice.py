@@ -5,8 +5,8 @@ If the model does not fit, each change is tried on the plans that need the least
 the model fit come first.
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
-see. Changes that the runtime does not support yet are marked `would`. They are tried on the chosen
-plan only, so a search might gain more.
+see. Changes that the runtime does not support yet are marked `unsupported`. They are tried on
+the chosen plan only, so a search might gain more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.simulator.planner.capacity import (
     usable,
 )
 from megatrain.simulator.planner.placement_search import PlacementSearch
-from megatrain.simulator.schedule import Op, whole
+from megatrain.simulator.schedule import Op, base_buffer
 from megatrain.simulator.schedule.arithmetic import state_bytes
 
 _GIB = 2**30
@@ -50,7 +50,7 @@ class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
     """The change as options of `megatrain check`, or in words if there is no option for it."""
     options: dict[str, str] = {}
     """Option without dashes -> its new value. Empty if the command has no option for the change."""
-    would: bool = False
+    unsupported: bool = False
     """Whether the runtime does not support the change yet."""
     fits: bool
     """Whether the model fits with the change."""
@@ -103,10 +103,14 @@ class Adviser:
         """Returns at most `most` suggestions, the best first."""
         if self.choice.feasible:
             faster = [entry for entry in self._faster() if (entry.gain or 0) >= _LEAST_GAIN]
-            return tuple(sorted(faster, key=lambda entry: (entry.would, -(entry.gain or 0))))[:most]
+            return tuple(sorted(faster, key=lambda entry: (entry.unsupported, -(entry.gain or 0))))[
+                :most
+            ]
         tried = [entry for entry in self._fitting() if entry.fits or entry.bytes_saved > 0]
         return tuple(
-            sorted(tried, key=lambda entry: (not entry.fits, entry.would, entry.bytes_missing))
+            sorted(
+                tried, key=lambda entry: (not entry.fits, entry.unsupported, entry.bytes_missing)
+            )
         )[:most]
 
     # Changes that make the model fit
@@ -243,7 +247,7 @@ class Adviser:
         return [
             Suggestion(
                 change="moments in bf16",
-                would=True,
+                unsupported=True,
                 fits=half.fits,
                 bytes_missing=half.excess_bytes,
                 bytes_saved=saved,
@@ -309,12 +313,18 @@ class Adviser:
         return PlacementSearch(plan, cost_model(self.hardware, plan.model, work)).least_ns() / 1e9
 
     def _gained(
-        self, change: str, options: dict[str, str], gain: float, saved: int, *, would: bool = False
+        self,
+        change: str,
+        options: dict[str, str],
+        gain: float,
+        saved: int,
+        *,
+        unsupported: bool = False,
     ) -> Suggestion:
         return Suggestion(
             change=change,
             options=options,
-            would=would,
+            unsupported=unsupported,
             fits=True,
             bytes_saved=saved,
             tokens_per_second=self.speed * (1 + gain),
@@ -353,7 +363,7 @@ class Adviser:
 
         def change(op: Op) -> Op:
             moved = op.kind in ("load_state", "save_state") and any(
-                schedule.buffer[whole(name)].data == "moments" for name in op.writes
+                schedule.buffer[base_buffer(name)].data == "moments" for name in op.writes
             )
             return (
                 msgspec.structs.replace(op, bytes=op.bytes - op.parameters * size // 2)
@@ -371,7 +381,11 @@ class Adviser:
         )
         half = _with_half_moments(self.choice.account)
         return self._gained(
-            "moments in bf16", {}, gain, _total(self.choice.account) - _total(half), would=True
+            "moments in bf16",
+            {},
+            gain,
+            _total(self.choice.account) - _total(half),
+            unsupported=True,
         )
 
 

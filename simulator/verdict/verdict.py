@@ -23,7 +23,7 @@ from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import exposed_ns, slowed_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.model.families import WRITTEN_OUT
+from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -154,7 +154,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingEstimate | None = None
     """Time and energy of training. None if no number of tokens was given, or the plan does not
     fit."""
-    several: MultiGpu | None = None
+    multi_gpu: MultiGpu | None = None
     """Estimate for several GPUs. None for one GPU."""
 
 
@@ -245,8 +245,8 @@ def _documents(model: ModelSpec, work: Workload) -> str:
     """Returns the text of `Verdict.documents`."""
     if (
         not work.documents
-        or model.documents_by(work.dtype) != "mask"
-        or model.family in WRITTEN_OUT
+        or model.document_attention(work.dtype) != "mask"
+        or model.family in UNFUSED_ATTENTION
     ):
         return ""
     return (
@@ -271,11 +271,11 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
 
     If the verdict has an estimate for several GPUs, it is for all of them.
     """
-    if not (verdict.feasible and (verdict.several is None or verdict.several.feasible)):
+    if not (verdict.feasible and (verdict.multi_gpu is None or verdict.multi_gpu.feasible)):
         return None
     speed, gpus = (
-        (verdict.several.tokens_per_second, verdict.several.gpus)
-        if verdict.several
+        (verdict.multi_gpu.tokens_per_second, verdict.multi_gpu.gpus)
+        if verdict.multi_gpu
         else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
@@ -356,7 +356,7 @@ def explain(
         reason="" if choice.feasible else _lacking(verdict),
         longest_context=longest_context(footprints, plan.workload) if footprints else None,
         largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
-        several=(
+        multi_gpu=(
             estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
             if gpus != 1
             else None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatrain.experiments import cli
+from megatrain.experiments.cli import main as cli
 
 WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--dtype", "fp32"]
 

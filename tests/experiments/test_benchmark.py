@@ -25,7 +25,7 @@ from megatrain.experiments.benchmarks.steps import Parts
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.hardware.machine import COMPUTE_KINDS
 from megatrain.simulator.policies import lower
-from megatrain.simulator.schedule import restricted
+from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan
 
 WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--steps", "3", "--device", "cpu"]
@@ -122,7 +122,7 @@ def test_a_ceiling_of_any_policy_runs(
     assert found.failure == ""
     assert found.ops == sum(op.kind in COMPUTE_KINDS for op in schedule.ops)
     assert all(math.isfinite(step.loss) for step in found.steps)
-    kept = restricted(schedule, COMPUTE_KINDS)
+    kept = restricted_to_kinds(schedule, COMPUTE_KINDS)
     assert [op.id for op in kept.ops] == [op.id for op in schedule.ops if op.kind in COMPUTE_KINDS]
     assert not any(op.after for op in kept.ops)  # they share a lane
     assert all(buffer.place == "device" for buffer in kept.buffers)
@@ -132,7 +132,7 @@ def test_restricted_keeps_what_ops_wait_for_among_themselves(
     make_plan: Callable[..., Plan],
 ) -> None:
     schedule = lower(make_plan("double_buffer", accumulation=2))
-    kept = restricted(schedule, ("load_weights", *COMPUTE_KINDS))
+    kept = restricted_to_kinds(schedule, ("load_weights", *COMPUTE_KINDS))
     waits = {op.id: op.after for op in kept.ops}
     assert any(waits.values())
     for op in kept.ops:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.hardware_file import write_hardware
+from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime.calibration.presets import LARGE, model_of
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
@@ -533,8 +533,8 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
         f" {report['training']['energy_kwh']:,.1f} kWh at 700 W per GPU" in text
     )
     assert f"8 GPUs: {report['several']['tokens_per_second']:,.0f} tokens/s" in text
-    assert report["several"]["note"] in text
-    assert "first estimate" in report["several"]["note"]
+    assert report["multi_gpu"]["note"] in text
+    assert "first estimate" in report["multi_gpu"]["note"]
 
 
 def test_check_of_what_does_not_fit(command: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.experiments.code_digest import code_digest
+from megatrain.experiments.files.code_digest import code_digest
 
 CODE = (
     '"""Doc."""\nimport math\n\nLIMIT = 3  # so many\n\n\n@cached\ndef area(r):\n    """Of a'

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments import hardware_file
-from megatrain.experiments.hardware_file import write_hardware
+from megatrain.experiments.files import hardware_file
+from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 

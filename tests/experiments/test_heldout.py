@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatrain.experiments.cli.program import ended
+from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout import __main__ as heldout
 from megatrain.experiments.heldout import rows as records
 from megatrain.experiments.heldout.compared import compared, replay_error
@@ -20,8 +22,6 @@ from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_rows
 from megatrain.experiments.heldout.suites import BEST, HeldoutCase, Suite, refuse_grid, suite
 from megatrain.experiments.heldout.summary import format_summary, kendall_tau, summarize
 from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
-from megatrain.experiments.row_file import append_row
-from megatrain.experiments.script import ended
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
@@ -311,7 +311,7 @@ def test_several_visits_count_as_one_step() -> None:
     assert both.step_seconds == pytest.approx(1.1), (
         "between the repetitions, however many steps each had"
     )
-    assert summarize([first]).visits_apart is None
+    assert summarize([first]).spread_between_visits is None
     summary = summarize(
         by_case(
             [
@@ -326,7 +326,7 @@ def test_several_visits_count_as_one_step() -> None:
         )
     )
     assert (summary.cases, summary.visited_again) == (4, 3)
-    assert (summary.visits_apart, summary.visits_apart_worst) == (
+    assert (summary.spread_between_visits, summary.spread_between_visits_worst) == (
         pytest.approx(0.2),
         pytest.approx(1.0),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout import show
 from megatrain.experiments.heldout.measure import planned
 from megatrain.experiments.heldout.picture import draw
@@ -17,7 +18,6 @@ from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
 from megatrain.experiments.heldout.suites import BEST, suite
 from megatrain.experiments.heldout.table import markdown
 from megatrain.experiments.heldout.timelines import StoredTimeline
-from megatrain.experiments.row_file import append_row
 from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli import VERBS
+from megatrain.experiments.cli.main import VERBS
 from megatrain.simulator.base.errors import Interrupted
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.experiments import cli
-from megatrain.experiments.commands import calibrate
-from megatrain.experiments.options import OneLineParser
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.commands import calibrate
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.simulator.schedule.plan import Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")

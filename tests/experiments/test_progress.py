@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatrain.experiments.progress import ProgressBars
+from megatrain.experiments.cli.progress import ProgressBars
 
 
 def test_a_note_is_printed_where_the_terminal_lacks_its_characters(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from pages import COMMANDS, PAGES, blocks, name, read, words
 
-from megatrain.experiments import cli, readers_questions
+from megatrain.experiments import readers_questions
+from megatrain.experiments.cli import main as cli
 
 README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md", "docs/answers.md"
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import pytest
 
-from megatrain.experiments import cli
-from megatrain.experiments.compared_run import compare_run
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.run_report.compared_run import compare_run
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.planner.assessment import assess

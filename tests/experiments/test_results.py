@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.experiments.compared_run import compare_run
 from megatrain.experiments.heldout.regression import moved_in, within_range
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.summary import ErrorSummary, summarize
+from megatrain.experiments.run_report.compared_run import compare_run
 from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.costs import cost_model

@@ -24,7 +24,7 @@ Command = Callable[..., Any]
 # a shell that starts a process in the background has it ignore SIGINT: undo that
 PROGRAM = (
     "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom"
-    " megatrain.experiments.cli import main\nsys.exit(main())"
+    " megatrain.experiments.cli.main import main\nsys.exit(main())"
 )
 NEW = (
     "train",

@@ -8,17 +8,17 @@ import gc
 
 import pytest
 
-from megatrain.experiments.uncollected import uncollected
+from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 
 
 def test_the_collector_is_as_it_was() -> None:
     assert gc.isenabled()
-    with uncollected():
+    with without_garbage_collection():
         assert not gc.isenabled()
-        with uncollected():
+        with without_garbage_collection():
             pass
         assert not gc.isenabled(), "it was not this one that stopped it"
     assert gc.isenabled()
-    with pytest.raises(KeyboardInterrupt), uncollected():
+    with pytest.raises(KeyboardInterrupt), without_garbage_collection():
         raise KeyboardInterrupt
     assert gc.isenabled()

@@ -17,7 +17,7 @@ from megatrain.experiments.validation.predict import Predicted
 from megatrain.experiments.validation.report import (
     ASSUMED,
     DOUBTFUL,
-    TOLD,
+    STATED,
     ValidationResult,
     as_csv,
     as_text,
@@ -243,13 +243,13 @@ def test_the_summary_counts_what_is_sure_and_no_inputs() -> None:
     found = summary(rows)
     classes = found["classes"]
     assert isinstance(classes, dict)
-    assert classes[TOLD]["speed"] == {
+    assert classes[STATED]["speed"] == {
         "rows": 2,
         "mape": pytest.approx(0.15),
         "median": pytest.approx(0.15),
         "mean_signed": pytest.approx(-0.05),
     }
-    assert classes[TOLD]["all"]["mape"] == pytest.approx((0.1 + 0.2 + 0.05) / 3)
+    assert classes[STATED]["all"]["mape"] == pytest.approx((0.1 + 0.2 + 0.05) / 3)
     assert classes["all sure"]["all"]["mape"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.05) / 4)
     assert classes[ASSUMED]["all"]["rows"] == 1
     assert classes[DOUBTFUL]["all"]["mape"] == pytest.approx(0.5)

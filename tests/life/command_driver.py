@@ -20,7 +20,8 @@ import tokenizers  # noqa: F401  # what commands import when they need it
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from megatrain.experiments import cli, pictures, progress  # noqa: F401
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli import progress  # noqa: F401
 from megatrain.runtime.training import exporting, trainer  # noqa: F401
 from megatrain.simulator.engine import discrete_event as engine  # noqa: F401
 from megatrain.simulator.verdict import verdict  # noqa: F401

@@ -21,7 +21,7 @@ import torch
 from tiny_families import config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.experiments import cli
+from megatrain.experiments.cli import main as cli
 
 SEQUENCE = 24
 ROWS = 4

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
-from megatrain.simulator.costs.contention import PARTS, Demand, Sharing
-from megatrain.simulator.costs.protocol import Unmeasured
+from megatrain.simulator.costs.contention import PARTS, ContentionModel, Demand
+from megatrain.simulator.costs.protocol import EstimatedCosts
 from megatrain.simulator.engine import discrete_event as engine
 from megatrain.simulator.engine.discrete_event import DeadlockError, simulate
 from megatrain.simulator.engine.evaluator import bounds, evaluate, uncontended_makespan_ns
@@ -27,7 +27,7 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
 
-class Given(Unmeasured):
+class Given(EstimatedCosts):
     """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many
     bytes as nanoseconds, 1 GB/s.
     """
@@ -47,7 +47,7 @@ class Given(Unmeasured):
             dispatch_ns or {},
             memory,
         )
-        self.sharing = Sharing(self.contention, memory)
+        self.sharing = ContentionModel(self.contention, memory)
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return Sizes(schedule.ops, list(range(len(schedule.ops))))

@@ -21,9 +21,9 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet
 from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
 from megatrain.simulator.engine.evaluator import (
-    another_ns,
     bounds,
     evaluate,
+    further_micro_batch_ns,
     uncontended_makespan_ns,
 )
 from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec
@@ -32,7 +32,7 @@ from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.workload import Clipping
 from megatrain.simulator.planner.assessment import with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
-from megatrain.simulator.schedule import Schedule, whole
+from megatrain.simulator.schedule import Schedule, base_buffer
 from megatrain.simulator.schedule.arithmetic import gradient_bytes
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -129,7 +129,9 @@ def test_no_plan_is_faster_than_its_lower_bounds(
         plan, workload=msgspec.structs.replace(plan.workload, accumulation=2 + more)
     )
     least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, accumulation=2))
-    assert least.step_ns(longer) <= makespan_ns(two, costs) + more * another_ns(two, costs)
+    assert least.step_ns(longer) <= makespan_ns(two, costs) + more * further_micro_batch_ns(
+        two, costs
+    )
     assert least.compute_ns(longer) <= makespan_ns(policies.lower(longer), costs)
 
 
@@ -173,7 +175,7 @@ def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
             assert slot not in begun
             begun[slot] = span.start_ns
             assert begun[slot] >= ended[slot], f"{op.id} takes {slot} before its last user has gone"
-        for name in map(whole, op.buffers):
+        for name in map(base_buffer, op.buffers):
             assert schedule.buffer[name].persistent or span.start_ns >= begun[name]
             ended[name] = max(ended[name], span.end_ns)
         for slot in op.releases:

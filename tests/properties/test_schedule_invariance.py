@@ -267,7 +267,7 @@ def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
     parked, any attention kept that can be.
     """
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
-    able = all(map(model.keeps_attention, decoders))
+    able = all(map(model.can_save_attention, decoders))
     some = {
         name: st.lists(
             st.sampled_from(

@@ -57,26 +57,28 @@ def made(plan: Plan) -> FunctionalLayers:
 
 
 def drawn(
-    plan: Plan, arenas: Arenas, templates: FunctionalLayers
+    plan: Plan, arenas: Arenas, functional_layers: FunctionalLayers
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """A layer's weights in the slot, its input, and a gradient of its output."""
     tensors, weights = (
-        layer_tensors(arenas, plan.model.stack["0"], SLOT, templates.dtype),
+        layer_tensors(arenas, plan.model.stack["0"], SLOT, functional_layers.dtype),
         random_weights(1),
     )
     for name, tensor in tensors.items():
         tensor.copy_(weights("0", name, tuple(tensor.shape)) + 0.01)
     generator = torch.Generator().manual_seed(0)
     shape = (plan.workload.batch, plan.workload.sequence, plan.model.hidden)
-    x, gradient = (torch.randn(shape, generator=generator).to(templates.dtype) for _ in range(2))
+    x, gradient = (
+        torch.randn(shape, generator=generator).to(functional_layers.dtype) for _ in range(2)
+    )
     return tensors, x, gradient
 
 
 def both_ways(
-    templates: FunctionalLayers, saved: SavedForBackward, gradient: torch.Tensor
+    functional_layers: FunctionalLayers, saved: SavedForBackward, gradient: torch.Tensor
 ) -> list[torch.Tensor]:
     """The layer's output and every gradient."""
-    return [saved.output.detach(), *templates.backward(saved, SLOT, gradient)]
+    return [saved.output.detach(), *functional_layers.backward(saved, SLOT, gradient)]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -86,22 +88,26 @@ def test_a_kept_attention_gives_the_bits_of_one_computed_again(
     make_plan: Callable[..., Plan], slot: Arenas, family: str, dtype: str, kv_heads: int
 ) -> None:
     plan = make_plan(family=family, dtype=dtype, kv_heads=kv_heads, sequence=33)
-    templates = made(plan)
-    weights, x, gradient = drawn(plan, slot, templates)
+    functional_layers = made(plan)
+    weights, x, gradient = drawn(plan, slot, functional_layers)
     layer = plan.model.stack["0"]
-    plain = both_ways(templates, templates.recompute(slot, layer, SLOT, x.clone()), gradient)
-    output, kept = templates.forward_and_attention(
+    plain = both_ways(
+        functional_layers, functional_layers.recompute(slot, layer, SLOT, x.clone()), gradient
+    )
+    output, kept = functional_layers.forward_and_attention(
         "0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()
     )
     assert torch.equal(output, plain[0])
     assert torch.equal(
         output,
-        templates.forward(
+        functional_layers.forward(
             "0", {name: tensor.detach() for name, tensor in weights.items()}, x.clone()
         ),
     )
     again = both_ways(
-        templates, templates.recompute(slot, layer, SLOT, x.clone(), kept=kept), gradient
+        functional_layers,
+        functional_layers.recompute(slot, layer, SLOT, x.clone(), kept=kept),
+        gradient,
     )
     assert all(map(torch.equal, again, plain))
     assert [tuple(tensor.shape) for tensor in kept] == [
@@ -117,17 +123,17 @@ def test_a_kept_attention_is_taken_and_not_computed(
 ) -> None:
     """Another output in its place comes through; the kernel's forward is never called."""
     plan = make_plan(dtype="fp32")
-    templates = made(plan)
-    weights, x, gradient = drawn(plan, slot, templates)
-    _, kept = templates.forward_and_attention(
+    functional_layers = made(plan)
+    weights, x, gradient = drawn(plan, slot, functional_layers)
+    _, kept = functional_layers.forward_and_attention(
         "0", {name: tensor.detach() for name, tensor in weights.items()}, x
     )
     monkeypatch.setattr(attention, "_forward", None)
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     right, wrong = (
         both_ways(
-            templates,
-            templates.recompute(
+            functional_layers,
+            functional_layers.recompute(
                 slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept._replace(output=output)
             ),
             gradient,
@@ -144,11 +150,13 @@ def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(
     results = []
     for chosen in (None, "flash"):
         plan = make_plan(family="qwen2", dtype=dtype, attention=chosen)
-        templates = FunctionalLayers(plan.model, plan.workload, config_of(plan.model), CPU)
-        _, x, gradient = drawn(plan, slot, templates)
+        functional_layers = FunctionalLayers(plan.model, plan.workload, config_of(plan.model), CPU)
+        _, x, gradient = drawn(plan, slot, functional_layers)
         results.append(
             both_ways(
-                templates, templates.recompute(slot, plan.model.stack["0"], SLOT, x), gradient
+                functional_layers,
+                functional_layers.recompute(slot, plan.model.stack["0"], SLOT, x),
+                gradient,
             )
         )
     assert all(map(torch.equal, *results))
@@ -159,20 +167,20 @@ def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: 
     tensors.
     """
     plan = make_plan(family="qwen2", dtype="bf16")
-    templates = made(plan)
+    functional_layers = made(plan)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    templates._kinds[0].run = torch.compile(
-        templates._kinds[0].eager, fullgraph=True, dynamic=False, backend="eager"
+    functional_layers._kinds[0].run = torch.compile(
+        functional_layers._kinds[0].eager, fullgraph=True, dynamic=False, backend="eager"
     )
     graphs = []
     for _ in range(2):
-        weights, x, gradient = drawn(plan, slot, templates)
+        weights, x, gradient = drawn(plan, slot, functional_layers)
         detached = {name: tensor.detach() for name, tensor in weights.items()}
-        _, kept = templates.forward_and_attention("0", detached, x.clone())
+        _, kept = functional_layers.forward_and_attention("0", detached, x.clone())
         both_ways(
-            templates,
-            templates.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept),
+            functional_layers,
+            functional_layers.recompute(slot, plan.model.stack["0"], SLOT, x.clone(), kept=kept),
             gradient,
         )
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -247,7 +255,7 @@ def test_layers_beside_a_kept_one_are_masked_as_ever(
             host_limit_bytes=2**30,
         )
         with session(plan) as running:
-            arguments = running.executor.templates._causal
+            arguments = running.executor.functional_layers._causal
             bits.append(running.bits())
         assert [each["attention_mask"] is None for each in arguments] == [True] + [not window] * 2
     assert bits[0] == bits[1]
@@ -272,34 +280,36 @@ def test_each_way_of_calling_is_one_graph_a_kind(
     monkeypatch.setattr(torch, "compile", counted)
     torch._dynamo.reset()
     plan = make_plan(family="qwen2", dtype="bf16", compiled=True)
-    templates, counts = made(plan), []
+    functional_layers, counts = made(plan), []
     for layer in ("0", "1"):
-        weights, x, gradient = drawn(plan, slot, templates)
+        weights, x, gradient = drawn(plan, slot, functional_layers)
         detached = {name: tensor.detach() for name, tensor in weights.items()}
-        _, kept = templates.forward_and_attention(layer, detached, x.clone())
+        _, kept = functional_layers.forward_and_attention(layer, detached, x.clone())
         both_ways(
-            templates,
-            templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone(), kept=kept),
+            functional_layers,
+            functional_layers.recompute(slot, plan.model.stack[layer], SLOT, x.clone(), kept=kept),
             gradient,
         )
         both_ways(
-            templates, templates.recompute(slot, plan.model.stack[layer], SLOT, x.clone()), gradient
+            functional_layers,
+            functional_layers.recompute(slot, plan.model.stack[layer], SLOT, x.clone()),
+            gradient,
         )
         counts.append(len(graphs))
     assert counts == [3, 3]
 
 
-KEPT: dict[str, Any] = {"placement": Placement(saved_attention="1")}
+SAVED_ATTENTION_SUFFIX: dict[str, Any] = {"placement": Placement(saved_attention="1")}
 
 
 @pytest.mark.parametrize(
     ("changes", "lengths", "found"),
     [
         ({"attention": "flash"}, True, ""),
-        (KEPT, True, ""),
+        (SAVED_ATTENTION_SUFFIX, True, ""),
         ({"attention": "cudnn"}, True, "attention = 'cudnn'"),
         ({"attention": "flash"}, False, "attention = 'flash'"),
-        (KEPT, False, "knobs.placement.saved_attention = '1'"),
+        (SAVED_ATTENTION_SUFFIX, False, "knobs.placement.saved_attention = '1'"),
         ({}, False, ""),
     ],
 )

@@ -26,11 +26,11 @@ from megatrain.simulator.hardware.agreement import agreement
 from megatrain.simulator.hardware.machine import (
     COMPUTE_KINDS,
     CURVE_KINDS,
-    UNMEASURED_KINDS,
+    EVALUATION_KINDS,
     HardwareSpec,
 )
 from megatrain.simulator.policies import evaluation, lower, peers
-from megatrain.simulator.schedule import KEPT, LANES, Schedule
+from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX, Schedule
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -75,8 +75,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     # every kind, and compute for this very model and workload
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
     shape = f"{plan.model.shape}/{plan.workload.shape}"
-    assert table.compute.keys() == {*COMPUTE_KINDS, *UNMEASURED_KINDS}
-    kept = shape.replace("/", f"{KEPT}/")
+    assert table.compute.keys() == {*COMPUTE_KINDS, *EVALUATION_KINDS}
+    kept = shape.replace("/", f"{SAVED_ATTENTION_SUFFIX}/")
     assert all(
         durations.keys() - {kept} == {shape} and min(durations[shape]) > 0
         for durations in table.compute.values()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.commands import calibrate as command
+from megatrain.experiments.cli.commands import calibrate as command
 from megatrain.runtime.calibration.presets import (
     CPU,
     LARGE,
@@ -68,7 +68,7 @@ def test_what_is_chosen_fits(
         for batch, sequence in points:
             plan = make_plan(policy, model=model, batch=batch, sequence=sequence, chunk_bytes=2**27)
             taken = [buffer for buffer in lower(plan).buffers if buffer.place == "device"]
-            beside = model.most_saved_bytes(
+            beside = model.max_saved_bytes(
                 batch * sequence, sequence, "bf16"
             ) + model.transient_bytes(batch * sequence, sequence, "bf16")
             assert sum(buffer.allocated for buffer in taken) + beside < 0.9 * device, (

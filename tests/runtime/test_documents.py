@@ -42,7 +42,7 @@ from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.model.families import KEEP_ATTENTION, WIDE_HEADS, WRITTEN_OUT
+from megatrain.simulator.model.families import CAN_SAVE_ATTENTION, UNFUSED_ATTENTION, WIDE_HEADS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -96,7 +96,7 @@ def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], fam
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("family", KEEP_ATTENTION)
+@pytest.mark.parametrize("family", CAN_SAVE_ATTENTION)
 def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family: str) -> None:
     """Layer 0 is recomputed whole, 1 and 2 with their attention kept, 3 is stored."""
     model_spec = model_of(family, sliding_window=0, use_sliding_window=False)
@@ -278,8 +278,8 @@ def test_documents_told_by_lengths_make_no_mask(
         policy="overlapped",
         placement=Placement(saved_attention=kept, **ALL_HERE),
     ) as running:
-        templates = running.executor.templates
-        masked = [handed["attention_mask"] for handed in templates._causal]
+        functional_layers = running.executor.functional_layers
+        masked = [handed["attention_mask"] for handed in functional_layers._causal]
         assert all(mask is None for mask in masked)
         running.executor.step([with_documents(running.plan, PACKED)], rate=0.0, number=1)
         assert set(called) == {9}, "6 documents of 2 rows: room for 8"
@@ -300,9 +300,9 @@ def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.Mon
             model_of(family),
             Workload(batch=2, sequence=SEQUENCE, dtype="fp32", documents=True),
         )
-        templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
-        templates.begin(0)
-        given = templates._layer_arguments("3", 0)["attention_mask"]
+        functional_layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+        functional_layers.begin(0)
+        given = functional_layers._layer_arguments("3", 0)["attention_mask"]
         assert given.starts.tolist() == [0, 24, 48] if spared else given is None
 
 
@@ -337,10 +337,10 @@ def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
 @pytest.mark.parametrize("family", DOCUMENTED)
 def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
     model = model_of(family)
-    assert (config_of(model)._attn_implementation == "eager") == (family in WRITTEN_OUT)
-    assert model.documents_by("fp32") == "mask"
-    assert model.documents_by("bf16") == (
-        "mask" if family in (*WRITTEN_OUT, *WIDE_HEADS) else "lengths"
+    assert (config_of(model)._attn_implementation == "eager") == (family in UNFUSED_ATTENTION)
+    assert model.document_attention("fp32") == "mask"
+    assert model.document_attention("bf16") == (
+        "mask" if family in (*UNFUSED_ATTENTION, *WIDE_HEADS) else "lengths"
     )
 
 
@@ -368,7 +368,7 @@ def test_every_family_is_asked_whether_a_gpu_takes_lengths(
     )
     assert (
         lengths.takes_lengths(model, work, torch.device("cuda"))
-        == (model.documents_by("bf16") == "lengths")
+        == (model.document_attention("bf16") == "lengths")
         == bool(asked)
     )
     assert all(
@@ -410,12 +410,12 @@ def test_compiled_there_is_one_graph_for_any_number_of_documents(
             documents=True,
         ),
     )
-    templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    functional_layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     x, counts = torch.randn(2, SEQUENCE, model.hidden), []
     for micro, packed in enumerate((PACKED, ROWS, torch.arange(SEQUENCE).expand(2, -1))):
-        templates.begin(micro, packed)
+        functional_layers.begin(micro, packed)
         for layer in model.decoders:
-            x = templates.forward(
+            x = functional_layers.forward(
                 layer.name,
                 {
                     tensor.name: weights(layer.name, tensor.name, tensor.shape)
@@ -425,7 +425,7 @@ def test_compiled_there_is_one_graph_for_any_number_of_documents(
                 micro,
             )
         counts.append(len(graphs))
-    assert counts == [len(set(templates._kinds))] * 3
+    assert counts == [len(set(functional_layers._kinds))] * 3
 
 
 @pytest.mark.parametrize("left", [-1, 127])

@@ -18,7 +18,7 @@ from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.families import FAMILIES, FROM_THE_ROW
+from megatrain.simulator.model.families import CANNOT_SEPARATE_DOCUMENTS, FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies import evaluation, lower, names
 from megatrain.simulator.schedule.plan import Plan
@@ -139,7 +139,7 @@ def of_family(
 def test_every_family_s_loss_is_the_step_s(
     executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool
 ) -> None:
-    if documents and family in FROM_THE_ROW:
+    if documents and family in CANNOT_SEPARATE_DOCUMENTS:
         pytest.skip("it keeps no documents apart")
     changes = {"num_key_value_heads": 2} if family == "mimo_v2_flash" else {}
     plan = of_family(executable, family, changes, documents=documents)
@@ -150,14 +150,14 @@ def test_every_family_s_loss_is_the_step_s(
             for batch in running.batches(1)
         ]
         found = running.executor.evaluate(batches)
-        assert not running.executor.templates._arguments, "every micro-batch has ended"
+        assert not running.executor.functional_layers._arguments, "every micro-batch has ended"
         assert (
             found.loss
             == running.executor.evaluate(batches).loss
             == running.executor.step(batches, rate=1e-2, number=1).loss
         )
         assert found.labelled == 2 * (28 if documents else 32)
-        assert not running.executor.templates._arguments, "every micro-batch has ended"
+        assert not running.executor.functional_layers._arguments, "every micro-batch has ended"
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -42,7 +42,7 @@ from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_
 from megatrain.runtime.layers.meta_model import kind_of, meta_model
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import FixedCosts
-from megatrain.simulator.model.families import FAMILIES, FROM_THE_ROW
+from megatrain.simulator.model.families import CANNOT_SEPARATE_DOCUMENTS, FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -158,7 +158,7 @@ def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: b
     """The mean of the micro-batches' own, with theirs taken from the whole model; one layer's graph
     is kept from the forward, the others' are not.
     """
-    if padded and family in FROM_THE_ROW:
+    if padded and family in CANNOT_SEPARATE_DOCUMENTS:
         pytest.skip("it keeps no documents apart")
     model_spec = model_of(family, output_router_logits=True, router_aux_loss_coef=0.7)
     with run(
@@ -424,13 +424,15 @@ def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_docume
         ),
     ):
         session(plan)
-    assert plan.model.against_documents(4) == reason
-    assert plan.model.against_documents(3) is None
+    assert plan.model.documents_obstacle(4) == reason
+    assert plan.model.documents_obstacle(3) is None
     for changes in ({"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 4}):
-        assert model_of("llama4_text", floor_scale=4, **changes).against_documents(24) is None
+        assert model_of("llama4_text", floor_scale=4, **changes).documents_obstacle(24) is None
     others = {
-        family: model_of(family).against_documents(2**20)
+        family: model_of(family).documents_obstacle(2**20)
         for family in FAMILIES
         if family != "llama4_text"
     }
-    assert {family for family, obstacle in others.items() if obstacle} == set(FROM_THE_ROW)
+    assert {family for family, obstacle in others.items() if obstacle} == set(
+        CANNOT_SEPARATE_DOCUMENTS
+    )

@@ -80,8 +80,8 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_second_run_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom megatrain.experiments.cli import main\nprint(main(sys.argv[1:]), 'torch'"
-        " in sys.modules)"
+        "import sys\nfrom megatrain.experiments.cli.main import main\n"
+        "print(main(sys.argv[1:]), 'torch' in sys.modules)"
     )
     words = [
         "train",

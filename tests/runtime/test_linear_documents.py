@@ -13,7 +13,7 @@ from whole_models import LINEAR, model_of
 
 from megatrain.runtime.layers.documents import positions
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.layers.linear_documents import ARGUMENT, take_over
+from megatrain.runtime.layers.linear_documents import ARGUMENT, install
 
 LENGTHS = [[70, 1, 2, 3, 64, 60], [200], [1] * 8 + [128, 64], [4, 60, 136]]
 """tokens of the documents of each row; the delta rule works in chunks of 64"""
@@ -26,7 +26,7 @@ def layer(request: pytest.FixtureRequest) -> Any:
 
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(config_of(model_of(request.param)))
-    take_over(whole)
+    install(whole)
     first = whole.model.layers[0]
     return first.linear_attn if hasattr(first, "linear_attn") else first.mamba
 
@@ -115,5 +115,5 @@ def test_taking_over_twice_is_taking_over_once(layer: Any) -> None:
 
     file = sys.modules[type(layer).__module__]
     before = copy.copy(vars(file))
-    take_over(layer)
+    install(layer)
     assert vars(file) == before

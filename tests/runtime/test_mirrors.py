@@ -83,7 +83,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             plan,
             executor.schedule,
             arenas,
-            executor.templates,
+            executor.functional_layers,
             AdamW(),
             executor._host_workers,
             executor._state,

@@ -16,13 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from whole_models import model_of
 
-from megatrain.experiments.cli import main
+from megatrain.experiments.cli.main import main
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.meta_model import meta_model
-from megatrain.runtime.layers.model_config import completed
+from megatrain.runtime.layers.model_config import full_config
 from megatrain.runtime.layers.transformers_model import refuse_unlike_transformers
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
@@ -115,7 +115,7 @@ def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(
     model = make_model()
     damaged = msgspec.structs.replace(model, config={**model.config, "quantization_config": True})
     with pytest.raises(UserError, match=r"model small: config: found AttributeError: .*to_dict"):
-        completed(damaged)
+        full_config(damaged)
 
 
 def test_an_embedding_that_is_normalised_is_refused_where_the_description_lacks_its_norm(
@@ -123,7 +123,9 @@ def test_an_embedding_that_is_normalised_is_refused_where_the_description_lacks_
 ) -> None:
     """NanoChat's norm has no weight, so that no tensor tells."""
     monkeypatch.setitem(
-        FAMILIES._loaded, "nanochat", msgspec.structs.replace(FAMILIES["nanochat"], entrance="")
+        FAMILIES._loaded,
+        "nanochat",
+        msgspec.structs.replace(FAMILIES["nanochat"], embedding_norm=""),
     )
     message = (
         r"model_type: found nanochat, whose first layer's input is not linear in the embedding's"

@@ -130,7 +130,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return forward(starts, *others)
 
     monkeypatch.setattr(
-        lengths, "takes_lengths", lambda model, *_: model.documents_by("bf16") == "lengths"
+        lengths, "takes_lengths", lambda model, *_: model.document_attention("bf16") == "lengths"
     )
     monkeypatch.setattr(lengths, "forward", counted)
     monkeypatch.setattr(lengths, "backward", backward)

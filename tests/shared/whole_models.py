@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
-from megatrain.runtime.files.decoder_stack import DecoderStack, settle
+from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
 from megatrain.runtime.layers.meta_model import widen_buffers
 from megatrain.runtime.optimizer.adamw import round_to_bf16
-from megatrain.simulator.model.families import FAMILIES, FROM_THE_ROW
+from megatrain.simulator.model.families import CANNOT_SEPARATE_DOCUMENTS, FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -206,7 +206,7 @@ def as_loaded(model: Any) -> Any:
     """The model with parameters and buffers as `from_pretrained` makes them: buffers computed in
     fp32, where `from_config` computes some in the model's dtype.
     """
-    settle(model, model.dtype)
+    match_from_pretrained(model, model.dtype)
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             model._init_weights(module)
@@ -328,7 +328,7 @@ RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
 """families with linear attention, or a state-space mixer: transformers' own packing lets its state
 pass from document to document"""
-DOCUMENTED = [family for family in FAMILIES if family not in FROM_THE_ROW]
+DOCUMENTED = [family for family in FAMILIES if family not in CANNOT_SEPARATE_DOCUMENTS]
 
 
 def packed_bound(family: str) -> float:

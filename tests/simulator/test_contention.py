@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
-from megatrain.simulator.costs.contention import PARTS, Demand, Sharing, link_gb_per_s
+from megatrain.simulator.costs.contention import PARTS, ContentionModel, Demand, link_gb_per_s
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import (
@@ -109,7 +109,7 @@ def test_several_gpus_share_the_host() -> None:
 )
 def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: float) -> None:
     """Measured on an H200, 2026-11-21: AdamW beside a 7B layer's forward."""
-    sharing = Sharing(
+    sharing = ContentionModel(
         {"update": {"compute": 0.1}, "compute": {"update": 0.9}},
         None,
         (),
@@ -140,7 +140,7 @@ ALONE = {2**18: 17.0, 2**20: 38.4, 2**22: 49.8, 2**24: 53.5, 2**26: 55.0, 2**28:
 
 @pytest.mark.parametrize(("size", "both"), DUPLEX)
 def test_small_copies_disturb_each_other_more(size: int, both: float) -> None:
-    sharing = Sharing({}, None, DUPLEX)
+    sharing = ContentionModel({}, None, DUPLEX)
     alone_ns = round(size / ALONE[size])
     up, down = sharing.demand("h2d", size, alone_ns), sharing.demand("d2h", size, alone_ns)
     assert up is not None
@@ -153,7 +153,7 @@ def test_small_copies_disturb_each_other_more(size: int, both: float) -> None:
 
 
 def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
-    sharing = Sharing({}, None, DUPLEX)
+    sharing = ContentionModel({}, None, DUPLEX)
     times = [sharing._duplex_ns(size) for size in range(2**10, 2**29, 2**20)]
     assert times == sorted(times)
     assert sharing._duplex_ns(2**29) == pytest.approx(2 * sharing._duplex_ns(2**28))
@@ -163,10 +163,10 @@ def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
 
 
 def test_nothing_is_shared_where_nothing_is_named() -> None:
-    assert Sharing({}).demand("h2d", 2**20, 1000) is None
-    assert Sharing({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
-    assert Sharing({"h2d": {"d2h": 0.5}}).demand("d2h", 0, 1000) is not None, "it disturbs"
-    assert Sharing({"h2d": {"d2h": 0.5}}).demand("d2h", 2**20, 0) is None, (
+    assert ContentionModel({}).demand("h2d", 2**20, 1000) is None
+    assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
+    assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("d2h", 0, 1000) is not None, "it disturbs"
+    assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("d2h", 2**20, 0) is None, (
         "it is over before it began"
     )
 
@@ -187,8 +187,8 @@ def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
     ]
     assert costs.rates(tuple(demand for demand in demands if demand)) == (500_000, PARTS)
     busy = (Demand("h2d", 10**9), Demand("cpu", 10**9), Demand("compute"))
-    assert Sharing(pairs).rates(busy) == (450_000, 800_000, PARTS)
-    assert Sharing(pairs, HostMemorySpec(gb_per_s=100.0)).rates(busy) == (
+    assert ContentionModel(pairs).rates(busy) == (450_000, 800_000, PARTS)
+    assert ContentionModel(pairs, HostMemorySpec(gb_per_s=100.0)).rates(busy) == (
         900_000,
         800_000,
         PARTS,
@@ -204,7 +204,7 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
         "h2d": {"d2h": 0.9, "cpu": 0.85, "d2h+cpu": 0.72},
         "compute": {"h2d": 0.9},
     }
-    sharing = Sharing(pairs, duplex_curve=((2**20, 15.0), (2**28, 45.0)))
+    sharing = ContentionModel(pairs, duplex_curve=((2**20, 15.0), (2**28, 45.0)))
 
     def rates(small: bool, *lanes: str) -> dict[str, int]:
         size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # GB/s are bytes a ns
@@ -222,12 +222,12 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
         < all_three["h2d"]
         == pytest.approx(720_000, rel=1e-3)
     )
-    alone = Sharing({"cpu": {"h2d": 1.0, "d2h": 1.0, "h2d+d2h": 0.65}})
+    alone = ContentionModel({"cpu": {"h2d": 1.0, "d2h": 1.0, "h2d+d2h": 0.65}})
     assert all(alone.demand(lane, 2**20, 1000) for lane in ("h2d", "d2h", "cpu")), (
         "who is named in a three alone is seen too"
     )
     assert alone.rates((Demand("h2d"), Demand("d2h"), Demand("cpu"))) == (PARTS, PARTS, 650_000)
-    without = Sharing(
+    without = ContentionModel(
         {
             lane: {other: rate for other, rate in others.items() if "+" not in other}
             for lane, others in pairs.items()
@@ -287,7 +287,7 @@ speeds = st.dictionaries(
 )  # GB/s alone
 
 
-def busy_of(sharing: Sharing, alone: dict[str, int]) -> tuple[Demand, ...]:
+def busy_of(sharing: ContentionModel, alone: dict[str, int]) -> tuple[Demand, ...]:
     return tuple(
         sharing.demand(lane, rate * 10**6, 10**6) or Demand(lane) for lane, rate in alone.items()
     )
@@ -297,11 +297,11 @@ def busy_of(sharing: Sharing, alone: dict[str, int]) -> tuple[Demand, ...]:
 def test_sharing_exceeds_nothing_and_wastes_nothing(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int]
 ) -> None:
-    sharing, capacity = Sharing(pairs, memory), round(memory.gb_per_s * 1e9)
+    sharing, capacity = ContentionModel(pairs, memory), round(memory.gb_per_s * 1e9)
     busy = busy_of(sharing, alone)
     rates, without_memory = (
         sharing.rates(busy),
-        Sharing(pairs, msgspec.structs.replace(memory, gb_per_s=1e6)).rates(busy),
+        ContentionModel(pairs, msgspec.structs.replace(memory, gb_per_s=1e6)).rates(busy),
     )
     used = sum(demand.traffic * rate for demand, rate in zip(busy, rates, strict=True))
     assert all(1 <= rate <= cap <= PARTS for rate, cap in zip(rates, without_memory, strict=True))
@@ -317,9 +317,11 @@ def test_sharing_exceeds_nothing_and_wastes_nothing(
 def test_more_memory_slows_nobody(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int], factor: float
 ) -> None:
-    small = Sharing(pairs, memory)
+    small = ContentionModel(pairs, memory)
     busy = busy_of(small, alone)
-    large = Sharing(pairs, msgspec.structs.replace(memory, gb_per_s=memory.gb_per_s * factor))
+    large = ContentionModel(
+        pairs, msgspec.structs.replace(memory, gb_per_s=memory.gb_per_s * factor)
+    )
     assert all(
         before <= after for before, after in zip(small.rates(busy), large.rates(busy), strict=True)
     )
@@ -327,6 +329,6 @@ def test_more_memory_slows_nobody(
 
 @given(memories, speeds)
 def test_an_op_alone_runs_at_full_speed(memory: HostMemorySpec, alone: dict[str, int]) -> None:
-    sharing = Sharing({}, memory)
+    sharing = ContentionModel({}, memory)
     for demand in busy_of(sharing, alone):
         assert sharing.rates((demand,)) == (PARTS,)

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed
-from megatrain.simulator.costs.contention import Sharing
+from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.engine.discrete_event import DeadlockError, makespan_ns, simulate
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Plan
@@ -27,7 +27,7 @@ def costs(
         for op, duration in durations.items()
     )
     model = Replayed(Timeline(name="measured", digest="", spans=spans))
-    model.sharing, model.dispatch_ns = Sharing(contention or {}), dispatch_ns or {}
+    model.sharing, model.dispatch_ns = ContentionModel(contention or {}), dispatch_ns or {}
     return model
 
 

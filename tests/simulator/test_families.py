@@ -217,11 +217,11 @@ def compare(spec: ModelSpec, model: Any) -> None:
             outside[name.removeprefix(f"{way.rpartition('.')[0]}.")] = tuple(parameter.shape)
         else:
             layers[layer].append((name.removeprefix(layer), tuple(parameter.shape)))
-    entrance = FAMILIES[spec.family].entrance
+    embedding_norm = FAMILIES[spec.family].embedding_norm
     entered = [
         tensor
         for tensor in spec.decoders[0].tensors
-        if entrance and tensor.name.startswith(f"{entrance}.")
+        if embedding_norm and tensor.name.startswith(f"{embedding_norm}.")
     ]
     assert [
         [(tensor.name, tensor.shape) for tensor in layer.tensors if tensor not in entered]
@@ -358,9 +358,9 @@ def test_saved_bytes_are_what_autograd_keeps(
             for tensor in (x_BSH, *tensors, *module.parameters(), *module.buffers())
         }
 
-        entered = FAMILIES[family].entrance and layer.name == "0"
+        entered = FAMILIES[family].embedding_norm and layer.name == "0"
         norm = (
-            getattr(model.get_decoder(), FAMILIES[family].entrance)
+            getattr(model.get_decoder(), FAMILIES[family].embedding_norm)
             if entered
             else torch.nn.Identity()
         )

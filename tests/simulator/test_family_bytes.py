@@ -118,8 +118,10 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
             Moved(),
         )
         module, outputs = layer_of(model, layer.name), []
-        entrance = FAMILIES[family].entrance if layer.name == "0" else ""
-        norm = getattr(model.get_decoder(), entrance) if entrance else torch.nn.Identity()
+        embedding_norm = FAMILIES[family].embedding_norm if layer.name == "0" else ""
+        norm = (
+            getattr(model.get_decoder(), embedding_norm) if embedding_norm else torch.nn.Identity()
+        )
         owned = [*module.parameters(), *module.buffers(), *norm.parameters()]
         tensors = tree_leaves((x_BSH, turns, owned))
         given = {

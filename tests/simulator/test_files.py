@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.experiments.options import check_writable
+from megatrain.experiments.cli.options import check_writable
 from megatrain.simulator.base import files
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, read_text, read_toml, write_json, write_text

@@ -18,7 +18,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs
 from megatrain.simulator.planner.search import search
-from megatrain.simulator.schedule import KEPT, Op
+from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -86,7 +86,7 @@ def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> Non
         if op.id == "R1.m0":
             work = plan.model.work("recompute", "1", plan.workload)
             assert op.flops - other.flops == work.attention_flops > 0
-            assert other.shape == op.shape.replace("/", f"{KEPT}/")
+            assert other.shape == op.shape.replace("/", f"{SAVED_ATTENTION_SUFFIX}/")
         else:
             assert (other.flops, other.shape, other.bytes) == (op.flops, op.shape, op.bytes)
 

@@ -14,7 +14,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.engine.evaluator import evaluate
 from megatrain.simulator.hardware.machine import HardwareSpec, Workspace
-from megatrain.simulator.memory.account import account, usage, workspace_beside
+from megatrain.simulator.memory.account import account, peak_workspace_bytes, usage
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -211,10 +211,10 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
     """The schedule saves 10,240 bytes of activations, which are gone when head and update run; no
     moments are ever on the device.
     """
-    assert workspace_beside(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
-    assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
-    assert workspace_beside(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
-    assert workspace_beside(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
+    assert peak_workspace_bytes(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
+    assert peak_workspace_bytes(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
+    assert peak_workspace_bytes(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
+    assert peak_workspace_bytes(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
     updating = msgspec.structs.replace(
         SCHEDULE,
         buffers=(
@@ -222,7 +222,7 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
             Buffer(id="device.moments:0", bytes=8, data="moments", dtype="fp32", persistent=True),
         ),
     )
-    assert workspace_beside(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
+    assert peak_workspace_bytes(Workspace(layer=70, head=0, update=10_400), updating, None) == 160
 
 
 @pytest.mark.parametrize("stored", ["", "3", "2-3", "all", "0", "0,2", "1-2"])

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from pages import read
 
-from megatrain.experiments import cli
+from megatrain.experiments.cli import main as cli
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet, cost_model

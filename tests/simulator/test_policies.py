@@ -19,7 +19,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Clipping
-from megatrain.simulator.schedule import Schedule, ScheduleError, whole
+from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
@@ -72,11 +72,12 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
             "update_ratios",
         ):  # copies stay inside their buffers
             assert all(
-                op.offset + op.bytes <= schedule.buffer[whole(name)].bytes for name in op.buffers
+                op.offset + op.bytes <= schedule.buffer[base_buffer(name)].bytes
+                for name in op.buffers
             ), op
     assert updated == {layer.name: layer.elements for layer in model.stack.values()}
     assert +summed == (updated if clipping == "update" else {})
-    used = {whole(name) for op in schedule.ops for name in op.buffers}
+    used = {base_buffer(name) for op in schedule.ops for name in op.buffers}
     assert used <= set(schedule.buffer)
 
 

@@ -108,7 +108,7 @@ def test_every_gpu_has_a_process() -> None:
             Workload(batch=8, sequence=1024),
             policies=["double_buffer"],
             gpus=8,
-        ).several
+        ).multi_gpu
         for size in (MORE, 0)
     )
     assert one is not None

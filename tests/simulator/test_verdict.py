@@ -246,7 +246,7 @@ def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) 
     assert verdict.reason.startswith("the nearest plan lacks ")
     first = verdict.advice[0]
     assert first.fits
-    assert not first.would
+    assert not first.unsupported
     again = given_limits | with_options(work, first.options)
     assert small(again.pop("workload"), **again).feasible
     assert [entry.fits for entry in verdict.advice] == sorted(
@@ -259,7 +259,7 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
     work = msgspec.structs.replace(WORK, batch=2)
     verdict = small(work, device_limit=4 * GIB)
     assert verdict.feasible
-    gains = [entry.gain for entry in verdict.advice if not entry.would]
+    gains = [entry.gain for entry in verdict.advice if not entry.unsupported]
     assert gains == sorted(gains, reverse=True)  # type: ignore[type-var]
     assert {"batch", "accumulation", "clipping", "device-memory"} & {
         name for entry in verdict.advice for name in entry.options
@@ -338,7 +338,7 @@ def test_training_arithmetic() -> None:
 
 def test_eight_gpus_share_what_the_host_sustains() -> None:
     one, eight = small(device_limit=4 * GIB), small(device_limit=4 * GIB, gpus=8, tokens=10**9)
-    several = eight.several
+    several = eight.multi_gpu
     assert several is not None
     assert several.note.startswith("first estimate")
     assert (several.gb_per_s, several.gb_per_s_both) == (175 / 8, 175 / 16)
@@ -352,8 +352,8 @@ def test_eight_gpus_share_what_the_host_sustains() -> None:
 
 def test_where_nothing_streams_several_gpus_do_not_disturb_each_other() -> None:
     verdict = small(policies=["resident"], gpus=4)
-    assert verdict.several is not None
-    assert verdict.several.speedup == pytest.approx(4)
+    assert verdict.multi_gpu is not None
+    assert verdict.multi_gpu.speedup == pytest.approx(4)
 
 
 def test_gpus_that_a_host_has_not_are_refused() -> None:

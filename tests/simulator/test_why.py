@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from small_model import SMALL
 
-from megatrain.experiments import report
+from megatrain.experiments.cli import verdict_text
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
@@ -50,7 +50,7 @@ def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
     verdict = explain(choice, H200)
     assert not verdict.streams
     assert (
-        report.text(verdict)
+        verdict_text.text(verdict)
         .splitlines()[1]
         .startswith("fits with policy overlapped: do not stream, everything stays on the device, ")
     )
@@ -59,7 +59,7 @@ def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
         candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0], H200
     )
     assert streamed.streams
-    assert "do not stream" not in report.text(streamed)
+    assert "do not stream" not in verdict_text.text(streamed)
 
 
 def test_the_runner_up_is_another_plan_and_not_faster() -> None:
@@ -73,7 +73,7 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     played = assess(plan, cost_model(H200, SMALL, WORK))
     assert played.feasible
     assert played.step_seconds == pytest.approx(second.step_seconds, rel=0.001)
-    text = report.text(explain(choice, H200))
+    text = verdict_text.text(explain(choice, H200))
     assert f"runner-up: policy {second.policy}, " in text
 
 
@@ -133,7 +133,7 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
         choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB
     )
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
-    assert "one more GiB of device memory: +" in report.text(explain(choice, H200))
+    assert "one more GiB of device memory: +" in verdict_text.text(explain(choice, H200))
 
 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:

@@ -25,7 +25,7 @@ from megatrain.simulator.model.families.installed import Families
 from megatrain.simulator.model.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.model.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.model.families.multimodal import INSIDE
-from megatrain.simulator.model.families.parts import Kept, Part, Tensors, joined
+from megatrain.simulator.model.families.parts import Kept, Part, Tensors, merge_parts
 from megatrain.simulator.model.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 from megatrain.simulator.model.families.shared_experts import SHARED_EXPERT_FAMILIES
 from megatrain.simulator.model.families.written import WRITTEN_FAMILIES
@@ -33,14 +33,14 @@ from megatrain.simulator.model.families.written import WRITTEN_FAMILIES
 __all__ = [
     "ALWAYS_MASKED",
     "FAMILIES",
-    "FROM_THE_ROW",
+    "CANNOT_SEPARATE_DOCUMENTS",
     "INSIDE",
-    "KEEP_ATTENTION",
+    "CAN_SAVE_ATTENTION",
     "NOT_YET",
     "REFUSED",
     "UNDESCRIBED",
     "WIDE_HEADS",
-    "WRITTEN_OUT",
+    "UNFUSED_ATTENTION",
     "Architecture",
     "Kept",
     "Kind",
@@ -65,10 +65,10 @@ _FILES = (
 )
 FAMILIES = Families({name: family for file in _FILES for name, family in file.items()})
 """`model_type` -> its family."""
-KEEP_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
+CAN_SAVE_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose attention output can be saved (`runtime/layers/attention.py`), so that recompute
 skips attention. Their attention is one causal kernel without a mask."""
-FROM_THE_ROW = {
+CANNOT_SEPARATE_DOCUMENTS = {
     "biogpt": "whose attention mask does not separate documents",
     "bloom": "whose attention mask does not separate documents",
     "falcon": "whose attention mask does not separate documents",
@@ -76,7 +76,7 @@ FROM_THE_ROW = {
     "mpt": "whose attention mask does not separate documents",
 }
 """Families that cannot keep the documents of a row apart -> the reason."""
-WRITTEN_OUT = (
+UNFUSED_ATTENTION = (
     "bloom",
     "codegen",
     "gemma2",
@@ -128,7 +128,7 @@ class Architecture:
         attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
         mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
         self.kinds = [
-            Kind(*pair, entered=bool(self.family.entrance) and not index)
+            Kind(*pair, entered=bool(self.family.embedding_norm) and not index)
             for index, pair in enumerate(zip(attention, mlp, strict=True))
         ]
         self.positions = self.family.positions(c) if self.family.positions else ()
@@ -137,7 +137,7 @@ class Architecture:
         self.head_bias = c.flag(biased) if isinstance(biased, str) else biased
         """Whether the output projection has a bias."""
         self.decoders = {
-            kind: joined(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)
+            kind: merge_parts(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)
         }
         """Kind -> the parts of such a decoder layer, joined."""
 

@@ -24,8 +24,8 @@ from megatrain.simulator.model.families.family import (
     Family,
     Parts,
     bare_norm,
-    before,
-    sandwich,
+    pre_and_post_norms,
+    pre_norms,
     top_k,
     wide_norm,
 )
@@ -73,7 +73,7 @@ from megatrain.simulator.model.families.parts import (
 
 
 def qwen2(c: ModelConfig, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention, bias=True), *gated_mlp(c), *before(c))
+    return (*attention(c, kind.attention, bias=True), *gated_mlp(c), *pre_norms(c))
 
 
 def qwen3(c: ModelConfig, kind: Kind) -> Parts:
@@ -81,7 +81,7 @@ def qwen3(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
         *gated_mlp(c),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -90,7 +90,7 @@ def gemma(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias),
         *gated_mlp(c),
-        *before(c, "wide"),
+        *pre_norms(c, "wide"),
     )
 
 
@@ -126,7 +126,7 @@ def phi3(c: ModelConfig, kind: Kind) -> Parts:
         rotary((heads + kv_heads) * size),
         attend(c, kind.attention, copied=True, fused=True),
         *gated_mlp(c, fused=True),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -163,12 +163,12 @@ def glm(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=c.flag("attention_bias"), copied=True),
         *gated_mlp(c, fused=True),
-        *before(c),
+        *pre_norms(c),
     )
 
 
 def glm4(c: ModelConfig, kind: Kind) -> Parts:
-    norms = sandwich(
+    norms = pre_and_post_norms(
         c,
         ("input_layernorm", "post_attention_layernorm"),
         ("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -219,7 +219,7 @@ def gpt_oss(c: ModelConfig, kind: Kind) -> Parts:
             transposed=True,
             bias=True,
         ),
-        *before(c, "wide"),
+        *pre_norms(c, "wide"),
     )
 
 
@@ -229,7 +229,7 @@ def mixtral(c: ModelConfig, kind: Kind) -> Parts:
         router("mlp.gate", c.hidden, count),
         experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
     )
-    return (*attention(c, kind.attention), *routed, *before(c))
+    return (*attention(c, kind.attention), *routed, *pre_norms(c))
 
 
 def qwen_experts(c: ModelConfig, first: str, shared: bool) -> Parts:
@@ -256,7 +256,7 @@ def qwen_experts(c: ModelConfig, first: str, shared: bool) -> Parts:
 
 def qwen2_moe(c: ModelConfig, kind: Kind) -> Parts:
     mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
-    return (*attention(c, kind.attention, bias=c.flag("qkv_bias", True)), *mlp, *before(c))
+    return (*attention(c, kind.attention, bias=c.flag("qkv_bias", True)), *mlp, *pre_norms(c))
 
 
 def qwen3_moe(c: ModelConfig, kind: Kind) -> Parts:
@@ -264,7 +264,11 @@ def qwen3_moe(c: ModelConfig, kind: Kind) -> Parts:
         c.flag("attention_bias"),
         gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False),
     )
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
+        *mlp,
+        *pre_norms(c),
+    )
 
 
 def gated_attention(c: ModelConfig) -> Parts:
@@ -293,8 +297,8 @@ def gated_attention(c: ModelConfig) -> Parts:
 def qwen3_next(c: ModelConfig, kind: Kind) -> Parts:
     mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
     if kind.attention == LINEAR:
-        return (*gated_delta(c), *mlp, *before(c, "wide"))
-    return (*gated_attention(c), *mlp, *before(c, "wide"))
+        return (*gated_delta(c), *mlp, *pre_norms(c, "wide"))
+    return (*gated_attention(c), *mlp, *pre_norms(c, "wide"))
 
 
 def deepseek_mlp(c: ModelConfig, kind: Kind, *, bias: bool = False) -> Parts:
@@ -310,7 +314,7 @@ def deepseek_mlp(c: ModelConfig, kind: Kind, *, bias: bool = False) -> Parts:
 
 
 def deepseek(c: ModelConfig, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *before(c))
+    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *pre_norms(c))
 
 
 def glm4_moe(c: ModelConfig, kind: Kind) -> Parts:
@@ -318,7 +322,7 @@ def glm4_moe(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True),
         *deepseek_mlp(c, kind),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -337,7 +341,7 @@ def olmoe(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole"),
         *routed,
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -358,7 +362,7 @@ def sunk_attention(c: ModelConfig, kind: Kind) -> Parts:
 
 def granite_swa(c: ModelConfig, kind: Kind) -> Parts:
     scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
-    return (*sunk_attention(c, kind), *gated_mlp(c, bias=c.flag("mlp_bias")), *before(c), scaled)
+    return (*sunk_attention(c, kind), *gated_mlp(c, bias=c.flag("mlp_bias")), *pre_norms(c), scaled)
 
 
 def granitemoe(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts:
@@ -375,7 +379,7 @@ def granitemoe(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts:
     mixer = (
         sunk_attention(c, kind) if sunk else attention(c, kind.attention, bias=bias, out_bias=bias)
     )
-    return (*mixer, *before(c), *routed, scaled)
+    return (*mixer, *pre_norms(c), *routed, scaled)
 
 
 def starcoder2(c: ModelConfig, kind: Kind) -> Parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.simulator.model.families.config import ModelConfig
-from megatrain.simulator.model.families.family import Family, Parts, before, wide_norm
+from megatrain.simulator.model.families.family import Family, Parts, pre_norms, wide_norm
 from megatrain.simulator.model.families.kinds import (
     SLIDING,
     Kind,
@@ -46,12 +46,12 @@ def llama(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias),
         *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *before(c),
+        *pre_norms(c),
     )
 
 
 def mistral(c: ModelConfig, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention), *gated_mlp(c), *before(c))
+    return (*attention(c, kind.attention), *gated_mlp(c), *pre_norms(c))
 
 
 def ministral3(c: ModelConfig, kind: Kind) -> Parts:
@@ -73,7 +73,7 @@ def ernie4_5(c: ModelConfig, kind: Kind) -> Parts:
         *attention(c, kind.attention, bias=bias, out_bias=bias),
         turned,
         *gated_mlp(c, bias=bias),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -88,7 +88,7 @@ def helium(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias),
         *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *before(c, "wide"),
+        *pre_norms(c, "wide"),
     )
 
 
@@ -97,7 +97,7 @@ def arcee(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias),
         *plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias")),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -113,7 +113,7 @@ def seed_oss(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=c.flag("attention_bias"), out_bias=out_bias),
         *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -186,7 +186,7 @@ def hyperclovax(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias),
         *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *before(c),
+        *pre_norms(c),
         *norms,
         scaled,
     )
@@ -235,7 +235,7 @@ def hunyuan(c: ModelConfig, kind: Kind) -> Parts:
         *attention(c, kind.attention, bias=bias, out_bias=bias),
         *norms,
         *gated_mlp(c),
-        *before(c),
+        *pre_norms(c),
     )
 
 

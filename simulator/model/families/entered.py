@@ -97,7 +97,7 @@ _BLOOM: dict[str, Any] = {
 
 ENTERED_FAMILIES: dict[str, Family] = {
     "bloom": Family(
-        layer=bloom, entrance=_BLOOM_NORM, norm=layer_norm, norm_name="ln_f",
+        layer=bloom, embedding_norm=_BLOOM_NORM, norm=layer_norm, norm_name="ln_f",
         embedding="word_embeddings", defaults=_BLOOM,
         names={
             "hidden_size": "n_embed", "num_hidden_layers": "n_layer",
@@ -105,7 +105,7 @@ ENTERED_FAMILIES: dict[str, Family] = {
         },
     ),
     "nanochat": Family(
-        layer=nanochat, entrance="norm", norm=_final_norm,
+        layer=nanochat, embedding_norm="norm", norm=_final_norm,
         defaults={"hidden_act": "relu2"},
     ),
 }  # fmt: skip

@@ -13,8 +13,8 @@ from megatrain.simulator.model.families.parts import (
     Traffic,
     attend,
     gated_mlp,
-    joined,
     linear,
+    merge_parts,
     rms_norm,
     rotary,
     shared_input,
@@ -91,8 +91,8 @@ def experts(
 
 def shared_expert(c: ModelConfig, name: str, inner: int, *, bias: bool = False) -> Part:
     """Returns an MLP that every token passes through, and the sum with the routed experts."""
-    part = joined(gated_mlp(c, name=name, inner=inner, label=False, bias=bias))
-    return joined(
+    part = merge_parts(gated_mlp(c, name=name, inner=inner, label=False, bias=bias))
+    return merge_parts(
         (part, Part(forward=Traffic(3 * c.hidden), backward=Traffic(3 * c.hidden), mlp=f"+{inner}"))
     )
 

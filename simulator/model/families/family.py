@@ -30,7 +30,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the final norm."""
     embedding: str = "embed_tokens"
     """The name of the embedding."""
-    entrance: str = ""
+    embedding_norm: str = ""
     """The name of the norm between the embedding and the first layer. It is counted in that layer.
     Empty means that there is none."""
     positions: Callable[[ModelConfig], Tensors] | None = None
@@ -56,7 +56,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The defaults of transformers for keys that config.json may leave out."""
 
 
-def before(c: ModelConfig, weight: str = "low") -> Parts:
+def pre_norms(c: ModelConfig, weight: str = "low") -> Parts:
     """Returns the norms before attention and before the MLP, and two residual sums.
 
     `weight` is the dtype of the norms' weight product, as in `rms_norm`.
@@ -68,7 +68,7 @@ def before(c: ModelConfig, weight: str = "low") -> Parts:
     )
 
 
-def sandwich(
+def pre_and_post_norms(
     c: ModelConfig, into: tuple[str, str], out: tuple[str, str], weight: str = "low"
 ) -> Parts:
     """Returns norms before and after attention and MLP, and two residual sums.

@@ -19,7 +19,7 @@ from megatrain.simulator.model.families.experts import (
     router,
     shared_expert,
 )
-from megatrain.simulator.model.families.family import Family, Parts, before, top_k, wide_norm
+from megatrain.simulator.model.families.family import Family, Parts, pre_norms, top_k, wide_norm
 from megatrain.simulator.model.families.kinds import (
     CHUNKED,
     DENSE,
@@ -45,8 +45,8 @@ from megatrain.simulator.model.families.parts import (
     attend,
     attention,
     gated_mlp,
-    joined,
     linear,
+    merge_parts,
     residual,
     rms_norm,
     shared_input,
@@ -62,7 +62,7 @@ def minimax(c: ModelConfig, kind: Kind) -> Parts:
         experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
     )
     mixer = attention(c, kind.attention) if kind.attention == FULL else lightning(c)
-    return (*mixer, *before(c), *routed)
+    return (*mixer, *pre_norms(c), *routed)
 
 
 def minimax_layers(c: ModelConfig) -> list[str]:
@@ -81,12 +81,12 @@ def deepseek_v2(c: ModelConfig, kind: Kind) -> Parts:
         *latent_attention(c, kind.attention),
         turned,
         *deepseek_mlp(c, kind, bias=c.flag("mlp_bias")),
-        *before(c),
+        *pre_norms(c),
     )
 
 
 def latent_dense(c: ModelConfig, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *gated_mlp(c), *before(c))
+    return (*latent_attention(c, kind.attention), *gated_mlp(c), *pre_norms(c))
 
 
 def minicpm3(c: ModelConfig, kind: Kind) -> Parts:
@@ -95,13 +95,13 @@ def minicpm3(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *latent_attention(c, kind.attention),
         *mlp,
-        *before(c),
+        *pre_norms(c),
         Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)),
     )
 
 
 def glm4_moe_lite(c: ModelConfig, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *before(c))
+    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *pre_norms(c))
 
 
 def solar_open(c: ModelConfig, kind: Kind) -> Parts:
@@ -109,7 +109,7 @@ def solar_open(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, copied=True),
         *deepseek_mlp(c, kind),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -118,7 +118,7 @@ def dots1(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
         *deepseek_mlp(c, kind),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -131,7 +131,7 @@ def exaone_moe(c: ModelConfig, kind: Kind) -> Parts:
             router("mlp.gate", c.hidden, count, wide=True),
             shared_expert(c, "mlp.shared_experts", inner * c.size("num_shared_experts")),
         )
-    return (*attention(c, kind.attention, norms="head"), *mlp, *before(c))
+    return (*attention(c, kind.attention, norms="head"), *mlp, *pre_norms(c))
 
 
 def granitemoe_swa(c: ModelConfig, kind: Kind) -> Parts:
@@ -142,7 +142,7 @@ def granitemoeshared(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts
     inner, hidden = c.count("shared_intermediate_size"), c.hidden
     if not inner:
         return granitemoe(c, kind, sunk=sunk)
-    shared = joined(gated_mlp(c, inner=inner, fused=True, label=False))
+    shared = merge_parts(gated_mlp(c, inner=inner, fused=True, label=False))
     tensors = (
         ("shared_mlp.input_linear.weight", (2 * inner, hidden)),
         ("shared_mlp.output_linear.weight", (hidden, inner)),
@@ -150,7 +150,7 @@ def granitemoeshared(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts
     added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
     return (
         *granitemoe(c, kind, sunk=sunk),
-        joined((Part(tensors=tensors), *_without_tensors(shared), added)),
+        merge_parts((Part(tensors=tensors), *_without_tensors(shared), added)),
     )
 
 
@@ -166,13 +166,17 @@ def minimax_m2(c: ModelConfig, kind: Kind) -> Parts:
         router("mlp.gate", c.hidden, count, wide=True),
         experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
     )
-    return (*attention(c, kind.attention, norms="whole", copied=True), *routed, *before(c))
+    return (*attention(c, kind.attention, norms="whole", copied=True), *routed, *pre_norms(c))
 
 
 def mellum(c: ModelConfig, kind: Kind) -> Parts:
     bias = c.flag("attention_bias")
     mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False)
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
+        *mlp,
+        *pre_norms(c),
+    )
 
 
 def flex_olmo(c: ModelConfig, kind: Kind) -> Parts:
@@ -191,7 +195,7 @@ def flex_olmo(c: ModelConfig, kind: Kind) -> Parts:
 def qwen3_5(c: ModelConfig, kind: Kind) -> Parts:
     mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
     mixer = gated_delta(c, apart=True) if kind.attention == LINEAR else gated_attention(c)
-    return (*mixer, *mlp, *before(c, "wide"))
+    return (*mixer, *mlp, *pre_norms(c, "wide"))
 
 
 def llama4(c: ModelConfig, kind: Kind) -> Parts:
@@ -235,7 +239,7 @@ def llama4(c: ModelConfig, kind: Kind) -> Parts:
         return (
             *mixer,
             *gated_mlp(c, name="feed_forward", inner=c.size("intermediate_size_mlp")),
-            *before(c),
+            *pre_norms(c),
         )
     count, inner = top_k(c, "num_local_experts")[0], c.size("intermediate_size")
     every = experts("feed_forward.experts", hidden, inner, count, count, transposed=True)
@@ -244,7 +248,7 @@ def llama4(c: ModelConfig, kind: Kind) -> Parts:
         every,
         router("feed_forward.router", hidden, count),
         shared_expert(c, "feed_forward.shared_expert", inner),
-        *before(c),
+        *pre_norms(c),
     )
 
 

@@ -163,7 +163,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A text that distinguishes this MLP from others, for a layer's signature."""
 
 
-def joined(parts: tuple[Part, ...]) -> Part:
+def merge_parts(parts: tuple[Part, ...]) -> Part:
     """Returns the parts as one part: their costs are summed, and their tensors stay in order."""
     forward, backward, kept, attended, scores = Traffic(), Traffic(), Kept(), Kept(), Scores()
     for part in parts:

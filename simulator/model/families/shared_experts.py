@@ -11,7 +11,7 @@ from megatrain.simulator.model.families.experts import (
     router,
     shared_expert,
 )
-from megatrain.simulator.model.families.family import Family, Parts, bare_norm, before, top_k
+from megatrain.simulator.model.families.family import Family, Parts, bare_norm, pre_norms, top_k
 from megatrain.simulator.model.families.kinds import (
     DENSE,
     FULL,
@@ -62,7 +62,11 @@ def hy_v3(c: ModelConfig, kind: Kind) -> Parts:
             ),
             wide,
         )
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"), *mlp, *before(c))
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
+        *mlp,
+        *pre_norms(c),
+    )
 
 
 def axk1(c: ModelConfig, kind: Kind) -> Parts:
@@ -77,7 +81,7 @@ def axk1(c: ModelConfig, kind: Kind) -> Parts:
             shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts")),
             rms_norm("mlp.post_mlp_layernorm", hidden, projected=False),
         )
-    return (*latent_attention(c, kind.attention), *mlp, *before(c))
+    return (*latent_attention(c, kind.attention), *mlp, *pre_norms(c))
 
 
 def mimo(c: ModelConfig, kind: Kind) -> Parts:
@@ -130,7 +134,7 @@ def mimo(c: ModelConfig, kind: Kind) -> Parts:
         ),
         shared_input(hidden, 3),
         *mlp,
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -158,7 +162,7 @@ def ernie4_5_moe(c: ModelConfig, kind: Kind) -> Parts:
         mlp += (
             (shared_expert(c, "mlp.shared_experts", inner * shared, bias=bias),) if shared else ()
         )
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned, *mlp, *before(c))
+    return (*attention(c, kind.attention, bias=bias, out_bias=bias), turned, *mlp, *pre_norms(c))
 
 
 def hunyuan_moe(c: ModelConfig, kind: Kind) -> Parts:
@@ -184,7 +188,7 @@ def hunyuan_moe(c: ModelConfig, kind: Kind) -> Parts:
         router("mlp.gate.wg", hidden, count, wide=True),
         experts("mlp.experts", hidden, inner, count, chosen),
         shared_expert(c, "mlp.shared_mlp", inner),
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -217,7 +221,7 @@ def laguna(c: ModelConfig, kind: Kind) -> Parts:
         gate,
         shared_input(hidden, 2),
         *mlp,
-        *before(c),
+        *pre_norms(c),
     )
 
 
@@ -237,7 +241,7 @@ def aria(c: ModelConfig, kind: Kind) -> Parts:
             inner * c.size("moe_num_shared_experts"),
             bias=c.flag("mlp_bias"),
         ),
-        *before(c),
+        *pre_norms(c),
     )
 
 

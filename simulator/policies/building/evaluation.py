@@ -12,7 +12,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import SlotCache
-from megatrain.simulator.schedule import DataClass, OpId, Schedule, whole
+from megatrain.simulator.schedule import DataClass, OpId, Schedule, base_buffer
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Plan
 
@@ -61,7 +61,7 @@ class EvaluationStep:
         """Returns the pool of slots that each layer's weights stream through in training."""
         found: dict[str, str] = {}
         for op in self.training.ops:
-            for buffer in [self.training.buffer[whole(name)] for name in op.writes]:
+            for buffer in [self.training.buffer[base_buffer(name)] for name in op.writes]:
                 if buffer.data == "weights" and not (buffer.persistent or buffer.chunk):
                     found[op.layer] = buffer.pool
         return found

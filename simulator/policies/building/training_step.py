@@ -108,7 +108,7 @@ class _Compute:
         longest = max(
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
         )
-        saved = model.most_saved_bytes(work.tokens, work.sequence, work.dtype)
+        saved = model.max_saved_bytes(work.tokens, work.sequence, work.dtype)
         builder.slots(
             "device.checkpoints",
             len(self.blocks) - len(self.offloaded) + min(len(self.offloaded), 2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatrain.runtime.data.bad_rows import BadRows, in_words
+from megatrain.runtime.data.bad_rows import BadRows, describe_bad_rows
 from megatrain.runtime.data.formats import BadRow
 
 HERE = Path("rows.jsonl")
@@ -27,11 +27,11 @@ def test_a_thousand_kinds_are_told_apart_and_all_rows_are_counted() -> None:
     kinds = dict(bad._kinds.values())
     assert len(kinds) == 1000
     assert kinds[f"rows.jsonl:1000: reason {spelt(999)} at 7"] == 2
-    assert in_words(bad.count, bad.shown).endswith("; 998 for other reasons")
+    assert describe_bad_rows(bad.count, bad.shown).endswith("; 998 for other reasons")
 
 
 def test_one_row_is_no_rows() -> None:
     assert (
-        in_words(1, (("rows.jsonl:1: no `text`", 1),))
+        describe_bad_rows(1, (("rows.jsonl:1: no `text`", 1),))
         == "1 bad row left out, the first of each kind: rows.jsonl:1: no `text`"
     )

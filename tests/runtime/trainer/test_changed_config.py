@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.layers.model_config import completed, differences
+from megatrain.runtime.layers.model_config import differences, full_config
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
@@ -240,7 +240,7 @@ def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
         "num_key_value_heads": 2,
         "vocab_size": 96,
     }
-    config = completed(
+    config = full_config(
         ModelSpec.from_config({"model_type": family, **sizes, **changes}, "config.json")
     )
     assert {key: getattr(config, key) for key in changes} == changes
@@ -269,5 +269,5 @@ def test_a_value_that_transformers_refuses_is_one_line() -> None:
             r" accepts; fix: correct"
         ),
     ) as caught:
-        completed(model)
+        full_config(model)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatrain.experiments.commands import (
+from megatrain.experiments.cli.commands import (
     calibrate,
     check,
     compare,
@@ -24,8 +24,8 @@ from megatrain.experiments.commands import (
     sweep,
     train,
 )
-from megatrain.experiments.options import OneLineParser
-from megatrain.experiments.script import interrupted, interruptible, path_error
+from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.cli.program import interrupted, interruptible, path_error
 from megatrain.simulator.base.errors import RunError, UserError
 
 VERBS = {
@@ -107,7 +107,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as error:
         return interrupted("megatrain", error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

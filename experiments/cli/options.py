@@ -242,7 +242,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
 
 def _against_documents(args: argparse.Namespace, model: ModelSpec) -> str | None:
     """Returns the reason why attention cannot stay within a document, or None if it can."""
-    return model.against_documents(args.seq) or (
+    return model.documents_obstacle(args.seq) or (
         "--attention cudnn, which does not support document lengths"
         if args.attention == "cudnn"
         else None

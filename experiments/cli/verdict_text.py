@@ -279,7 +279,7 @@ def _bar(sizes: dict[str, int], whole: int) -> str:
 
 def _suggestion(entry: Suggestion) -> str:
     """Returns a line on one change and its gain or the memory that it saves."""
-    name = f"{entry.change} (not in the runtime yet)" if entry.would else entry.change
+    name = f"{entry.change} (not in the runtime yet)" if entry.unsupported else entry.change
     if entry.gain is not None and entry.tokens_per_second is not None:
         return f"{name}: {entry.gain:+.0%}, {entry.tokens_per_second:,.0f} tokens/s"
     saved = f"saves {format_bytes(entry.bytes_saved)}" if entry.bytes_saved > 0 else ""
@@ -289,7 +289,7 @@ def _suggestion(entry: Suggestion) -> str:
 
 def _several(verdict: Verdict) -> list[str]:
     """Returns the lines on several GPUs, if the verdict has them."""
-    several = verdict.several
+    several = verdict.multi_gpu
     if several is None:
         return []
     fits = (
@@ -318,7 +318,7 @@ def _training(verdict: Verdict) -> list[str]:
         if training.energy_kwh is None
         else (
             f"{training.energy_kwh:,.1f} kWh at {training.watts:.0f}"
-            f" W{' per GPU' if verdict.several else ''}"
+            f" W{' per GPU' if verdict.multi_gpu else ''}"
         )
     )
     return [

@@ -20,9 +20,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.experiments import options
-    from megatrain.experiments.compared_run import compare_run
-    from megatrain.experiments.html_report.page import write_page
+    from megatrain.experiments.cli import options
+    from megatrain.experiments.run_report.compared_run import compare_run
+    from megatrain.experiments.run_report.page import write_page
 
     path: Path = args.out or args.run / "report.html"
     compared = compare_run(args.run)

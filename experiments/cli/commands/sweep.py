@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.experiments import options
-from megatrain.experiments.commands import check
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.commands import check
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:

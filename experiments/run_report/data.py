@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from megatrain.experiments.compared_run import ComparedRun
+from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.simulator.base.units import format_bytes, format_count
 from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of, kinds_of, usage
 from megatrain.simulator.planner.assessment import activations_bytes, plan_account

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Turns the garbage collector off, and on again at the end if it was on.
 
     This saves a quarter of the time of a search: 1.8 s in place of 2.4 s on one core, for a 14B

@@ -17,8 +17,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from megatrain.experiments.compared_run import compare_run
-    from megatrain.experiments.pictures import draw_run
+    from megatrain.experiments.run_report.compared_run import compare_run
+    from megatrain.experiments.run_report.pictures import draw_run
     from megatrain.simulator.base.files import write_json
     from megatrain.simulator.compare.error_table import format_report
     from megatrain.simulator.plots.perfetto import save_trace

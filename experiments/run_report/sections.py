@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from megatrain.experiments import report
-from megatrain.experiments.compared_run import ComparedRun
-from megatrain.experiments.html_report.tables import Cell, OpRow, table
-from megatrain.experiments.html_report.why import reasons, rivals
+from megatrain.experiments.run_report.compared_run import ComparedRun
+from megatrain.experiments.run_report.tables import Cell, OpRow, table
+from megatrain.experiments.run_report.why import reasons, rivals
 from megatrain.simulator.base.files import read_json, read_text
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
 from megatrain.simulator.compare.error_table import signed_percent
@@ -125,7 +124,7 @@ def plan(run: ComparedRun) -> str:
     ]
     rows += [
         [
-            report.PLACEMENT_LABELS[field]
+            verdict_text.PLACEMENT_LABELS[field]
             .format("")
             .replace("  ", " ")
             .replace(" of ", " ")

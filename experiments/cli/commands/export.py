@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatrain.experiments import options
+from megatrain.experiments.cli import options
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

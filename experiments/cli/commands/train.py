@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from megatrain.experiments import options
+from megatrain.experiments.cli import options
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.simulator.base.errors import UserError
 
@@ -210,8 +210,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
     """Trains with the lock held, draws the loss, and prints a summary."""
-    from megatrain.experiments.pictures import draw_loss, read_record
-    from megatrain.experiments.progress import ProgressBars
+    from megatrain.experiments.cli.progress import ProgressBars
+    from megatrain.experiments.run_report.pictures import draw_loss, read_record
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 

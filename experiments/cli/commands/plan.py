@@ -10,9 +10,9 @@ import argparse
 import os
 from pathlib import Path
 
-from megatrain.experiments import options, report
-from megatrain.experiments.commands import check
-from megatrain.experiments.uncollected import uncollected
+from megatrain.experiments.cli import options, verdict_text
+from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import UserError
 
 
@@ -35,7 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@uncollected()
+@without_garbage_collection()
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     )
     found = check.choices(args, hardware, source, named)
     verdicts, best = [summarize(choice, hardware) for choice in found], found[0]
-    print(report.text(explain(best, hardware, check.policies(args.policy))))
+    print(verdict_text.text(explain(best, hardware, check.policies(args.policy))))
     if len(found) > 1:
-        print("\nthe best plan of each policy:\n" + report.table(verdicts))
+        print("\nthe best plan of each policy:\n" + verdict_text.table(verdicts))
     if not best.feasible:
         raise UserError(
             str(args.out),
             found="no plan that fits; nothing was written",
-            allowed=report.limits(verdicts[0]),
+            allowed=verdict_text.limits(verdicts[0]),
             fix=best.account.advice,
         )
     best.plan.save(args.out)

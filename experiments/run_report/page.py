@@ -14,9 +14,9 @@ from string import Template
 
 import msgspec
 
-from megatrain.experiments.compared_run import ComparedRun
-from megatrain.experiments.html_report import sections
-from megatrain.experiments.html_report.data import pictures
+from megatrain.experiments.run_report import sections
+from megatrain.experiments.run_report.compared_run import ComparedRun
+from megatrain.experiments.run_report.data import pictures
 from megatrain.simulator.base.files import read_text, write_text
 
 _SCRIPTS = ("axes.js", "view.js", "timeline.js", "memory.js", "loss.js", "page.js")

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.experiments import report
-from megatrain.experiments.compared_run import ComparedRun
+from megatrain.experiments.cli import verdict_text
+from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.engine.evaluator import bounds
@@ -92,7 +92,7 @@ def _margins(run: ComparedRun) -> list[str]:
         return []
     return [
         f"{line}."
-        for line in report.margins(
+        for line in verdict_text.margins(
             msgspec.structs.replace(summarize(choice, run.hardware), one_more_gib=bought)
         )
     ]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.experiments import options
+from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatrain.experiments.hardware_file import write_hardware
+    from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.calibrate import calibrate
     from megatrain.simulator.hardware.machine import HardwareSpec
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatrain.experiments.allocation_bar import allocation_bar
+from megatrain.experiments.cli.allocation_bar import allocation_bar
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 
 if TYPE_CHECKING:

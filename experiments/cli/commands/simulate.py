@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megatrain.experiments import options
+from megatrain.experiments.cli import options
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.experiments.commands.check import as_json
+    from megatrain.experiments.cli.commands.check import as_json
     from megatrain.simulator.base.units import format_bytes, format_seconds
     from megatrain.simulator.costs import cost_model
     from megatrain.simulator.engine.discrete_event import makespan_ns, simulate

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megatrain.experiments import options
-from megatrain.experiments.uncollected import uncollected
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -145,9 +145,9 @@ def with_cores(hardware: HardwareSpec, cores: int | None) -> HardwareSpec:
     )
 
 
-@uncollected()
+@without_garbage_collection()
 def run(args: argparse.Namespace) -> int:
-    from megatrain.experiments import report
+    from megatrain.experiments.cli import verdict_text
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.verdict.multi_gpu import check_gpus
     from megatrain.simulator.verdict.verdict import explain, summarize
@@ -167,10 +167,10 @@ def run(args: argparse.Namespace) -> int:
         print(
             json.dumps({"policies": [as_json(verdict) for verdict in verdicts]})
             if args.json
-            else report.table(verdicts)
+            else verdict_text.table(verdicts)
         )
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else 2
     verdict = explain(found[0], hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens)
-    print(json.dumps(as_json(verdict)) if args.json else report.text(verdict))
+    print(json.dumps(as_json(verdict)) if args.json else verdict_text.text(verdict))
     return 0 if verdict.feasible else 2

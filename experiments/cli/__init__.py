@@ -1,0 +1,1 @@
+"""The `megatrain` command: its verbs, their options, and what it prints."""

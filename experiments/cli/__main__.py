@@ -1,0 +1,7 @@
+"""Runs the `megatrain` command: `python -m megatrain.experiments.cli`."""
+
+import sys
+
+from megatrain.experiments.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Files that several programs read and write, and the digest of source files."""
