@@ -1,6 +1,4 @@
-"""What every test shares: hypothesis without deadlines, `cuda` tests skipped where there is no GPU,
-and a maker of small plans.
-"""
+"""Setup that all tests share: the hypothesis profile, the skip of `cuda` tests, small plans."""
 
 from __future__ import annotations
 
@@ -43,12 +41,13 @@ MODEL_KEYS = {
     "vocabulary": "vocab_size",
     "tied": "tie_word_embeddings",
 }
-"""short names of what the tests vary"""
+"""Keys of config.json by the short names that tests give them."""
 
 
 def small_model(name: str = "small", **changes: Any) -> ModelSpec:
-    """A model of a few thousand parameters. `changes`: short names (`MODEL_KEYS`) or keys of
-    config.json.
+    """Returns a model of a few thousand parameters.
+
+    `changes` are short names (`MODEL_KEYS`) or keys of config.json.
     """
     sizes = {
         "family": "llama",
@@ -69,8 +68,9 @@ def small_model(name: str = "small", **changes: Any) -> ModelSpec:
 
 
 def small_plan(policy: str = "double_buffer", **changes: Any) -> Plan:
-    """A plan for a model of a few thousand parameters. `changes` may name any field of the model,
-    the workload, the knobs or the plan.
+    """Returns a plan for a model of a few thousand parameters.
+
+    `changes` may name any field of the model, the workload, the knobs or the plan.
     """
 
     def chosen(into: type, **defaults: Any) -> dict[str, Any]:

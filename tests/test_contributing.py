@@ -1,6 +1,4 @@
-"""The worked examples of docs/adding.md are a policy and an optimizer that work, and the targets
-that CONTRIBUTING.md names exist.
-"""
+"""Tests that the examples of docs/adding.md work, and that the targets in CONTRIBUTING.md exist."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ def saved(name: str, folder: Path) -> str:
 
 @pytest.fixture
 def example(tmp_path: Path) -> str:
-    """The guide's policy, saved outside the package; its path."""
+    """Path of the guide's policy, saved outside the package."""
     return saved("pinned.py", tmp_path)
 
 
 @pytest.fixture
 def lion(tmp_path: Path) -> str:
-    """The guide's optimizer, likewise."""
+    """Path of the guide's optimizer, saved outside the package."""
     return saved("lion.py", tmp_path)
 
 
@@ -102,7 +100,7 @@ def test_the_example_executes_with_the_bits_of_another_policy(
                 ]
             )
     assert results[0] == results[1]
-    assert results[0][-1][0] < results[0][0][0], "it learns"
+    assert results[0][-1][0] < results[0][0][0], "the loss does not fall"
 
 
 def test_the_example_says_what_it_cannot_do(make_plan: Callable[..., Plan], example: str) -> None:

@@ -1,7 +1,6 @@
-"""README.md, CONTRIBUTING.md and docs/: their links lead somewhere, the files that they name exist,
-and the README stays short.
+"""Tests of README.md, CONTRIBUTING.md and docs/: links, named files, and the README's length.
 
-`make docs` checks the links a second time, with those of the results' pages.
+`make docs` checks the links too, and those of the results' pages.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _PLACES = {
 
 
 def prose(text: str) -> str:
-    """The text without its fenced blocks."""
+    """Returns the text without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
+    """Returns the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -38,7 +37,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.is_file(), target  # a folder would be no page of the site
+        assert file.is_file(), target  # a folder is not a page of the site
         assert file.is_relative_to(ROOT), target
         if anchor:
             assert anchor in anchors(file), target

@@ -1,5 +1,7 @@
-"""The small breakages of a module: cosmic-ray's operators, those that keep types, and one that
-leaves a statement out.
+"""The breakages that mutation testing tries on a module.
+
+Most are operators of cosmic-ray. One more removes a statement. Breakages that would only fail the
+type check are left out.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ OPERATORS = [*(OperatorProvider()[name]() for name in _NAMES), RemoveStatement()
 
 
 def breakages(path: Path) -> dict[int, list[tuple[Operator, int]]]:
-    """Every breakage of the module: line -> the operator, and which of its occurrences."""
+    """Returns every breakage of the module: by line, the operator and which of its occurrences."""
     nodes, found = list(ast_nodes(get_ast(path.read_text()))), {}
     for operator in OPERATORS:
         for occurrence, line in enumerate(
@@ -124,8 +126,9 @@ class _Plain(ast.NodeTransformer):
 
 
 def plain(source: str) -> str | None:
-    """The program without annotations, without how a parameter may be passed, and without `strict`
-    of a zip, an assertion. None for what is no program.
+    """Returns a dump of the program in which only its behavior is left, or None for a syntax error.
+
+    Annotations, the ways a parameter may be passed, and the `strict` of a zip are removed.
     """
     try:
         return ast.dump(_Plain().visit(ast.parse(source)))

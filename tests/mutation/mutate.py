@@ -45,8 +45,9 @@ RECORDED = (
 
 
 def record(files: list[str]) -> None:
-    """Runs test files, each once, under coverage.py; without `files` those that were not recorded
-    yet.
+    """Runs each of the test files once under coverage.py.
+
+    Without `files`, it runs those that were not recorded yet.
     """
     CACHE.mkdir(exist_ok=True)
     every = [
@@ -79,11 +80,14 @@ def record(files: list[str]) -> None:
 
 
 class Executing:
-    """Which tests execute a line. What a fixture executes counts for every test of its file."""
+    """Knows which tests execute each line.
+
+    What a fixture executes counts for every test of its file.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        """of each test that passed"""
+        """Duration of each test that passed."""
         self.lines: dict[str, dict[int, set[str]]] = {}
         for report in sorted(CACHE.glob("*.xml")):
             passed = {
@@ -106,8 +110,10 @@ class Executing:
         )
 
     def tests(self, path: str, lines: set[int], *, everywhere: bool = False) -> list[str]:
-        """Those that execute one of `lines`, the narrowest first. `everywhere`: the lines are a
-        whole module's, and the fastest tests come first.
+        """Returns the tests that execute one of `lines`, the test that executes the fewest lines
+        first.
+
+        With `everywhere`, the lines are a whole module's, and the fastest tests come first.
         """
         tests = set().union(*(self.lines[path][line] for line in lines))
         return sorted(
@@ -115,7 +121,7 @@ class Executing:
         )
 
     def within(self, tests: list[str], limit_s: float) -> list[str]:
-        """The first of `tests` that take `limit_s` in all, and at least three."""
+        """Returns the first of `tests` that together take at most `limit_s`, and at least three."""
         ends = accumulate(self.seconds[test] for test in tests)
         return [
             test
@@ -133,7 +139,10 @@ def _id(case: ElementTree.Element) -> str:
 
 
 class Breakage:
-    """One small change of a module: `before` and `after` are the changed lines, stripped."""
+    """One small change of a module.
+
+    `before` and `after` are the changed line, stripped.
+    """
 
     def __init__(self, path: str, line: int, operator: Any, occurrence: int) -> None:
         self.path, self.line = path, line
@@ -153,8 +162,9 @@ class Breakage:
 def sample(
     paths: list[str], count: int, seed: int, executing: Executing
 ) -> list[tuple[Breakage, list[str]]]:
-    """`count` breakages, each with its tests: lines at equal distances through all modules, and of
-    each line one breakage at random.
+    """Returns about `count` breakages, each with the tests that execute it.
+
+    The lines are at equal distances through all modules. Each line gets one breakage at random.
     """
     chance = random.Random(seed)
     modules = sorted(
@@ -205,8 +215,9 @@ def sample(
 
 
 def run(paths: list[str], count: int, seed: int, at_least: float, seconds: float) -> int:
-    """Prints a line for each breakage and a table of the modules. 1 where a smaller share than
-    `at_least` was noticed.
+    """Prints a line for each breakage and a table of the modules.
+
+    Returns 1 if the share of noticed breakages is below `at_least`, and 0 otherwise.
     """
     executing = Executing()
     equivalent = {
@@ -275,7 +286,7 @@ def main() -> int:
         "--seconds",
         type=float,
         default=60.0,
-        help="for the tests of one breakage, as they took when recorded",
+        help="most time for the tests of one breakage, by their recorded durations",
     )
     options = parser.parse_args()
     if options.command == "record":

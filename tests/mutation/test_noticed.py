@@ -1,5 +1,6 @@
-"""The tests notice most small breakages of the simulator and the runtime: `make mutation`,
-`docs/mutation.md`.
+"""Test that the tests notice most breakages of the simulator and the runtime.
+
+`make mutation` runs it and `docs/mutation.md` explains it.
 """
 
 from __future__ import annotations

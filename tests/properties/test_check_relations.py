@@ -1,5 +1,6 @@
-"""What `check` says, held to relations from outside: more of anything is no slower, advice keeps
-its word, the choice is the best of what it names.
+"""Properties of `check` on random models, machines and workloads.
+
+More memory or speed is no slower, advice is correct, and the chosen plan is the best.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ STREAMING = (
 )
 UNIFIED = ("dgx-spark", "apple-m4-max", "ryzen-ai-max-395-128gb")
 SLOWER = 1.005
-"""the most by which more memory or speed may make a step longer: a search that tries some plans of
-many may miss the best by a little"""
+"""How much longer a step may become with more memory or speed.
+
+The search tries only some plans, so it may miss the best one by a little.
+"""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -59,8 +62,9 @@ class Case(msgspec.Struct, frozen=True):
     machine: str
     work: Workload
     device: float
-    """of the machine's device memory, what may be used; so too the next"""
+    """Share of the machine's device memory that may be used."""
     host: float
+    """Share of the machine's host memory that may be used."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -107,7 +111,10 @@ Relation = Callable[[st.DataObject, Case], None]
 
 
 def related(**machines: Any) -> Callable[[Relation], Callable[..., None]]:
-    """A relation as two tests: four draws of small models, and 200 of any, at night."""
+    """Makes two tests of a relation.
+
+    One has four examples of small models. The other, for the nightly run, has 200 of any model.
+    """
 
     def decorate(relation: Relation) -> Callable[..., None]:
         def test(many: bool) -> None:
@@ -117,7 +124,7 @@ def related(**machines: Any) -> Callable[[Relation], Callable[..., None]]:
                 suppress_health_check=list(HealthCheck),
                 derandomize=not many,
                 phases=[Phase.explicit, Phase.reuse, Phase.generate],
-            )  # a draw says enough as it is, and each try of a smaller one would take seconds
+            )  # no shrinking: each smaller example would take seconds
             @given(st.data(), cases(SMALL + LARGER if many else SMALL, **machines))
             def drawn(data: st.DataObject, case: Case) -> None:
                 relation(data, case)
@@ -173,7 +180,7 @@ def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
 
 @related()
 def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
-    """What is said to fit fits, and the gain is found within a point of what is said."""
+    """A plan that advice says fits does fit, and its gain is within one percentage point."""
     before = case.judged(advise=True)
     entries = [entry for entry in before.advice if entry.options and entry.fits]
     assume(entries)
@@ -205,7 +212,7 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
 
 @related()
 def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case: Case) -> None:
-    """Of sequences a micro-batch, and of tokens in one sequence."""
+    """The largest batch and the longest sequence fit, and one more does not."""
     before, what = case.judged(), data.draw(st.sampled_from(["batch", "sequence"]))
     most = before.largest_batch if what == "batch" else before.longest_context
     if not most:
@@ -213,7 +220,7 @@ def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case
         return
     held = {} if what == "batch" else {"batch": 1}
     assert case.judged(workload=msgspec.structs.replace(case.work, **held, **{what: most})).feasible
-    more = most + (1 if what == "batch" else 2)  # bytes are rounded
+    more = most + (1 if what == "batch" else 2)  # sizes are rounded, so one more may fit
     if more <= (2**20 if what == "batch" else 2**24):
         assert not case.judged(
             workload=msgspec.structs.replace(case.work, **held, **{what: more})
@@ -235,8 +242,9 @@ def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case
 
 @related(machines=STREAMING)
 def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case) -> None:
-    """With `--policy all` they are listed too, as what they are, and the choice is the fastest of
-    those that the runtime executes.
+    """With `--policy all`, other systems are listed as prediction only.
+
+    The choice is still the fastest policy that the runtime executes.
     """
     hardware, model = HardwareSpec.load(case.machine), ModelSpec.load(case.model)
     own, peer = (
@@ -259,8 +267,10 @@ def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case)
 
 @related(machines=STREAMING)
 def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case) -> None:
-    """State comes up and goes down once a step; a gradient goes down for each contribution, and
-    comes up for each but the first.
+    """The bytes of each kind of copy follow from the plan.
+
+    State is loaded and saved once a step. A gradient is saved for each contribution and loaded for
+    each but the first.
     """
     work = msgspec.structs.replace(
         case.work, clipping="global", accumulation=data.draw(st.sampled_from([1, 2, 5]))

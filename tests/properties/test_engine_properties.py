@@ -1,5 +1,7 @@
-"""Properties of the two players, on random programs and on the plans that policies make, each
-checked from the spans alone.
+"""Properties of the simulator and the evaluator on random schedules and on the plans of every
+policy.
+
+Each is checked from the spans alone.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from megatrain.simulator.schedule.timeline import Timeline
 
 
 class Given(EstimatedCosts):
-    """A cost model of given durations, and of demands on host DRAM where `memory` is given: as many
-    bytes as nanoseconds, 1 GB/s.
+    """A cost model with given durations.
+
+    With `memory`, each op also demands host DRAM: as many bytes as its nanoseconds, so 1 GB/s.
     """
 
     step_overhead_ns = 0
@@ -61,7 +64,7 @@ class Given(EstimatedCosts):
 
 @st.composite
 def programs(draw: st.DrawFn) -> Schedule:
-    """Up to 16 ops on any lanes, each behind any earlier ops of other lanes."""
+    """Returns a schedule of up to 16 ops, each after any earlier ops of other lanes."""
     ops: list[Op] = []
     for index in range(draw(st.integers(1, 16))):
         lane = draw(st.sampled_from(LANES))
@@ -92,8 +95,10 @@ def cases(draw: st.DrawFn, *, contention: bool, dispatch: bool) -> tuple[Schedul
 
 
 def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
-    """Every start is the earliest that lanes and dependencies allow, every end the first nanosecond
-    by which the work is done.
+    """Asserts that every op starts and ends exactly when the rules say.
+
+    An op starts as early as its lane and its dependencies allow. It ends in the first nanosecond by
+    which its work is done.
     """
     assert [span.op for span in timeline.spans] == [op.id for op in schedule.ops]
     span = timeline.by_op
@@ -103,9 +108,7 @@ def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
                 [span[before.id].end_ns if before else 0]
                 + [span[other].end_ns for other in op.after]
             )
-            assert span[op.id].start_ns == ready + costs.dispatch_ns.get(lane, 0), (
-                op.id
-            )  # causality, FIFO, no overlap, work conservation
+            assert span[op.id].start_ns == ready + costs.dispatch_ns.get(lane, 0), op.id
             assert span[op.id].lane == lane
     for one in timeline.spans:
         done = []
@@ -142,8 +145,9 @@ def test_the_engine_plays_every_program_by_the_rules(case: tuple[Schedule, Given
 def test_the_engine_shares_host_memory_by_the_rules(
     case: tuple[Schedule, Given], memory: HostMemorySpec
 ) -> None:
-    """Every op of the link and the cpu lane asks for 1 GB/s, times its cost, of a memory that has
-    too little for all of them.
+    """Ops of the link and the cpu lane share a host memory that is too slow for all of them.
+
+    Each asks for 1 GB/s times its cost.
     """
     schedule, costs = case
     shared = Given(costs.durations, costs.contention, costs.dispatch_ns, memory)
@@ -228,8 +232,9 @@ def test_without_contention_longer_ops_end_nothing_earlier(
 def test_a_dependency_on_what_comes_later_is_played_or_named(
     schedule: Schedule, data: st.DataObject
 ) -> None:
-    """Turning one dependency round either leaves an order in which everything runs, or ends in a
-    deadlock that names a blocked op.
+    """A reversed dependency either leaves an order in which everything runs, or is a deadlock.
+
+    The error of the deadlock names every blocked op.
     """
     late = [(a, b) for a, b in itertools.combinations(schedule.ops, 2) if a.lane != b.lane]
     if not late:

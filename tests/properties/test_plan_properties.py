@@ -1,5 +1,4 @@
-"""Properties of what policies make, lowered with any knobs and played with any durations by an
-engine whose lanes slow each other.
+"""Properties of the schedules of every policy, with any knobs and on any machine.
 
 Each is checked from the schedule's ops and the timeline's spans alone.
 """
@@ -59,7 +58,7 @@ machines = st.builds(
 
 
 def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, Schedule]:
-    """A plan of `policy` with knobs drawn from all that it takes, down to the fewest of each."""
+    """Returns a plan of `policy` with random knobs, down to the smallest that it takes."""
     changes: dict[str, Any] = {
         "layers": data.draw(st.integers(1, 4)),
         "tied": data.draw(st.booleans()),
@@ -82,7 +81,7 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
     try:
         plan = make_plan(policy, **changes, weight_slots=data.draw(st.integers(1, 5)))
         return plan, policies.lower(plan)
-    except UserError:  # the policy fixes this one
+    except UserError:  # the policy does not let a plan choose the number of weight slots
         plan = make_plan(policy, **changes)
         return plan, policies.lower(plan)
 
@@ -96,8 +95,9 @@ every_policy = pytest.mark.parametrize("policy", policies.names())
 def test_any_plan_on_any_machine_plays_by_the_rules(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """With any knobs, down to the fewest slots of each: no deadlock, no race, no bound broken, no
-    link overloaded, no slot held twice.
+    """A schedule has no deadlock and no race, and keeps its lower bound.
+
+    No link is overloaded, no slot is held twice, and no pool exceeds its account.
     """
     plan, schedule = drawn(make_plan, policy, data)
     hardware = data.draw(machines)
@@ -117,8 +117,9 @@ def test_any_plan_on_any_machine_plays_by_the_rules(
 def test_no_plan_is_faster_than_its_lower_bounds(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """Neither of the plan's own step nor of one with more micro-batches, whose step a search
-    extrapolates from two.
+    """Neither the plan's own step nor a step with more micro-batches is below its lower bound.
+
+    The search extrapolates the step with more micro-batches from two.
     """
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
@@ -138,8 +139,9 @@ def test_no_plan_is_faster_than_its_lower_bounds(
 def assert_links_carry_what_they_can(
     schedule: Schedule, timeline: Timeline, costs: Datasheet, hardware: HardwareSpec
 ) -> None:
-    """Bytes of the ops that start and end within a window, on each direction of the link, and all
-    traffic where host DRAM is shared.
+    """Asserts that no link carries more bytes within a window than its rate allows.
+
+    A window counts the ops that start and end in it. Host DRAM counts as a link if it is shared.
     """
     limits = {"h2d": hardware.h2d_gb_per_s, "d2h": hardware.d2h_gb_per_s}
     loads = {
@@ -164,9 +166,7 @@ def assert_links_carry_what_they_can(
 
 
 def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
-    """From the start of the op that acquires a slot to the end of the last that uses it, it is that
-    user's.
-    """
+    """Asserts that no slot is acquired before its last user has ended."""
     begun: dict[str, int] = {}
     ended: dict[str, int] = defaultdict(int)
     for op in schedule.ops:
@@ -174,7 +174,7 @@ def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
         for slot in op.acquires:
             assert slot not in begun
             begun[slot] = span.start_ns
-            assert begun[slot] >= ended[slot], f"{op.id} takes {slot} before its last user has gone"
+            assert begun[slot] >= ended[slot], f"{op.id} acquires {slot} while it is in use"
         for name in map(base_buffer, op.buffers):
             assert schedule.buffer[name].persistent or span.start_ns >= begun[name]
             ended[name] = max(ended[name], span.end_ns)
@@ -184,9 +184,7 @@ def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
 
 
 def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timeline) -> None:
-    """Whatever overlaps, a pool's peak is at most what the account sets aside, and at the end every
-    slot is given back.
-    """
+    """Asserts that no pool's peak exceeds its account, and that every slot is released."""
     planned = account(schedule, 2**60, 2**60, None, 0).pools
     kept: dict[str, int] = defaultdict(int)
     for buffer in schedule.buffers:
@@ -200,9 +198,7 @@ def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timelin
 def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(
     make_plan: MakePlan, slots: int
 ) -> None:
-    """Where loads run ahead as far as there are slots, the peak over time is the static account's,
-    to the byte.
-    """
+    """If loads run ahead into every slot, the peak over time is exactly the account's."""
     plan = make_plan("k_buffer", weight_slots=slots, layers=6)
     schedule = policies.lower(plan)
     costs = Datasheet(
@@ -222,9 +218,7 @@ def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(
 def test_bytes_are_conserved_by_tensor_class(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """Each journey of a layer's weights or gradient is cut into copies that neither overlap nor
-    leave a gap; each layer is updated once.
-    """
+    """The copies of a tensor neither overlap nor leave a gap, and each layer is updated once."""
     plan, schedule = drawn(make_plan, policy, data)
     stack, width = plan.model.stack, DTYPE_BYTES[plan.workload.dtype]
     sums = {
@@ -252,7 +246,7 @@ def test_bytes_are_conserved_by_tensor_class(
     for kind, layer, _ in journeys:
         saved[layer] += kind == "save_gradients"
     for layer, times in saved.items():
-        # updated by the device inside backward, a layer's last contribution does not leave it
+        # the last contribution stays if the device updates the layer during backward
         last = (
             policy == "overlapped"
             and plan.workload.clipping != "global"
@@ -295,8 +289,9 @@ def test_without_contention_fewer_dependencies_end_nothing_later(
 def test_without_contention_deeper_buffers_are_no_slower(
     make_plan: MakePlan, knob: str, data: st.DataObject
 ) -> None:
-    """Of buffers that every layer goes through; more weight slots also change what is loaded at
-    all.
+    """A second gradient slot or staging buffer never makes the step longer.
+
+    Weight slots are left out, because more of them also change what is loaded.
     """
     plan, _ = drawn(make_plan, "k_buffer", data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)

@@ -1,9 +1,8 @@
-"""Schedule invariance: whatever plan executes a workload, its losses, norms, weights and moments
-are the reference's, bit for bit.
+"""Schedule invariance: every plan of a workload gives the bits of the reference.
 
-This is the runtime's main test: a race, a slot reused too early, a chunk left out or a gradient
-summed in another order is a changed bit. Every plan goes the way of a user's: with its digest,
-under limits that leave its pools not a byte, or a few, to spare.
+Losses, norms, weights and moments are compared. A race, a slot that is reused too early, a missing
+chunk or a gradient that is summed in another order changes a bit. Every plan runs as a user's does:
+with its digest, and with memory limits that leave no byte or a few to spare.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ GROUPS = (
     GroupSettings(match="*norm*", weight_decay=0.05),
 )
 SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
-"""neighbouring tensors decay differently, and copies end inside tensors: a chunk has several
-stretches"""
+"""Neighboring tensors decay differently and copies end inside tensors, so that a chunk contains
+several tensors with different settings.
+"""
 CPU = torch.device("cpu")
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 CLIPPING = get_args(Clipping)
@@ -49,7 +49,7 @@ SLOTS = {"sequential": 1, "double_buffer": 2, "k_buffer": 3, "resident": 2}
 
 @pytest.fixture(autouse=True, scope="module")
 def deterministic_mode() -> Iterator[None]:
-    """One thread a matrix product, as in the lanes: the order of its additions hangs on it."""
+    """Sets one thread for each matrix product, because the order of additions depends on it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -59,12 +59,12 @@ def deterministic_mode() -> Iterator[None]:
 
 
 class Trained(NamedTuple):
-    """What must not hang on the schedule."""
+    """The results of training that must not depend on the schedule."""
 
     losses: list[float]
     norms: list[float | None]
     tensors: dict[str, torch.Tensor]
-    """fp32, as bits: masters and both moments by name"""
+    """The bits of the fp32 masters and of both moments, by name."""
 
 
 SIMPLE = ("llama", "qwen2", "qwen3", "mistral")
@@ -79,8 +79,9 @@ OTHERS = (
     "deepseek_v3",
     "qwen3_next",
 )
-"""with layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
-buffers of a layer's own, linear attention"""
+"""Families with layers of several kinds, scaled embeddings, capped logits, biases in the head,
+experts, buffers of a layer, or linear attention.
+"""
 
 
 def model_of(
@@ -122,8 +123,10 @@ def model_of(
 
 
 def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
-    """The batches of every step. From the second on a third of the labels is ignored, in the third
-    a whole sequence, and of several micro-batches one.
+    """Returns the batches of every step.
+
+    From the second step on, a third of the labels is ignored. In the third step, also a whole
+    sequence is, and one micro-batch if there are several.
     """
     generator = torch.Generator().manual_seed(7)
     steps = []
@@ -144,7 +147,7 @@ def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
 
 @functools.lru_cache(maxsize=32)
 def reference(model: ModelSpec, work: Workload) -> Trained:
-    """The yardstick's answer; once a workload."""
+    """Returns what the reference trains, computed once for each workload."""
     weights = random_weights(0)
     masters = {
         layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
@@ -157,10 +160,10 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
     ]
     if work.clipping in ("global", "layer"):
         assert all(norm is not None and norm > 2 * SETTINGS.max_norm for _, norm in results), (
-            "clipping is to be active in every step"
+            "clipping must be active in every step"
         )
     if work.clipping == "update":
-        assert min(yardstick.scales) < 0.9, "updates are to be clipped"
+        assert min(yardstick.scales) < 0.9, "updates must be clipped"
     tensors = {
         f"{layer} {name}": tensor
         for layer, named in yardstick.masters.items()
@@ -177,7 +180,7 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
         for name, tensor in tensors.items()
         if name.endswith("moment 2") and not tensor.count_nonzero()
     ]
-    assert not moved, f"no gradient ever reached {moved}"
+    assert not moved, f"no gradient reached {moved}"
     return Trained([loss for loss, _ in results], [norm for _, norm in results], as_bits(tensors))
 
 
@@ -186,7 +189,7 @@ def as_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def execute(plan: Plan) -> Trained:
-    """The runtime's answer."""
+    """Returns what the runtime trains."""
     with Executor(plan, config_of(plan.model), SETTINGS, CPU, threads=ONE_THREAD) as executor:
         state = executor.state
         state.load(random_weights(0))
@@ -217,7 +220,7 @@ def execute(plan: Plan) -> Trained:
 
 
 def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Copies of the stretches of `flat`; what pads them must have stayed zero."""
+    """Returns copies of the tensors in `flat`, and asserts that the padding is zero."""
     made, offset = {}, 0
     for tensor in layer.tensors:
         made[tensor.name] = flat[offset : offset + tensor.elements].clone().view(tensor.shape)
@@ -231,7 +234,7 @@ def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
 def planned(
     policy: str, model: ModelSpec, work: Workload, knobs: Knobs, spare_bytes: int = 0
 ) -> Plan:
-    """With its digest, and limits `spare_bytes` above what its pools need."""
+    """Returns a plan with its digest and with limits `spare_bytes` above what its pools need."""
     plan = Plan(
         policy=policy,
         hardware="",
@@ -263,9 +266,7 @@ def assert_invariant(plan: Plan) -> None:
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Any layer's weights, low plane, moments and gradient anywhere; any activations stored or
-    parked, any attention kept that can be.
-    """
+    """Returns any placement of state, activations and saved attention."""
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
     able = all(map(model.can_save_attention, decoders))
     some = {
@@ -352,8 +353,9 @@ CASES += [
 def test_every_policy_in_both_dtypes_with_and_without_accumulation(
     policy: str, clipping: Any, dtype: Any, accumulation: int
 ) -> None:
-    """The same workload for all of them, with each clipping: the cases that must never be left to
-    chance.
+    """Every policy with every clipping gives the reference's bits on one workload.
+
+    These cases are too important to leave to random plans.
     """
     work = Workload(
         batch=2,
@@ -377,7 +379,10 @@ def test_every_policy_in_both_dtypes_with_and_without_accumulation(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", policies.names())
 def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: int) -> None:
-    """Of some layers, one of them stored and one parked, in blocks of two."""
+    """Saved attention of some layers changes no bit.
+
+    One of them saves its activations and one offloads its input.
+    """
     work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
     placement = Placement(saved_attention="0-1,3-4", saved_activations="3", offloaded_inputs="0")
     knobs = Knobs(
@@ -393,8 +398,10 @@ def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: 
 @pytest.mark.parametrize("host_updated", ["", "all", "e,1-2"])
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> None:
-    """Beside layers that the device updates, of which one streams whole, one in part and one not at
-    all; the next weights always ahead.
+    """The host may update some layers and the device the others.
+
+    Of the others, one streams whole, one in part and one not at all. The next weights are always
+    loaded ahead.
     """
     work = Workload(
         batch=2, sequence=16, accumulation=4 if host_updated == "e,1-2" else 1, clipping=clipping
@@ -431,8 +438,9 @@ def test_clipping_by_update_loads_second_moments_once_where_slots_hold_a_layer(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_other_family(family: str, dtype: Any) -> None:
-    """Streamed through two slots that layers of all kinds share, one layer stored, the others
-    recomputed.
+    """A model of every other family streams through two slots that layers of all kinds share.
+
+    One layer saves its activations, and the others recompute them.
     """
     work = Workload(
         batch=2, sequence=16, accumulation=2 if dtype == "fp32" else 1, dtype=dtype, loss_chunk=13

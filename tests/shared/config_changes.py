@@ -1,6 +1,4 @@
-"""Every key of a family's config, each with other values than it has: what a config.json may say,
-one key at a time.
-"""
+"""Changes of a family's config.json, one key at a time, for every key."""
 
 from __future__ import annotations
 
@@ -51,9 +49,9 @@ _NOT_CHANGED = (
     "return_dict",
 )
 _WIDTHS = ("hidden_size", "n_embd")
-"""a norm of one element makes noise of rounding"""
+"""Sizes that are never 1, because a norm of one element amplifies rounding."""
 _NOTHING_GIVEN: tuple[Any, ...] = (2, 0.5, True, "silu")
-"""tried for a key whose default is null, which does not say what it takes"""
+"""Values for a key whose default is null, which does not say what type it takes."""
 
 
 class Change(NamedTuple):
@@ -65,24 +63,27 @@ class Change(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The same in every process, and of no pattern."""
+        """A number that is the same in every process and follows no pattern."""
         return zlib.crc32(f"{self.family} {self.key} {self.value}".encode())
 
     def __str__(self) -> str:
         return f"{self.family}: {self.key} = {self.value}"
 
     def config(self) -> dict[str, Any]:
-        """The whole config.json: the few keys that make the model tiny, and this one."""
+        """Returns the whole config.json: the keys that make the model tiny, and this one."""
         return {"model_type": self.family, **base_of(self.family), self.key: self.value}
 
 
 def base_of(family: str) -> dict[str, Any]:
-    """The keys that make the family's model tiny; all others are left to its defaults."""
+    """Returns the keys that make the family's model tiny.
+
+    All others have the family's defaults.
+    """
     return {**SMALL, **OWN.get(family, {}), **TINY, **CHANGES.get(family, {})}
 
 
 def changes_of(family: str) -> Iterator[Change]:
-    """Every change of one key."""
+    """Returns every change of one key of the family's config."""
     config = tiny_config(family, **{**TINY, **CHANGES.get(family, {})}).to_dict()
     for key, value in config.items():
         if key in _NOT_CHANGED:

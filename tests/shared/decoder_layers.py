@@ -1,6 +1,4 @@
-"""Single decoder layers of transformers' models, run by themselves: the layer, what its model hands
-to it, and an attention of one kernel.
-"""
+"""Single decoder layers of transformers' models, their inputs, and an attention of one kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def layer_of(model: Any, name: str) -> Any:
-    """A decoder layer of transformers' model, whatever it calls their list."""
+    """Returns a decoder layer of transformers' model."""
     lists = [
         module
         for module in model.modules()
@@ -28,7 +26,7 @@ def layer_of(model: Any, name: str) -> Any:
 def turns_of(
     model: Any, x: torch.Tensor, positions: torch.Tensor, attention: str
 ) -> dict[str, Any]:
-    """What the model hands to its layers of positions."""
+    """Returns the arguments about positions that the model passes to its layers."""
     rotary = next(
         (module for name, module in model.named_modules() if name.endswith("rotary_emb")), None
     )
@@ -57,7 +55,7 @@ def turns_of(
 
 
 def different_layers(spec: ModelSpec) -> list[LayerSpec]:
-    """One decoder layer of each kind."""
+    """Returns one decoder layer of each kind."""
     return [
         layer
         for index, layer in enumerate(spec.decoders)
@@ -66,8 +64,9 @@ def different_layers(spec: ModelSpec) -> list[LayerSpec]:
 
 
 def register_one_kernel() -> None:
-    """Makes `one_kernel` an attention of transformers: one kernel for every family. Softcaps and
-    sinks would be another kernel's business, not another's memory.
+    """Registers the attention `one_kernel` in transformers: one kernel for every family.
+
+    Softcaps and sinks are ignored, because they change the kernel and not the memory.
     """
 
     def attend(
@@ -89,10 +88,8 @@ def register_one_kernel() -> None:
 
 
 def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
-    """Bytes that autograd keeps of `forward`, besides the storages in `given`."""
-    kept: dict[
-        int, torch.Tensor
-    ] = {}  # by storage; the tensors stay alive, so that no address is used twice
+    """Returns the bytes that autograd keeps of `forward`, without the storages in `given`."""
+    kept: dict[int, torch.Tensor] = {}  # by storage; tensors that stay alive keep their address
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in given:

@@ -1,4 +1,4 @@
-"""Optimizers outside the package, as text: with no, one and two moments."""
+"""Sources of optimizers from outside the package, with no, one and two moments."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ TWO_MOMENTA = (
 '''
 )
 TEXTS = {0: SGD, 1: saved_examples("docs/adding.md")["lion.py"], 2: TWO_MOMENTA}
-"""by their number of moments; the guide's Lion has one"""
+"""Sources by number of moments. The Lion of the guide has one."""

@@ -1,6 +1,4 @@
-"""The pages of the documentation as the tests read them: README.md, CONTRIBUTING.md and
-docs/*.md.
-"""
+"""The pages of the documentation: README.md, CONTRIBUTING.md and docs/*.md, for tests to read."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ class Block(NamedTuple):
 
 
 def read(page: str) -> str:
-    """The text of a page, by its path in the repository."""
+    """Returns the text of a page, by its path in the repository."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of a page."""
+    """Returns the fenced blocks of a page."""
     return [
         Block(page, *found)
         for found in re.findall(r"^```([^\n]*)\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)
@@ -34,19 +32,20 @@ def blocks(page: str) -> list[Block]:
 
 
 def saved_examples(page: str) -> dict[str, str]:
-    """The page's Python after which it says "Saved as `FILE`", by file."""
+    """Returns the page's Python examples that are followed by "Saved as `FILE`", by file."""
     found = re.findall(r"```python\n(.*?)```\s+Saved as `(\w+\.py)`", read(page), re.DOTALL)
     return {file: code.rpartition("```python\n")[2] for code, file in found}
 
 
 def name(page: Path) -> str:
-    """Its path in the repository."""
+    """Returns the page's path in the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 def words(line: str) -> list[str]:
-    """The words of a command line `megatrain VERB ...` or `$ megatrain VERB ...`, without the
-    comment after it and without `megatrain`.
+    """Returns the words of a command line that begins with `megatrain` or `$ megatrain`.
+
+    The comment after it and `megatrain` itself are left out.
     """
     return re.split(r" {3,}| +# ", line.removeprefix("$ "))[0].split()[1:]
 
@@ -58,4 +57,4 @@ COMMANDS = [
     for line in block.text.splitlines()
     if line.startswith(("megatrain ", "$ megatrain "))
 ]
-"""(page, line) of every command line in a fenced block that begins with `megatrain`"""
+"""The page and the line of every command in a fenced block that begins with `megatrain`."""

@@ -1,4 +1,4 @@
-"""Schedules whose pools have other names."""
+"""Schedules whose pools have other names, for tests that names of pools do not matter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from megatrain.simulator.schedule import Schedule
 
 
 def with_other_pool_names(schedule: Schedule) -> Schedule:
-    """`schedule` with every pool renamed; the new name depends on the old one alone."""
+    """Returns `schedule` with every pool renamed.
+
+    A new name depends only on the old one.
+    """
 
     def renamed(name: str) -> str:
         place, _, rest = name.partition(".")

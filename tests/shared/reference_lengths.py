@@ -1,5 +1,6 @@
-"""Variable-length attention written out: stands in for `runtime/layers/lengths.py`'s kernel where
-there is no GPU, so that all around it is tried.
+"""Variable-length attention in plain PyTorch.
+
+It replaces the kernel of `runtime/layers/lengths.py` where there is no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Tensor = torch.Tensor
 def _scores(
     starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor
 ) -> Tensor:
-    """[heads, tokens, tokens] fp64, -inf where nothing is seen."""
+    """Returns fp64 scores [heads, tokens, tokens], -inf for tokens that are not attended to."""
     index = torch.arange(query.shape[0], device=query.device)
     document = torch.searchsorted(starts.long(), index, right=True)
     behind = index[:, None] - index[None, :]
@@ -35,13 +36,13 @@ def _each_head(pairs: Tensor, query: Tensor) -> Tensor:
 def forward(
     starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `lengths.forward`, whose shapes are checked here."""
+    """Computes `lengths.forward` and checks the shapes of its arguments."""
     output, log_sum_exp = _Attention.apply(starts, longest, left, scale, query, key, value)
     return output, log_sum_exp
 
 
 class _Attention(torch.autograd.Function):
-    """Its backward is that of what was kept, as with the aten ops."""
+    """An attention whose backward uses what the forward saved, as the aten ops do."""
 
     @staticmethod
     def forward(
@@ -99,7 +100,7 @@ def backward(
     output: Tensor,
     log_sum_exp: Tensor,
 ) -> tuple[Tensor, ...]:
-    """As `lengths.backward`, from what a forward left (Dao, arXiv 2307.08691, section 2.3)."""
+    """Computes `lengths.backward` from what a forward saved (arXiv 2307.08691, section 2.3)."""
     assert output.shape == query.shape
     assert log_sum_exp.shape == (query.shape[1], query.shape[0])
     above = gradient.double()
@@ -119,8 +120,9 @@ def backward(
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For models of which a fused kernel computes the scores, on any device and in any dtype;
-    returns the sizes of `starts`, call by call.
+    """Installs this attention for models that have a fused kernel, on any device and in any dtype.
+
+    Returns a list that grows by the size of `starts` with each call.
     """
     called: list[int] = []
 

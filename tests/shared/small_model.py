@@ -1,5 +1,6 @@
-"""A model of 0.6 billion parameters, for tests of the planner: a search takes a fraction of a
-second.
+"""A model of 0.6 billion parameters, for tests of the planner.
+
+A search takes a fraction of a second.
 """
 
 from __future__ import annotations

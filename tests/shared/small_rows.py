@@ -1,4 +1,4 @@
-"""Small rows to read, a workload for them, and whether two lists of batches are the same."""
+"""Small training rows, a workload for them, and a comparison of batches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ BOTTOM = [{"text": f"hello {number} world"} for number in range(50)]
 
 
 def same(left: list[Batch], right: list[Batch]) -> bool:
+    """Returns whether two lists of batches are equal."""
     return all(
         a is b is None or torch.equal(a, b)
         for x, y in zip(left, right, strict=True)

@@ -1,4 +1,4 @@
-"""What tests of checkpoints save, and the bits that they compare."""
+"""A saved run and the bits of its state, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run_of(step: int, loss: float | None = None) -> RunState:
 
 
 def everything(running: Any) -> dict[str, bytes]:
-    """Bits of weights, low planes and moments, with nothing owed."""
+    """Returns the bits of weights, low halves and moments after the deferred update."""
     running.executor.flush_update()
     return {
         name: tensor.clone().view(torch.uint8).numpy().tobytes()

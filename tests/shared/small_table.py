@@ -1,4 +1,4 @@
-"""A calibration of a few points, and a copy that it has."""
+"""A calibration of a few points, and a copy of a few bytes."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 160},
 }
-"""what a family needs besides, so that the model is small"""
+"""Keys that only this family has, so that its model is small too."""
 
 
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:

@@ -1,4 +1,4 @@
-"""Tiny multimodal models whose language model is trained inside of them."""
+"""Tiny multimodal models whose language model is trained."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def config_of(kind: str) -> Any:
 
 
 def save(kind: str, folder: Path) -> Any:
-    """Random weights, norms among them, saved by transformers into `folder`; the model."""
+    """Saves a model with random weights, also of norms, into `folder`, and returns it."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config_of(kind))
     with torch.no_grad():

@@ -1,5 +1,6 @@
-"""Every family's tiny model, its weights and batches, and what tells a step of ours from one of
-transformers' whole model.
+"""A tiny model of every family, to compare a step of the runtime with one of transformers.
+
+It has weights, batches, gradients of both, and their difference.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 16, "full_attention_interval": 2, "mlp_only_layers": [2]},
     "phi3": {"sliding_window": 8},
     "starcoder2": {"sliding_window": 8},
-    "deepseek_v3": {"num_key_value_heads": 4},  # it has as many as heads, whatever its config says
+    "deepseek_v3": {"num_key_value_heads": 4},  # the model ignores another number
     "gpt_neox": {"rotary_pct": 0.5},
     "deepseek_v2": {"num_key_value_heads": 4},
     "dots1": {"sliding_window": 8, "max_window_layers": 2},
@@ -173,20 +174,27 @@ CHANGES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
 }
-"""on top of tiny_families: layers of several kinds, windows shorter than a row, caps and
-multipliers that matter"""
+"""Changes of the configs in tiny_families, so that every feature matters: layers of several kinds,
+windows shorter than a row, softcaps and multipliers.
+"""
 BF16_BOUND = 0.02
-"""of a gradient's largest element: three units of its 8 bits. Ours is rounded in other places: the
-head's summed chunk by chunk in fp32, so are the embedding's rows and the micro-batches
+"""Bound of the difference, relative to a gradient's largest element: three units of bf16's 8 bits.
+
+The runtime rounds in other places than transformers. It sums the gradients of the head's chunks, of
+the embedding's rows and of the micro-batches in fp32.
 """
 
 
 ROUNDED = {"codegen": 0.025, "gptj": 0.025}
-"""bounds in bf16 where a bias of a norm, whose gradient is the sum over all tokens, is rounded more
-often than in other families"""
+"""Bounds in bf16 of families whose norms have a bias.
+
+Its gradient is a sum over all tokens and is rounded more often.
+"""
 CANCELLED = {"jais2": 2e-5, "persimmon": 5e-5, "stablelm": 2e-5}
-"""bounds in fp32 where gradients of norms of queries and keys, 1e-4 at most, are what is left of
-terms that cancel: 3e-9 off"""
+"""Bounds in fp32 of families whose gradients of query and key norms nearly cancel.
+
+They are 1e-4 at most, and their error is 3e-9.
+"""
 
 
 def model_of(family: str, **changes: Any) -> ModelSpec:
@@ -195,7 +203,10 @@ def model_of(family: str, **changes: Any) -> ModelSpec:
 
 
 def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Every tensor another one, norms around one half and biases not zero."""
+    """Returns random weights for a tensor.
+
+    Each tensor gets other values. Those of norms are around one half, and biases are not zero.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{layer} {tensor}".encode()))
     if tensor.endswith("e_score_correction_bias"):
         return torch.randn(shape, generator=generator) * 0.1
@@ -203,8 +214,9 @@ def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def as_loaded(model: Any) -> Any:
-    """The model with parameters and buffers as `from_pretrained` makes them: buffers computed in
-    fp32, where `from_config` computes some in the model's dtype.
+    """Gives the model the buffers that `from_pretrained` makes.
+
+    It computes buffers in fp32, while `from_config` computes some in the model's dtype.
     """
     match_from_pretrained(model, model.dtype)
     for module in model.modules():
@@ -215,23 +227,21 @@ def as_loaded(model: Any) -> Any:
 
 
 def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
-    """transformers' model with the same weights."""
+    """Returns transformers' model with the same weights."""
     dtype = torch.float32 if plan.workload.dtype == "fp32" else torch.bfloat16
     model = as_loaded(AutoModelForCausalLM.from_config(config, dtype=dtype).train())
     stack, saved = DecoderStack.of(model), model.state_dict().keys()
     with torch.no_grad():
         for layer in plan.model.stack.values():
             for tensor in layer.tensors:
-                master = weights(
-                    layer.name, tensor.name, tensor.shape
-                )  # its high plane is rounded with ties away from zero
+                master = weights(layer.name, tensor.name, tensor.shape)
                 model.get_parameter(hub_name(layer.name, tensor.name, stack)).copy_(
                     master if dtype == torch.float32 else round_to_bf16(master)
                 )
         for index, layer in enumerate(stack.layers_of(model)):
             for name, buffer in layer.named_buffers():
                 if hub_name(str(index), name, stack) not in saved:
-                    continue  # tables that transformers makes anew
+                    continue  # transformers computes these tables
                 buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
     return model
 
@@ -240,7 +250,7 @@ Tensors = dict[tuple[str, str], torch.Tensor]
 
 
 def gradients_of(running: Any) -> Tensors:
-    """What the last step left, fp32."""
+    """Returns the gradients of the last step in fp32."""
     found: Tensors = {}
     for layer in running.plan.model.stack.values():
         buffer, offset = running.executor.schedule.state["gradients", layer.name], 0
@@ -269,11 +279,11 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
 
 
 def difference(ours: Tensors, theirs: Tensors) -> float:
-    """The largest over the tensors of the largest difference, relative to the tensor's largest
-    element, or to 1e-4 where that is less.
+    """Returns the largest relative difference of any tensor.
 
-    A gradient that small is what is left of terms that cancel: without rotary positions that of a
-    key's bias is zero but for rounding.
+    A difference is relative to the tensor's largest element, or to 1e-4 if that is more. A smaller
+    gradient is the rest of terms that cancel: without rotary positions, the gradient of a key's
+    bias is zero except for rounding.
     """
     assert ours.keys() == theirs.keys()
     return max(
@@ -289,7 +299,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(plan: Plan, seed: int = 0) -> list[Batch]:
-    """Micro-batches of random tokens, of which each has another number of labels."""
+    """Returns micro-batches of random tokens, each with another number of labels."""
     work, generator = plan.workload, torch.Generator().manual_seed(seed)
     batches = []
     for micro in range(work.accumulation):
@@ -308,7 +318,10 @@ def scale_of(batches: Sequence[Batch]) -> float:
 def compare(
     running: Any, batches: list[Batch], loss: torch.Tensor, model: Any, bound: float
 ) -> None:
-    """A step of ours against `loss` of theirs, whose backward is still to come."""
+    """Asserts that a step of the runtime has the loss and the gradients of transformers' model.
+
+    `loss` is transformers' loss before its backward pass.
+    """
     result = running.executor.step(batches, rate=0.0, number=1)
     loss.backward()
     assert result.loss == pytest.approx(float(loss.detach()), rel=bound)
@@ -326,20 +339,24 @@ PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] *
 LEFT = torch.tensor([[-1] * 6 + [0] * 18, [0] * 24])
 RIGHT = torch.tensor([[0] * 17 + [-1] * 7, [0] * 24])
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
-"""families with linear attention, or a state-space mixer: transformers' own packing lets its state
-pass from document to document"""
+"""Families with linear attention or a state-space mixer.
+
+If transformers packs documents, the state passes from document to document.
+"""
 DOCUMENTED = [family for family in FAMILIES if family not in CANNOT_SEPARATE_DOCUMENTS]
 
 
 def packed_bound(family: str) -> float:
-    """Of a gradient in fp32 with documents. Linear attention and state-space mixers cut a row into
-    other chunks than a document alone, so their sums round otherwise.
+    """Returns the bound of a gradient in fp32 with documents.
+
+    Linear attention and state-space mixers cut a row into other chunks than a single document, so
+    sums round differently.
     """
     return 4e-5 if family in LINEAR else CANCELLED.get(family, 1e-5)
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
-    """Labels stand at padding too, and at a document's end: the first must not count."""
+    """Returns a batch with `documents`, whose padding has labels that must not count."""
     ids, labels, _ = drawn(plan)[0]
     return Batch(ids, labels, documents)
 

@@ -1,4 +1,4 @@
-"""Two calibrations of one machine: what agrees, what does not, and when the machine is called
+"""Tests of comparing two calibrations of one machine: which numbers differ and which parts are
 noisy.
 """
 
@@ -25,7 +25,10 @@ CALIBRATIONS = Path(__file__).parents[1] / "shared" / "calibrations"
 
 
 def machine(factor: float, stated: float, slow: int = 0, **changes: Any) -> HardwareSpec:
-    """Twenty points of a curve and a layer; `slow` of the points take half as long again."""
+    """Returns a machine with 20 points of a curve and one layer.
+
+    The `slow` smallest points take 1.5 times as long.
+    """
     points = tuple(
         (size, round(1000 * size * factor * (1.5 if size <= slow else 1))) for size in range(1, 21)
     )
@@ -52,6 +55,7 @@ def test_numbers_agree_within_both_spreads() -> None:
 
 
 def test_one_number_that_moved_is_told_and_is_no_noise() -> None:
+    """One or two numbers that differ are listed, but do not make a machine noisy."""
     found = agreement(machine(1, 0.03), machine(1, 0.03, slow=2))
     assert [difference.name for difference in found.differences] == ["norm 1", "norm 2"]
     assert found.differences[0].change == 0.5
@@ -60,7 +64,7 @@ def test_one_number_that_moved_is_told_and_is_no_noise() -> None:
 
 
 def test_a_part_is_noisy_by_its_own_numbers() -> None:
-    """Three of the host's twenty moved, of a table with a hundred layers that did not."""
+    """The host is noisy if 3 of its 20 numbers differ, even if 100 numbers of the device agree."""
     shapes = {f"a/{rows}x1-bf16": (rows, 10**6 * rows) for rows in range(1, 101)}
     more: dict[str, Any] = {
         "compute": {"forward": shapes},
@@ -74,6 +78,7 @@ def test_a_part_is_noisy_by_its_own_numbers() -> None:
 
 
 def test_whose_number_each_is() -> None:
+    """Each number belongs to the host, the link or the device."""
     names = {
         name: agreement_module._part(name)
         for name in agreement_module._numbers(
@@ -113,6 +118,7 @@ def test_whose_number_each_is() -> None:
 
 
 def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
+    """Two calibrations of one H200, ten minutes apart, show that only its host is noisy."""
     first, later = (
         HardwareSpec.load(str(CALIBRATIONS / f"noisy-host{name}.toml")) for name in ("", "-later")
     )
@@ -154,7 +160,7 @@ OF_THE_MACHINE = [
 
 
 def everything(times: float = 1.0, **changes: Any) -> HardwareSpec:
-    """Every number that has no op's size or shape, `times` as large."""
+    """Returns a machine with every number that has no size or shape of an op, times `times`."""
     told: dict[str, Any] = msgspec.to_builtins(
         msgspec.structs.replace(machine(1, 0.0), duplex_curve=((2**20, 20.0),))
     )
@@ -196,7 +202,7 @@ def test_what_was_measured_with_other_layers_is_not_compared() -> None:
 
 
 def test_zeros_stand_for_what_this_machine_has_not() -> None:
-    """As without a GPU."""
+    """A zero means not measured, as without a GPU, and is not compared."""
     nothing = FixedCosts(
         launch_ns=5000, event_ns=0, first_touch_gb_per_s=5.0, registration_gb_per_s=0.0
     )

@@ -1,6 +1,4 @@
-"""What is written aside is whole or absent, and what a dead writer has left goes, but nothing
-else.
-"""
+"""Tests of atomic writes: a file is whole or absent, and what a dead writer left is removed."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from megatrain.simulator.base.files import write_text
 
 
 def die_while_writing(target: Path, *, folder: bool) -> None:
-    """In a process of its own."""
+    """Kills a child process while it writes."""
     child = os.fork()
     if child == 0:
         made = AtomicWrite(target, folder=folder)
@@ -34,7 +32,7 @@ def test_what_a_dead_writer_has_left_is_removed_by_the_next(tmp_path: Path, fold
 
 
 def test_others_are_left_alone(tmp_path: Path) -> None:
-    """Those of another target, of a writer that lives, of the user."""
+    """Files of another target, of a live writer and of the user stay."""
     die_while_writing(tmp_path / "other.toml", folder=False)
     mine = [".plan.toml.original", ".plan.toml.swp", "plan.toml.aside-1234"]
     for name in mine:
@@ -65,7 +63,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, folder: bool, error: type[Base
 def test_one_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As another writer may do that sees it in between."""
+    """A temporary file that another writer removes before it is locked is made again."""
     real, locked = aside.fcntl.flock, []
 
     def remove_the_first(handle: int, how: int) -> None:
@@ -83,7 +81,7 @@ def test_one_that_is_removed_before_it_is_locked_is_made_again(
 def test_a_file_system_without_locks_is_written_to_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But what others have left stays: it cannot be known whether they live."""
+    """Without locks, a file is written, and what others left stays because they may be alive."""
     die_while_writing(tmp_path / "out", folder=False)
 
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Costs read off a calibration: interpolation, what is scaled and flagged, what is refused."""
+"""Tests of costs from a calibration: interpolation, extrapolation, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 
 def forward(batch: int | str) -> Op:
-    """Of 10 FLOPs a sequence; of another shape 1 FLOP."""
+    """Returns a forward op of `batch` sequences with 10 FLOPs each, or of a shape with 1 FLOP."""
     if isinstance(batch, str):
         return Op(id="F0.m0", lane="compute", flops=1, shape=batch)
     return Op(id="F0.m0", lane="compute", flops=10 * batch, shape=SHAPE.format(batch))
@@ -122,8 +122,10 @@ def test_token_counts_between_are_interpolated_and_others_scaled_and_flagged() -
 
 
 def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> None:
-    """At 1,024 tokens a sequence 10 ns a sequence of them, at 2,048 1 ns a 1,024 tokens more, for
-    whatever attends; the head does not.
+    """Between two measured sequence lengths, the time of a token grows linearly.
+
+    Here 1,024 tokens take 10 ns in a sequence of 1,024 and 1 ns more in one of 2,048. The head does
+    not attend, so its time does not depend on the sequence length.
     """
     shapes = {
         SHAPE.format(8): (80, 80),
@@ -168,8 +170,10 @@ def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagge
 
 
 def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
-    """80 us of 8,192 tokens at 1,024 tokens a sequence, 240 at 2,048: 160 between, of the full
-    recompute's own time.
+    """The time that saved attention saves is interpolated between the measured sequence lengths.
+
+    For 8,192 tokens, it saves 80 us at 1,024 tokens a sequence, 240 us at 2,048, and so 160 us
+    between.
     """
     full, long = SHAPE.format(8), SHAPE.format(4).replace("x1024-", "x2048-")
     shapes = {
@@ -198,8 +202,10 @@ def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
 
 
 def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
-    """A decoder layer's: 2 bytes more a parameter where it is the first of several, 6 where it is
-    added; a tied table is always one of two.
+    """A summed gradient costs the time of the bytes that it moves more.
+
+    For each parameter of a decoder layer, that is 2 bytes for the first contribution and 6 for each
+    further one. A tied embedding always has two contributions.
     """
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b")
     compute = {
@@ -256,8 +262,10 @@ def test_workspace_is_a_line_over_the_tokens() -> None:
 
 
 def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
-    """As on an H200, where chunks of 2,048 tokens were measured at 1, 3 and 6 of them: 4,096 tokens
-    take what 6,144 do, to the slope of these two.
+    """A head of one chunk is not used to interpolate the workspace of several chunks.
+
+    The numbers are an H200's, measured with 1, 3 and 6 chunks. The workspace of two chunks is on
+    the line through those of three and six.
     """
     model = ModelSpec.load("qwen2.5-3b")
     one, three, six = (
@@ -273,8 +281,10 @@ def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
 
 
 def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_formula() -> None:
-    """Of 151,936 words at 2,048: less logits, 12 bytes each, and where there are several chunks the
-    sum of their gradients, 4 bytes each.
+    """The workspace of a head with another number of chunks follows from the formula.
+
+    The model has 151,936 words and a hidden size of 2,048. A token fewer saves 12 bytes for each
+    word. Several chunks also need the sum of their gradients, 4 bytes for each parameter.
     """
     model, head = ModelSpec.load("qwen2.5-3b"), 6 * 10**9
     known = {
@@ -359,7 +369,10 @@ def test_every_compute_op_has_an_amount(make_plan: Callable[..., Plan]) -> None:
 def test_layers_that_differ_are_looked_up_apart(
     make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec]
 ) -> None:
-    """Every other layer slides over 4 tokens: fewer FLOPs, another shape; slots fit the largest."""
+    """Layers of different kinds have different shapes and FLOPs.
+
+    Here every other layer has a sliding window of 4 tokens.
+    """
     model = make_model(
         family="gemma2", hidden=32, head_dim=8, sliding_window=4, hidden_activation="silu"
     )

@@ -1,7 +1,7 @@
-"""What fits at most, where the host is too small and state moves to the device.
+"""Tests of the largest batch that fits, on machines whose host memory is too small for all state.
 
-State that is there needs no slots to stream through; the vocabulary's gradient moves first, because
-its slot is as large. Of the checkpoints the host may hold only some.
+Some state is then resident on the device and needs no slots. The vocabulary's gradient moves first,
+because its slot is as large. The host may hold only some of the checkpoints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every number of an error report, on timelines whose answers are known by hand."""
+"""Tests of the error report: every number, on small timelines whose answers are known."""
 
 from __future__ import annotations
 
@@ -89,13 +89,14 @@ def test_error_of_each_kind() -> None:
 
 
 def test_a_kind_weighs_what_the_step_would_gain_by_foretelling_it_exactly() -> None:
+    """A kind's part of the step's error is how much its measured durations change the step."""
     kinds = {
         kind.kind: kind for kind in report().kinds
-    }  # predicted 90 ms; with forward's measured durations 95, with backward's 90, of 100
+    }  # 90 ms predicted and 100 measured; 95 with measured forward, 90 with backward
     assert kinds["forward"].of_step == pytest.approx(-0.05)
     assert kinds["backward"].of_step == 0
     assert kinds["load_weights"].of_step == pytest.approx(0.02), (
-        "its first load ends 2 ms earlier, its second hides either way"
+        "the first load ends 2 ms earlier, and the second one is hidden"
     )
 
 
@@ -105,7 +106,7 @@ def test_parts_of_the_step_add_up_to_it_and_their_errors_to_its() -> None:
     compute, h2d, waiting = result.parts
     assert (compute.predicted_seconds, compute.measured_seconds) == (0.08, 0.085)
     assert (h2d.predicted_seconds, h2d.measured_seconds) == (0.01, 0.009), (
-        "the first load, and in the run the second's beginning"
+        "the first load, and in the measured run the beginning of the second"
     )
     assert (waiting.predicted_seconds, waiting.measured_seconds) == (0.0, 0.006)
     assert sum(part.predicted_seconds for part in result.parts) == pytest.approx(
@@ -120,7 +121,7 @@ def test_parts_of_the_step_add_up_to_it_and_their_errors_to_its() -> None:
 def test_all_steady_steps_against_the_prediction_with_the_host_s_time_outside() -> None:
     steps = report(
         step_seconds={3: 0.1, 4: 0.125, 5: 0.08}, overhead_ns=10 * MS
-    ).steps  # 100 ms foretold
+    ).steps  # 100 ms predicted
     assert steps is not None
     assert (steps.count, steps.predicted_seconds, steps.median_seconds) == (3, 0.1, 0.1)
     assert (steps.median_error, steps.p95_abs_error) == (0.0, pytest.approx(0.25))
@@ -207,7 +208,7 @@ def test_order_violations_are_found_beyond_the_tolerance() -> None:
     broken = {**MEASURED, "F0.m0": (7, 32), "B1.m0": (53.99, 100)}
     result = report(
         broken
-    )  # F0 1 ms before its load has ended; B1 10 us before F1: within the clocks' skew
+    )  # F0 starts 1 ms before its load ends; B1 10 us before F1, within the tolerance
     assert [msgspec.structs.astuple(bad) for bad in result.violations] == [
         ("F0.m0", "W0f", "dependency", MS)
     ]
@@ -223,7 +224,7 @@ def test_first_divergence_is_the_first_start_that_durations_do_not_explain() -> 
     replayed = timeline("replayed", REPLAYED)
     late = report(
         replayed=replayed
-    ).first_divergence  # F0 and F1 start 1 ms late, not more than 1 % of the step; B1 7 ms
+    ).first_divergence  # F0 and F1 are 1 ms late, which is 1 % of the step; B1 is 7 ms late
     assert late is not None
     assert (late.op, late.measured_start_ns, late.replayed_start_ns, late.late_ns) == (
         "B1.m0",
@@ -341,7 +342,7 @@ def test_report_as_text_is_aligned_and_signed() -> None:
             line.lower().startswith(word) or f". {word}" in line.lower()
             for line in lines
             if ":" in line
-        ), "a column that nothing explains"
+        ), "a column has no explanation"
     assert (
         "\nfirst divergence: B1.m0 started at 60.000 ms instead of 53.000 ms, 7.000 ms later than"
         " the measured durations explain,\n" in text

@@ -1,5 +1,5 @@
-"""Sharing: the figures measured on H200 machines through the engine itself, and what any sharing
-must keep.
+"""Tests of lanes that slow each other: rates measured on H200 machines, and properties of any
+machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ COPY, PARAMETERS = 2**28, 10**8
 
 
 def machine_b() -> CostModel:
-    """64 cores, DeepSpeed's CPUAdam at 10.0e9 parameters/s, host DRAM as fitted to h200.md's
-    rates.
+    """Returns costs of an H200 with 64 cores and a CPUAdam of 10.0e9 parameters/s.
+
+    Its host DRAM is fitted to the rates in h200.md.
     """
     hardware = msgspec.structs.replace(
         HardwareSpec.load("h200"), cpu_update_per_s=10e9, host_memory=HostMemorySpec(gb_per_s=220.0)
@@ -38,8 +39,9 @@ def machine_b() -> CostModel:
 
 
 def reached(*lanes: str) -> dict[str, float]:
-    """10^9 bytes (copies) or parameters (cpu) a second on each of `lanes` kept busy, as the engine
-    plays it, until the first runs dry.
+    """Returns the simulated rate of each of `lanes` while all of them are busy.
+
+    The unit is 10^9 bytes (copies) or parameters (cpu) a second.
     """
     ops = []
     for lane, kind in (("h2d", "W"), ("d2h", "G"), ("cpu", "UC")):
@@ -79,8 +81,10 @@ def reached(*lanes: str) -> dict[str, float]:
 def test_what_was_measured_on_machine_b_comes_out_of_the_engine(
     lanes: tuple[str, ...], measured: dict[str, float]
 ) -> None:
-    """h200.md, 2026-11-21. Under both directions 18 to 22 GB/s each were seen: the middle is
-    taken.
+    """The simulated rates are those measured in h200.md, 2026-11-21.
+
+    With all three lanes busy, 18 to 22 GB/s were measured in each direction. The middle is
+    compared.
     """
     assert reached(*lanes) == {
         lane: pytest.approx(rate, rel=0.1) for lane, rate in measured.items()
@@ -88,7 +92,11 @@ def test_what_was_measured_on_machine_b_comes_out_of_the_engine(
 
 
 def test_several_gpus_share_the_host() -> None:
-    """h200.md: 4 GPUs 43 GB/s H2D each and 21.7 both ways, 2 GPUs 55 and 38.9; 175 GB/s in all."""
+    """GPUs share the 175 GB/s of a host.
+
+    Measured in h200.md: 4 GPUs get 43 GB/s each in one direction and 21.7 in both, 2 GPUs get 55
+    and 38.9.
+    """
     assert link_gb_per_s(1, 55.4, 50.3, 175.0) == (55.4, 50.3)
     assert link_gb_per_s(4, 55.4, 50.3, 175.0) == (
         pytest.approx(43, rel=0.05),
@@ -108,7 +116,10 @@ def test_several_gpus_share_the_host() -> None:
     [(0.11, 1.673, 0.980), (0.235, 1.996, 0.879), (0.922, 2.644, 0.683), (1.483, 3.211, 0.568)],
 )
 def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: float) -> None:
-    """Measured on an H200, 2026-11-21: AdamW beside a 7B layer's forward."""
+    """An update during a forward pass slows both as measured on an H200, 2026-11-21.
+
+    The update is AdamW, and the forward pass is a layer of a 7B model.
+    """
     sharing = ContentionModel(
         {"update": {"compute": 0.1}, "compute": {"update": 0.9}},
         None,
@@ -165,9 +176,9 @@ def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
 def test_nothing_is_shared_where_nothing_is_named() -> None:
     assert ContentionModel({}).demand("h2d", 2**20, 1000) is None
     assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
-    assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("d2h", 0, 1000) is not None, "it disturbs"
+    assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("d2h", 0, 1000) is not None, "it slows h2d"
     assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("d2h", 2**20, 0) is None, (
-        "it is over before it began"
+        "a copy without duration demands nothing"
     )
 
 
@@ -192,12 +203,14 @@ def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
         900_000,
         800_000,
         PARTS,
-    ), "DRAM is what the factor between them measured"
+    ), "shared DRAM replaces the factors between lanes that use it"
 
 
 def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
-    """The cores keep more than the pairs' product; a small copy loses to the other direction what
-    the curve says, and to the cores what large ones lose.
+    """A rate that was measured with three busy lanes replaces the product of the pairs.
+
+    A small copy is also slowed by the other direction as the curve says, and by the cores as a
+    large one is.
     """
     pairs = {
         "cpu": {"h2d": 0.8, "d2h": 0.6, "h2d+d2h": 0.65},
@@ -224,7 +237,7 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
     )
     alone = ContentionModel({"cpu": {"h2d": 1.0, "d2h": 1.0, "h2d+d2h": 0.65}})
     assert all(alone.demand(lane, 2**20, 1000) for lane in ("h2d", "d2h", "cpu")), (
-        "who is named in a three alone is seen too"
+        "a lane that is only named in a group of three counts too"
     )
     assert alone.rates((Demand("h2d"), Demand("d2h"), Demand("cpu"))) == (PARTS, PARTS, 650_000)
     without = ContentionModel(
@@ -269,7 +282,7 @@ def test_a_host_memory_out_of_range_is_refused() -> None:
         HostMemorySpec(gb_per_s=100.0, cpu_weight=0.0)
 
 
-# ---- what holds for any machine
+# ---- properties of any machine
 
 memories = st.builds(
     HostMemorySpec,
@@ -305,12 +318,12 @@ def test_sharing_exceeds_nothing_and_wastes_nothing(
     )
     used = sum(demand.traffic * rate for demand, rate in zip(busy, rates, strict=True))
     assert all(1 <= rate <= cap <= PARTS for rate, cap in zip(rates, without_memory, strict=True))
-    assert used <= capacity * PARTS, "never more than there is"
+    assert used <= capacity * PARTS, "the demands exceed the memory's rate"
     if rates != without_memory:
         assert used > capacity * PARTS - sum(demand.traffic for demand in busy), (
-            "who is held back is held back by a full memory, up to rounding"
+            "a lane is slowed although the memory is not full"
         )
-    assert sharing.rates(busy[::-1]) == rates[::-1], "in whatever order they are named"
+    assert sharing.rates(busy[::-1]) == rates[::-1], "the order of the demands must not matter"
 
 
 @given(factors, memories, speeds, st.floats(1, 3))

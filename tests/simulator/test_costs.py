@@ -1,6 +1,4 @@
-"""Cost models: the datasheet against figures that were measured, and what both kinds have in
-common.
-"""
+"""Tests of cost models: the datasheet against measured times, and what all cost models share."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def datasheet(name: str) -> Datasheet:
 
 
 def forward(batch: int | str) -> Op:
-    """Of 10 FLOPs a sequence; of another shape 1 FLOP."""
+    """Returns a forward op of `batch` sequences with 10 FLOPs each, or of a shape with 1 FLOP."""
     if isinstance(batch, str):
         return Op(id="F0.m0", lane="compute", flops=1, shape=batch)
     return Op(id="F0.m0", lane="compute", flops=10 * batch, shape=SHAPE.format(batch))
@@ -43,7 +41,10 @@ def forward(batch: int | str) -> Op:
     ("size", "rate"), [(1, 38.4), (4, 49.8), (16, 53.5), (64, 55.0), (256, 55.4)]
 )
 def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float) -> None:
-    """GB/s of pinned H2D copies of so many MiB, measured 2026-11-21 on an H200 (PCIe 5.0 x16)."""
+    """The datasheet's rate of a pinned H2D copy is the measured one.
+
+    `size` is in MiB and `rate` in GB/s, measured on an H200 (PCIe 5.0 x16) on 2026-11-21.
+    """
     assert size * 2**20 / datasheet("h200").duration_ns(load(size * 2**20)) == pytest.approx(
         rate, rel=0.001
     )
@@ -54,7 +55,7 @@ def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float)
     [(0.25, 18.0), (1, 40.1), (4, 50.6), (16, 54.1), (64, 54.9), (256, 55.3), (2048, 55.4)],
 )
 def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float) -> None:
-    """GB/s of pinned D2H copies of so many MiB, likewise."""
+    """The datasheet's rate of a pinned D2H copy is the measured one, in the same units."""
     costs, op = datasheet("h200"), Op(id="G0.c0", lane="d2h", bytes=round(size * 2**20))
     assert op.bytes / costs.duration_ns(op) == pytest.approx(rate, rel=0.001)
     assert not costs.extrapolated(op)
@@ -70,7 +71,7 @@ def test_a_copy_beyond_the_curve_goes_on_along_its_end_and_is_flagged() -> None:
     assert costs.duration_ns(load(2**32)) / costs.duration_ns(load(2**31)) == pytest.approx(
         2, rel=0.01
     )
-    assert 10_000 < costs.duration_ns(load(1)) < 12_000, "ns that a copy takes however small"
+    assert 10_000 < costs.duration_ns(load(1)) < 12_000, "the time in ns of the smallest copy"
 
 
 def test_a_link_without_a_curve_is_a_latency_and_a_rate() -> None:
@@ -129,11 +130,13 @@ def test_two_memories_are_not_unified_however_fast_the_link() -> None:
 def test_the_datasheet_gives_the_measured_time_of_a_layer(
     name: str, batch: int, measured_ms: tuple[float, float], allowed: float
 ) -> None:
-    """Forward, and forward and backward, of one eager decoder layer, sequences of 1024, measured
-    2026-11-21 on an H200; no rate is fitted to them.
+    """The datasheet's time of an eager decoder layer is near the measured one.
 
-    Per token a measured layer takes 5 to 12 % longer with 64 sequences than with 8, so that one
-    rate of products cannot be within 5 % everywhere.
+    `measured_ms` has the forward pass, and forward and backward together, of sequences of 1024
+    tokens, measured on an H200 on 2026-11-21. No rate is fitted to them.
+
+    A measured layer takes 5 to 12 % longer per token with 64 sequences than with 8, so no single
+    rate of matrix products can be within 5 % of all.
     """
     model, workload = ModelSpec.load(f"qwen2.5-{name}"), Workload(batch=batch, sequence=1024)
     costs = cost_model(HardwareSpec.load("h200"), model, workload)
@@ -149,8 +152,10 @@ def test_the_datasheet_gives_the_measured_time_of_a_layer(
     [("F0.m0", 10_441_424), ("R0.m0", 10_520_768), ("B0.m0", 21_368_805), ("Hh.m0", 183_843_990)],
 )
 def test_the_datasheet_gives_the_time_of_ops_in_a_run(op: str, measured_ns: int) -> None:
-    """Qwen2.5-3B, 32 x 1024 tokens on an H200, of the table in experiments/results/h200-qwen2.5-3b
-    (2026-11-21).
+    """The datasheet's time of an op is near that in a measured run.
+
+    The run is experiments/results/h200-qwen2.5-3b: Qwen2.5-3B, 32 x 1024 tokens, on an H200 on
+    2026-11-21.
     """
     costs = Datasheet(
         HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b"), Workload(batch=32, sequence=1024)
@@ -165,8 +170,10 @@ def test_the_datasheet_gives_the_time_of_ops_in_a_run(op: str, measured_ns: int)
 def test_the_datasheet_gives_the_measured_time_of_attention(
     sequence: int, forward: float, backward: float
 ) -> None:
-    """Flash attention's TFLOP/s, causal, 28 heads of 128, measured 2026-11-21 on an H200, its
-    backward counted as 2.5 forwards.
+    """The datasheet's rate of attention is near the measured one.
+
+    `forward` and `backward` are TFLOP/s of causal flash attention with 28 heads of 128, on an H200
+    on 2026-11-21. A backward pass counts as 2.5 forward passes.
     """
     hardware = HardwareSpec.load("h200")
     reached = (
@@ -200,8 +207,9 @@ def test_the_datasheet_knows_every_op_of_every_policy(
 def test_sums_of_ratios_read_the_gradient_and_the_second_moment(
     make_plan: Callable[..., Plan],
 ) -> None:
-    """6 bytes a parameter with bf16 gradients, of which a norm reads 2; in a table that knows none,
-    the datasheet's, flagged.
+    """Clipping by update reads 6 bytes a parameter with bf16 gradients, while a norm reads 2.
+
+    A calibration that did not measure it uses the datasheet's time and flags it.
     """
     plan = make_plan("resident", clipping="update")
     hardware = HardwareSpec.load("h200")
@@ -247,8 +255,10 @@ def together(hardware: HardwareSpec, *ops: Op) -> tuple[int, ...]:
 def test_ops_of_one_size_cost_the_same(
     make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]
 ) -> None:
-    """The players ask once a size; a difference that `Schedule.sizes` overlooked would be a wrong
-    duration.
+    """All ops of one size have the same cost.
+
+    The simulator and the evaluator compute a cost once for each size, so a difference that
+    `Schedule.sizes` misses would be a wrong duration.
     """
     plan = make_plan(policy, **changes)
     schedule = policies.lower(plan)
@@ -269,7 +279,7 @@ def test_ops_of_one_size_cost_the_same(
         assert (op.kind, op.lane) == (sizes.ops[size].kind, sizes.ops[size].lane)
     replayed = Replayed(evaluate(schedule, costs))
     assert evaluate(schedule, replayed) == evaluate(schedule, costs), (
-        "a replayed op has a duration of its own"
+        "each replayed op has its own duration"
     )
 
 
@@ -332,7 +342,9 @@ def compute(kind: str, model: ModelSpec, work: Workload) -> Op:
 
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
 def test_documents_cost_flash_attention_over_whole_rows(kind: str) -> None:
-    """Not cuDNN's rate, where the machine names it for a plan without."""
+    """With documents, attention costs the rate of flash attention, even if a plan without uses
+    cuDNN.
+    """
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     packed, flash, cudnn = (
         Datasheet(hardware, model, work)
@@ -348,6 +360,7 @@ def test_documents_cost_flash_attention_over_whole_rows(kind: str) -> None:
 
 
 def test_a_mask_for_documents_costs_the_hidden_pairs_too_and_is_flagged() -> None:
+    """If documents need a mask, attention also computes the masked pairs and is flagged."""
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     packed, plain = (
         Datasheet(hardware, model, packed_as(documents, dtype="fp32"))
@@ -376,6 +389,10 @@ def test_scores_that_are_written_out_cost_the_same_with_documents() -> None:
 def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flagged(
     measured_with: bool,
 ) -> None:
+    """Costs measured with documents predict a plan without them, and the reverse.
+
+    What depends on documents is flagged.
+    """
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     measured, wanted = packed_as(measured_with), packed_as(not measured_with)
     ops = {kind: compute(kind, model, measured) for kind in ("forward", "head")}
@@ -395,7 +412,7 @@ def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flag
     assert [(costs.duration_ns(op), costs.extrapolated(op)) for op in others] == [
         (1000, True),
         (1000, False),
-    ], "the usual attention is flash; the head has none"
+    ], "only attention depends on documents, and the head has none"
     assert costs.activations_bytes(model, wanted) == 77
     assert costs.workspace(model, wanted) == Workspace(layer=5, head=6)
     chosen = packed_as(False, attention="cudnn")

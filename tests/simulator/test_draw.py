@@ -1,6 +1,4 @@
-"""Pictures: there, of the stated width, whole, different where what they show differs, and refused
-where there is nothing to show.
-"""
+"""Tests of picture files: their size, what changes them, and what is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def timeline(plan: Plan, name: str = "predicted", stretch: int = 1) -> Timeline:
 
 
 def size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG, from its first chunk; its end must be there too."""
+    """Returns the width and height of a PNG, and asserts that the file is complete."""
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert data.endswith(b"IEND\xaeB`\x82")
@@ -59,7 +57,7 @@ def test_timelines_are_drawn_with_a_panel_each(
     assert width == WIDTH_PIXELS
     assert one < two
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.png", "two.png"], (
-        "nothing is left aside"
+        "no temporary file is left"
     )
 
 
@@ -107,7 +105,7 @@ def test_memory_has_a_panel_for_each_place_in_use(tmp_path: Path) -> None:
     assert size(tmp_path / "both.png")[0] == size(tmp_path / "device.png")[0] == WIDTH_PIXELS
     assert size(tmp_path / "both.png")[1] > 1.5 * size(tmp_path / "device.png")[1]
     assert (tmp_path / "device.png").read_bytes() != (tmp_path / "over.png").read_bytes(), (
-        "the limit is shown"
+        "the limit is not drawn"
     )
 
 
@@ -127,7 +125,10 @@ def test_many_pools_of_one_class_and_unknown_ones_are_drawn(tmp_path: Path) -> N
 
 
 def test_a_place_of_many_pools_is_as_tall_as_its_legend(tmp_path: Path) -> None:
-    """Or its last pools stand in the legend of the place below."""
+    """A panel is tall enough for its legend.
+
+    Otherwise its last pools would be in the legend of the panel below.
+    """
     heights = []
     for count in (3, 24):
         pools = {f"device.pool{number}": [(0, GIB), (10, 2 * GIB)] for number in range(count)}
@@ -167,7 +168,7 @@ def test_errors_are_drawn_with_a_row_for_each_kind_lane_and_part(
         policy,
     )
     assert (tmp_path / "other.png").read_bytes() != (tmp_path / "errors.png").read_bytes(), (
-        "busy time of the lanes is drawn"
+        "the busy time of the lanes is not drawn"
     )
     (low, few), (high, many) = heights
     assert high - low == pytest.approx((many - few) * 0.27 * 150, abs=2)

@@ -1,5 +1,6 @@
-"""What the pictures say: names, numbers, bars and areas, read from the figure before it becomes a
-PNG.
+"""Tests of what the pictures show: names, numbers, bars and areas.
+
+They are read from the figure before it becomes a PNG.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SPANS = (
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were drawn."""
+    """A list to which every drawn figure is added."""
     figures: list[Figure] = []
     monkeypatch.setattr(canvas, "save", lambda figure, _: figures.append(figure))
     return figures
@@ -55,7 +56,7 @@ def texts(axes: Axes) -> list[str]:
 
 
 def heights(axes: Axes, time: float) -> list[float]:
-    """The upper edge of each stacked area at `time`."""
+    """Returns the upper edge of each stacked area at `time`."""
     found = []
     for area in axes.collections:
         corners = area.get_paths()[0].vertices
@@ -108,7 +109,10 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
 def test_memory_is_stacked_to_its_peak_below_its_limit(
     drawn: list[Figure], limit: int, said: str, line: bool
 ) -> None:
-    """A limit far above the peak is only said, so that the pools stay tall enough to be read."""
+    """Memory is stacked, with a line at its limit.
+
+    A limit far above the peak is only written, so that the pools stay tall enough to read.
+    """
     usage = {
         "device.weights": [(0, GIB), (5 * MILLISECOND, 2 * GIB)],
         "device.hidden": [(MILLISECOND, GIB), (9 * MILLISECOND, 0)],

@@ -1,5 +1,6 @@
-"""The engine: rates of busy lanes worked out by hand, deadlocks named, and the two anomalies that
-make the planner enumerate.
+"""Tests of the discrete-event simulator: rates of busy lanes, deadlocks, and two anomalies.
+
+The anomalies are why the planner enumerates candidates instead of bisecting.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def test_rates_need_not_be_the_same_both_ways() -> None:
     assert times(played) == {
         "W0": (0, 38),
         "U0": (0, 10),
-    }  # 10 ns at a quarter leave 27.5, and an end is the next whole nanosecond
+    }  # 10 ns at a quarter leave 27.5 ns of work; ends are rounded up
 
 
 def test_rates_of_several_busy_lanes_multiply() -> None:
@@ -137,7 +138,7 @@ def test_nothing_to_do_takes_no_time() -> None:
 
 
 def shorter(first: int) -> int:
-    """Makespan of four ops of which the first takes `first`, in ns; the others 1200."""
+    """Returns the makespan of four ops in ns: the first takes `first`, the others 1200."""
     schedule = program(
         ("F0", "compute", ()), ("G0", "d2h", ()), ("W0", "h2d", ("F0",)), ("F1", "compute", ("G0",))
     )
@@ -148,8 +149,9 @@ def shorter(first: int) -> int:
 
 
 def deeper(depth: int) -> int:
-    """Makespan of four streamed layers with `depth` slots for weights and for gradients, in units
-    of 1000 ns.
+    """Returns the makespan of four streamed layers with `depth` slots for weights and gradients.
+
+    The unit is 1000 ns.
     """
     ops = []
     for layer in range(4):
@@ -167,6 +169,7 @@ def deeper(depth: int) -> int:
 
 
 def test_the_anomalies_are_what_they_were() -> None:
+    """A shorter op and a deeper buffer can each make a step longer if lanes slow each other."""
     assert (shorter(1200), shorter(0)) == (2400, 2800)
     assert (deeper(2), deeper(3)) == (4, 5)
 
@@ -174,8 +177,7 @@ def test_the_anomalies_are_what_they_were() -> None:
 @pytest.mark.xfail(
     strict=True,
     reason=(
-        "an anomaly of lanes that slow each other: the op that ends earlier brings two copies"
-        " together"
+        "an anomaly of lanes that slow each other: the op that ends earlier lets two copies overlap"
     ),
 )
 def test_a_shorter_op_never_makes_it_longer() -> None:
@@ -184,7 +186,7 @@ def test_a_shorter_op_never_makes_it_longer() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="an anomaly of lanes that slow each other: the deeper buffer lets two copies meet",
+    reason="an anomaly of lanes that slow each other: the deeper buffer lets two copies overlap",
 )
 def test_a_deeper_buffer_never_makes_it_longer() -> None:
     assert deeper(3) <= deeper(2)

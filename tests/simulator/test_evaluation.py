@@ -1,5 +1,5 @@
-"""Evaluation schedules: sound under every policy, each layer once a micro-batch, no byte loaded
-twice that a slot still holds, and predictable.
+"""Tests of evaluation schedules: valid under every policy, one forward pass for each micro-batch,
+no weights loaded again while a slot holds them, and a predicted time.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ def test_it_is_a_forward_of_every_micro_batch(
         loads, rest = divmod(
             bytes_of[layer], DTYPE_BYTES["bf16"] * plan.model.stack[layer].elements
         )
-        kept = tied and layer == "e"  # the one user of its slot
+        kept = tied and layer == "e"  # no other layer uses its slot
         assert (loads, rest) == (1 if kept else accumulation, 0)
 
 
 @pytest.mark.parametrize("run", ["h200-qwen2.5-7b-24GiB", "h200-qwen2.5-7b-whole"])
 def test_its_time_is_predicted(run: str) -> None:
-    """Forward is a quarter of the compute of a step that recomputes: its FLOPs bound it below, the
-    step above.
+    """The time of an evaluation is at least its compute and at most 0.6 of a step.
+
+    A forward pass is a quarter of the compute of a step that recomputes.
     """
     plan = Plan.load(RESULTS / run / "plan.toml")
     hardware = HardwareSpec.load(str(RESULTS / run / "hardware.toml"))

@@ -1,4 +1,4 @@
-"""The static pass and the bounds, on programs small enough to work out by hand."""
+"""Tests of the evaluator and the bounds, on schedules small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_bounds_of_the_pipeline() -> None:
 
 
 def test_the_lower_bound_counts_when_a_lane_can_begin() -> None:
-    """Three updates behind one op: their lane has 30 to do, and cannot begin before 5."""
+    """The lower bound includes the time before a lane can start.
+
+    Here three updates wait for one op: their lane has 30 ns of work and cannot start before 5 ns.
+    """
     ops = (
         Op(id="C", lane="compute"),
         *(Op(id=f"UC{layer}", lane="cpu", after=("C",)) for layer in range(3)),

@@ -1,5 +1,5 @@
-"""Families against transformers' own models: every tensor by name and shape, and the bytes that
-autograd really keeps of a layer.
+"""Tests of model families against transformers' models: every tensor's name and shape, the bytes
+that autograd keeps of a layer, and FLOPs.
 """
 
 from __future__ import annotations
@@ -194,13 +194,15 @@ NAMES = [
 
 
 def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
-    """The model, shapes only."""
+    """Returns the model without memory for its weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def compare(spec: ModelSpec, model: Any) -> None:
-    """Every tensor: in decoder layers in transformers' order, outside them by name."""
+    """Asserts that both models have the same tensors: in decoder layers in the same order, and
+    outside them by name.
+    """
     ways = [
         prefix
         for prefix, module in model.named_modules()
@@ -254,12 +256,12 @@ def test_tensors_are_those_of_transformers_in_its_order(
         },
     }
     if None in changes.values():
-        given |= changes  # where null means something
+        given |= changes  # null is a value of its own for these keys
     model = skeleton(config)
     for content in (
         config.to_dict(),
         given,
-    ):  # as transformers writes it, and as people do, without what has a default
+    ):  # with all defaults, as transformers writes it, and without
         spec = ModelSpec.from_config(content, "config.json")
         compare(spec, model)
         types = getattr(config, "layer_types", None)
@@ -307,7 +309,7 @@ SAVED += [
     ("mpt", {"attn_config": {"clip_qkv": 6.0}}),
 ]
 BOUNDED = ("falcon", "codegen", "minimax")
-"""of which the prediction is an upper bound, at most two fifths more than what autograd keeps"""
+"""Families for which the prediction is an upper bound, at most 1.4 times what autograd keeps."""
 SAVED += [
     ("gemma2", {"attn_logit_softcapping": None}),
     ("stablelm", {"qk_layernorm": True}),
@@ -385,8 +387,10 @@ def test_saved_bytes_are_what_autograd_keeps(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
-    """On the CPU, where torch counts every matrix product and no attention kernel. Experts one by
-    one: it does not count grouped products.
+    """The predicted FLOPs of matrix products are those that torch counts on the CPU.
+
+    There it counts no kernel of attention. Experts run one by one, because it does not count
+    grouped products.
     """
     config, workload = config_of(family), Workload(batch=2, sequence=64)
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
@@ -404,7 +408,7 @@ def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
             layer_of(model, layer.name)(x_BSH, attention_mask=None, position_ids=positions, **turns)
         left_out = (
             ("conv",) if family == "llama4_text" else ("bmm", "conv")
-        )  # its experts are batched products
+        )  # its experts are batched matrix products
         products = sum(
             count
             for op, count in counter.get_flop_counts()["Global"].items()
@@ -417,7 +421,7 @@ def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
     ("sequence", "window"), [(64, None), (64, 16), (64, 63), (64, 64), (16, 64), (1, 16)]
 )
 def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> None:
-    """A query sees the tokens before it and half of itself, those inside its window alone."""
+    """A query attends to half of itself and to the tokens before it, within its window."""
     config = config_of("mistral", sliding_window=window)
     spec, workload = (
         ModelSpec.from_config(config.to_dict(), "config.json"),

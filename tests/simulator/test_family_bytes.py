@@ -1,10 +1,12 @@
-"""Bytes that elementwise kernels move in a decoder layer, and bytes that autograd keeps of it:
-those that are predicted against PyTorch's, for every family.
+"""Tests of predicted bytes against PyTorch, for every family.
 
-`family_bytes.toml` has the first over the second in percent, for each kind of layer of a tiny
-model: moved in the forward, in the backward, and kept. A change of a family's parts, or of
-transformers' code, changes these. To write the file again: `PYTHONPATH=typings:tests/shared python
-tests/simulator/test_family_bytes.py`.
+These are the bytes that elementwise kernels move in a decoder layer, and those that autograd keeps.
+
+`family_bytes.toml` has predicted over counted bytes in percent, for each kind of layer of a tiny
+model: moved in the forward pass, in the backward pass, and kept. They change if the parts of a
+family or the code of transformers change. To write the file again:
+
+`PYTHONPATH=typings:tests/shared python tests/simulator/test_family_bytes.py`
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ NOT_COUNTED = (
     "view",
     "_unsafe_view",
 )
-"""views, and memory that nobody has written yet"""
+"""Ops that only make views or allocate memory."""
 PRODUCTS = ("mm.", "addmm", "bmm", "_scaled_dot", "grouped_mm", "linear", "convolution")
 
 
 class Moved(TorchDispatchMode):
-    """Bytes that kernels read and write, those of products left out."""
+    """Counts the bytes that kernels read and write, without those of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +87,10 @@ class Moved(TorchDispatchMode):
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of its elements; those that an expanded tensor repeats count once."""
+    """Returns the bytes of the tensor's elements.
+
+    An element that an expanded tensor repeats counts once.
+    """
     return (
         tensor[tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())].numel()
         * tensor.element_size()
@@ -93,8 +98,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
-    """Predicted over counted bytes of each kind of layer, in percent: moved in the forward, in the
-    backward, and kept.
+    """Returns predicted over counted bytes of each kind of layer, in percent.
+
+    They are those moved in the forward pass, moved in the backward pass, and kept.
     """
     config, width = config_of(family), DTYPE_BYTES[dtype]
     spec = ModelSpec.from_config(config.to_dict(), "config.json")

@@ -1,5 +1,6 @@
-"""Defaults of families against transformers' config classes: what a config.json may leave out, and
-which layers are of which kind then.
+"""Tests of the families' defaults against transformers' config classes.
+
+They are the values of keys that a config.json leaves out, and the kinds of layers that follow.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from transformers import AutoConfig
 from megatrain.simulator.model.families import FAMILIES, Architecture
 
 NO_ATTRIBUTE = ("first_k_dense_replace", "global_head_dim", "moe_layer_end_index", "moe_layer_freq")
-"""keys that some config classes read and do not keep: the kinds of layers below and
-`test_gemma4.py` show their defaults"""
+"""Keys that some config classes read and do not keep.
+
+The kinds of layers below and `test_gemma4.py` check their defaults.
+"""
 OTHER_NAME = {"n_embed": "hidden_size"}
-"""key of a config.json -> the attribute in which the config class keeps it"""
+"""Keys of a config.json whose attribute in the config class has another name."""
 WINDOW = {"use_sliding_window": True, "sliding_window": 64}
 NO_WINDOW = ("iquestcoder", "minimax")
-"""families that refuse a window"""
+"""Families that refuse a window."""
 LAYERS = 66
-"""more than any default that counts layers, such as `max_window_layers` of 62"""
+"""More layers than any default that counts layers, such as `max_window_layers` of 62."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,7 +33,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         key: value for key, value in FAMILIES[family].defaults.items() if key not in NO_ATTRIBUTE
     }
     theirs = AutoConfig.for_model(family)
-    if "use_sliding_window" in ours:  # without it, the class says that there is no window
+    if "use_sliding_window" in ours:  # the class ignores all windows if it is false
         assert theirs.use_sliding_window == ours.pop("use_sliding_window")
         theirs = AutoConfig.for_model(family, use_sliding_window=True)
     said = theirs.to_dict()
@@ -44,7 +47,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
 def test_layers_of_a_deep_model_are_of_transformers_kinds(
     family: str, changes: dict[str, Any]
 ) -> None:
-    """Without the keys that list them layer by layer."""
+    """The kinds of layers are those of transformers without the keys that list them one by one."""
     if changes and family in NO_WINDOW:
         return
     left_out = ("first_k_dense_replace", "layer_rope_theta", "sliding_window")

@@ -1,5 +1,5 @@
-"""Files are written whole or not at all, and no content of a file does worse than a UserError of
-one line.
+"""Tests of reading and writing files: a file is written whole or not at all, and wrong content is a
+UserError of one line.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 def test_what_is_no_file_is_not_replaced_by_one(
     tmp_path: Path, check: Callable[[Path], None]
 ) -> None:
-    """A pipe stands for `/dev/null`, over which a rename would put a file."""
+    """A device is not replaced by a file.
+
+    The test uses a pipe instead of `/dev/null`.
+    """
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(
         UserError,
@@ -123,7 +126,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
 def test_a_text_that_is_not_unicode_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "note.txt"
     write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):  # our own mistake, not the user's
+    with pytest.raises(UnicodeEncodeError):  # a mistake of the program, not of the user
         write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["note.txt"]
@@ -281,10 +284,11 @@ def test_a_very_long_value_is_cut() -> None:
     assert len(str(UserError("here", found="x" * 10**6, allowed="less", fix="shorten it"))) < 500
 
 
-# ---- fuzz: whatever stands in a file, the worst is a UserError
+# ---- fuzz: any content of a file is read or is a UserError
 
 
 def survives(load: Callable[[], object]) -> None:
+    """Asserts that `load` succeeds or raises a UserError of one line."""
     message = "none"
     try:
         load()
@@ -294,7 +298,7 @@ def survives(load: Callable[[], object]) -> None:
 
 
 def mutations(valid: bytes) -> st.SearchStrategy[bytes]:
-    """Garbage, and `valid` with some of its bytes cut out or replaced."""
+    """Returns random bytes, and `valid` with some of its bytes removed or replaced."""
     place = st.integers(0, len(valid))
     cut = st.tuples(
         place,

@@ -1,4 +1,6 @@
-"""Gemma 4: its two forms of config.json, fewer layers of it, and what is refused."""
+"""Tests of Gemma 4: the two forms of its config.json, models with fewer layers, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SIZES = {"global_head_dim": 32, "num_global_key_value_heads": 2}
 
 
 def test_both_forms_of_its_config_are_one_model() -> None:
-    """As published, with the sizes of full layers once; as transformers writes it, layer by
+    """The published config.json and that of transformers describe the same model.
+
+    The published one gives the sizes of full layers once, and transformers writes them layer by
     layer.
     """
     written, published = (
@@ -36,7 +40,7 @@ def test_both_forms_of_its_config_are_one_model() -> None:
 
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
-    """The last one is full, whatever it was."""
+    """A model with fewer layers is transformers' model, whose last layer is always full."""
     spec = ModelSpec.from_config(
         config_of("gemma4_text", num_hidden_layers=8).to_dict(), "config.json"
     ).with_layers(layers)

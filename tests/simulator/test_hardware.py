@@ -1,4 +1,4 @@
-"""Hardware files: the library's load, wrong ones are refused in one line that names the key."""
+"""Tests of hardware files: the library's load, and a wrong one is an error that names the key."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def test_the_library_s_machines_load_and_are_dated(name: str) -> None:
     ],
 )
 def test_the_library_s_models_have_their_published_size(name: str, parameters: int) -> None:
-    """The last two digits of a name's size are what the model cards say: 1.54, 3.09, 7.61 (7.62),
-    14.7 (14.8), 32.5 (32.8) billion.
+    """The library's models have the size that their model cards give.
+
+    These are 1.54, 3.09, 7.61 (7.62), 14.7 (14.8) and 32.5 (32.8) billion parameters.
     """
     assert ModelSpec.load(f"qwen2.5-{name}").parameters == parameters
 
@@ -221,9 +222,7 @@ VALUES = st.one_of(
 
 @st.composite
 def mutated(draw: st.DrawFn) -> str:
-    """A valid file with a few lines changed, dropped, doubled or swapped, or a few characters
-    overwritten.
-    """
+    """Returns a valid file with a few lines or characters changed."""
     lines = list(LINES)
     for _ in range(draw(st.integers(1, 3))):
         index = draw(st.integers(0, len(lines) - 1))
@@ -254,7 +253,7 @@ def mutated(draw: st.DrawFn) -> str:
 )
 @given(st.one_of(mutated(), mutated(), st.text(max_size=200)))
 def test_any_text_is_a_machine_or_one_line(tmp_path: Path, text: str) -> None:
-    """Of a UserError the text is one line by construction."""
+    """Any text is a machine with usable rates or a UserError."""
     path = tmp_path / "fuzzed.toml"
     path.write_text(text, encoding="utf-8", errors="replace", newline="")
     try:

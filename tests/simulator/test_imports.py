@@ -1,6 +1,4 @@
-"""Planning needs no deep-learning framework: importing the simulator, or any module of it, loads
-neither torch nor transformers.
-"""
+"""Tests that importing the simulator, or any module of it, loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ print(json.dumps([name for name in heavy if name in sys.modules]))
 
 
 def loaded_by(tmp_path: Path, *names: str) -> list[str]:
-    # elsewhere than the checkout, where `import simulator` would also work
+    # in another folder, because `import simulator` works in the checkout
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *names],
         capture_output=True,
@@ -49,4 +47,5 @@ def test_no_module_of_the_simulator_loads_a_framework(tmp_path: Path) -> None:
 
 
 def test_the_probe_sees_a_framework(tmp_path: Path) -> None:
+    """The check of the other tests finds a framework that is loaded."""
     assert loaded_by(tmp_path, "safetensors") == ["safetensors"]

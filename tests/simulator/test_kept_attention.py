@@ -1,6 +1,4 @@
-"""Kept attention: what the schedule says of it, what it costs, what it takes, and where the search
-chooses it.
-"""
+"""Tests of saved attention: its schedule, its costs, its memory, and when the search chooses it."""
 
 from __future__ import annotations
 
@@ -51,6 +49,7 @@ def recompute(plan: Plan, *, kept: bool) -> Op:
 def test_forward_leaves_it_recompute_takes_it_backward_frees_it(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
+    """Forward saves the output of attention, recompute reads it, and backward releases it."""
     plan = make_plan(
         policy,
         accumulation=2,
@@ -77,7 +76,7 @@ def test_forward_leaves_it_recompute_takes_it_backward_frees_it(
 
 
 def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> None:
-    """Attention's FLOPs less, and a key of its own; the rest of the program costs what it did."""
+    """Saved attention changes only the FLOPs and the cost key of recompute."""
     plan = make_plan()
     kept = with_knobs(plan, placement=Placement(saved_attention="1"))
     before, after = policies.lower(plan), policies.lower(kept)
@@ -92,6 +91,7 @@ def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> Non
 
 
 def test_it_takes_the_output_and_four_bytes_a_head_and_token() -> None:
+    """Saved attention takes its output, and 4 bytes for each head and token."""
     choice = assess(planned(LONG, Placement(saved_attention="0-9")), cost_model(H200, MODEL, LONG))
     assert choice.account.pools["device.attention"] == 10 * 131072 * 28 * (128 * 2 + 4)
 
@@ -111,7 +111,7 @@ def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) ->
         policies.lower(windowed)
 
 
-# ---- its kernel
+# ---- kernels
 
 
 def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
@@ -132,8 +132,10 @@ def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
     ],
 )
 def test_the_datasheet_has_each_kernel_s_rate(kernel: Any, sequence: int, measured: float) -> None:
-    """Forward alone, measured in TFLOP/s on an H200 on 2026-11-21; the model's rate is of forward
-    and backward together.
+    """The datasheet's rate of each attention kernel is near the measured one.
+
+    `measured` is in TFLOP/s on an H200 on 2026-11-21, for the forward pass. The datasheet's rate is
+    that of forward and backward together.
     """
     plan = planned(Workload(batch=1, sequence=sequence, attention=kernel), Placement())
     costs = Datasheet(H200, MODEL, plan.workload)
@@ -146,11 +148,11 @@ def test_the_datasheet_has_each_kernel_s_rate(kernel: Any, sequence: int, measur
     ).attention_flops / seconds / 1e12 == pytest.approx(measured, rel=0.15)
 
 
-# ---- its costs
+# ---- costs
 
 
 def table(plan: Plan, **durations: int) -> CostTable:
-    """Of recomputes, with attention (`full`) and without it (`kept`)."""
+    """Returns a calibration of recompute with attention (`full`) and without it (`kept`)."""
     ops = {name: recompute(plan, kept=name == "kept") for name in durations}
     compute = {"recompute": {op.shape: (op.amount, durations[name]) for name, op in ops.items()}}
     return CostTable(measured_on="here", date="2026-11-21", curves={}, compute=compute)
@@ -166,6 +168,10 @@ def test_a_measured_recompute_without_attention_is_looked_up() -> None:
 
 
 def test_an_unmeasured_one_takes_the_datasheet_s_share_of_the_one_with_attention() -> None:
+    """Recompute without attention that was not measured is scaled from recompute with attention.
+
+    The datasheet gives the factor.
+    """
     plan = planned(LONG, Placement())
     sheet = Datasheet(H200, MODEL, LONG)
     share = sheet.duration_ns(recompute(plan, kept=True)) / sheet.duration_ns(
@@ -188,7 +194,7 @@ def test_a_recompute_with_attention_is_never_scaled_from_one_without() -> None:
         Calibrated(table(shorter, kept=300)).duration_ns(recompute(plan, kept=False))
 
 
-# ---- where it pays
+# ---- the search
 
 
 def chosen(work: Workload, device_limit: int = H200.device_bytes) -> Plan:
@@ -210,6 +216,7 @@ def seconds(plan: Plan) -> float:
     ],
 )
 def test_long_sequences_keep_it_and_gain_by_it(work: Workload) -> None:
+    """The search saves the attention of long sequences, and the step is faster."""
     plan = chosen(work)
     placement = plan.knobs.placement
     assert len(plan.placed("saved_attention") | plan.placed("saved_activations")) == 28
@@ -218,6 +225,7 @@ def test_long_sequences_keep_it_and_gain_by_it(work: Workload) -> None:
 
 
 def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -> None:
+    """If checkpoints and saved attention do not both fit, the checkpoints are offloaded."""
     plan = chosen(LONG, 90 * GIB)
     assert plan.knobs.placement.offloaded_inputs == "all"
     assert len(plan.placed("saved_attention")) > 20
@@ -236,4 +244,5 @@ def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -
     ],
 )
 def test_short_sequences_and_fp32_do_not(work: Workload) -> None:
+    """The search does not save the attention of short sequences or fp32."""
     assert not chosen(work).knobs.placement.saved_attention

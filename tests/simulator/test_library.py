@@ -1,4 +1,4 @@
-"""The library's shapes: parameters as published, and every tensor as transformers builds it."""
+"""Tests of the library's models: the published number of parameters, and transformers' tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatrain.simulator.model.specs import ModelSpec
 
 LIBRARY = Path(specs.__file__).parents[1] / "library" / "models"
 
-# Totals of the checkpoints' safetensors, as the models' pages on huggingface.co give them; where a
-# tied head is stored twice (qwen3 0.6b, 1.7b), once. gemma-3 4b and larger: the language model
-# alone, the whole (4,300,079,472; 12,187,325,040; 27,432,406,640) less the vision tower's
-# 416,866,032 and the projector. deepseek-v3: without the multi-token head; with the router's bias,
-# which is no parameter.
+# Totals of the checkpoints' safetensors, from the models' pages on huggingface.co. A tied head that
+# is stored twice (qwen3 0.6b, 1.7b) counts once. gemma-3 4b and larger are the language model only:
+# the whole (4,300,079,472; 12,187,325,040; 27,432,406,640) without the vision tower's 416,866,032
+# and the projector. deepseek-v3 is without the multi-token head and with the router's bias, which
+# is not a parameter.
 PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -73,7 +73,7 @@ PUBLISHED = {
     "pythia-6.9b": 6_857_302_016,
 }
 BUFFERS = {"deepseek-v3": 58 * 256}
-"""a bias for each expert of each sparse layer, a buffer in transformers"""
+"""A bias for each expert of each sparse layer, which is a buffer in transformers."""
 ABOUT = {
     "qwen3-next-80b-a3b": (80e9, 3e9),
     "qwen3-30b-a3b": (30.5e9, 3.3e9),
@@ -81,8 +81,10 @@ ABOUT = {
     "gpt-oss-120b": (116.8e9, 5.1e9),
     "deepseek-v3": (671e9, 37e9),
 }
-"""total and active parameters as the model cards round them; gpt-oss counts its embedding out of
-the active ones"""
+"""Total and active parameters as the model cards round them.
+
+The active ones of gpt-oss do not include its embedding.
+"""
 NAMES = sorted(file.stem for file in LIBRARY.glob("*.json"))
 
 

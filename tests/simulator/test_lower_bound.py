@@ -1,5 +1,6 @@
-"""Lower bounds of a plan's step: close to what the evaluator finds, and more than compute's own
-work where something else takes longer.
+"""Tests of lower bounds of a plan's step.
+
+A bound is near the evaluator's time, and above compute's own work if something else takes longer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def plan(name: str, batch: int, clipping: str, accumulation: int) -> Plan:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clipping", ["global", "none"])
-@pytest.mark.parametrize("batch", [1, 16], ids=["short of link", "short of compute"])
+@pytest.mark.parametrize("batch", [1, 16], ids=["slow link", "slow compute"])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
     name: str, batch: int, clipping: str, accumulation: int
@@ -73,8 +74,9 @@ def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
 
 
 def test_a_bound_counts_what_compute_waits_for() -> None:
-    """Where the link is short, copies before the first forward pass take longer than all of
-    compute.
+    """A bound includes the copies before the first forward pass.
+
+    With a slow link they take longer than all of compute.
     """
     found = plan("all streams", 1, "global", 1)
     least = LowerBound(found, cost_model(HardwareSpec.load("a6000"), MODEL, found.workload))
@@ -82,7 +84,10 @@ def test_a_bound_counts_what_compute_waits_for() -> None:
 
 
 def test_cores_and_copies_share_the_memory_of_the_host() -> None:
-    """The evaluator lets them run at full speed beside each other; the bound does not."""
+    """A bound includes that cores and copies share the host's memory.
+
+    The evaluator without contention does not.
+    """
     found = plan("the host updates", 1, "global", 1)
     hardware = HardwareSpec.load("h200")
     assert hardware.host_memory is not None

@@ -1,6 +1,4 @@
-"""The library of machines: every number names where it comes from and when, and none is in the
-wrong unit.
-"""
+"""Tests of the library's machines: every number has a source, a date and the right unit."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ WANTED = {
 
 
 def without_source(text: str) -> list[str]:
-    """The lines that set a number and do not say where it comes from and when."""
+    """Returns the lines that set a number without its source and year."""
     lines = []
     for line in text.splitlines():
         setting, _, comment = line.partition(" # ")
@@ -97,8 +95,9 @@ def test_a_number_without_its_source_is_found() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_plausible(name: str) -> None:
-    """Ratios that hold on every machine sold so far: a number in the wrong unit (GiB for GB, Gbit
-    for GB, sparse for dense) breaks one.
+    """A machine has the ratios of all machines sold so far.
+
+    A number in the wrong unit (GiB for GB, Gbit for GB, sparse for dense) breaks one of them.
     """
     machine = HardwareSpec.load(name)
     assert machine.name == name
@@ -116,7 +115,7 @@ def test_a_machine_is_plausible(name: str) -> None:
     assert machine.host_memory is not None
     assert machine.thread_gb_per_s < machine.host_memory.gb_per_s
     assert 0.95 < 22 * machine.cpu_adam_per_s / 1e9 / machine.host_memory.gb_per_s < 1.05, (
-        "that AdamW moves 22 bytes a parameter and fills the DRAM"
+        "AdamW moves 22 bytes a parameter, and DRAM limits it"
     )
     if machine.unified:
         assert machine.device_bytes <= machine.host_bytes
@@ -133,7 +132,7 @@ def test_a_machine_is_plausible(name: str) -> None:
             "NVLink-C2C": 450.0,
         }[machine.link]
         assert max(machine.h2d_gb_per_s, machine.d2h_gb_per_s) < most, (
-            "no link is faster than its signalling"
+            "the link is faster than its signaling rate"
         )
 
 
@@ -151,8 +150,10 @@ def test_every_machine_predicts_every_policy(make_plan: Callable[..., Plan], nam
 
 
 def test_a_faster_gpu_computes_a_layer_sooner() -> None:
-    """Eager bf16 layers of 8 x 1024 tokens, machines in the order of their published matrix rates,
-    without the DGX Spark, whose memory binds.
+    """A layer takes less time on a GPU with a higher published matrix rate.
+
+    The layer is eager, in bf16, with 8 x 1024 tokens. The DGX Spark is left out because its memory
+    limits it.
     """
     order = [
         "apple-m4-max",

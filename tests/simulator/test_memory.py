@@ -1,5 +1,5 @@
-"""Memory: every pool's bytes by hand, verdicts at the very limit, advice that holds when it is
-followed, usage over time.
+"""Tests of the memory account: bytes of every pool, plans at the limit, advice, and usage over
+time.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ def test_usage_never_exceeds_the_account_and_ends_where_it_began(
     ids=lambda path: path.parent.name,
 )
 def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> None:
-    """Compiled layers keep less; of those the formula is too much, and never too little."""
+    """The estimate of saved activations is what eager layers keep.
+
+    Compiled layers keep less, so for them it is an upper bound.
+    """
     table = HardwareSpec.load(str(stored)).costs
     assert table is not None
     for shape, (tokens, size) in table.activations.items():
@@ -188,8 +191,10 @@ def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> N
 
 
 def test_the_workspace_s_formula_in_figures() -> None:
-    """1024 x 152064 logits at 12 bytes, the 152064 x 3584 matrix's gradient at 2, and its sum at 4;
-    a layer's gradients and three of the MLP's rows.
+    """The workspace's formula gives these numbers.
+
+    The head has 1024 x 152064 logits at 12 bytes, the gradient of a 152064 x 3584 matrix at 2
+    bytes, and its sum at 4. A layer has its gradients and three rows of its MLP for each token.
     """
     model = ModelSpec.load("qwen2.5-7b")
     assert (
@@ -208,8 +213,10 @@ def test_the_workspace_s_formula_in_figures() -> None:
 
 
 def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
-    """The schedule saves 10,240 bytes of activations, which are gone when head and update run; no
-    moments are ever on the device.
+    """The workspace of head and update uses the memory of the saved activations.
+
+    The schedule saves 10,240 bytes, which are free when head and update run. Moments are on the
+    device only in the last case.
     """
     assert peak_workspace_bytes(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
     assert peak_workspace_bytes(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
@@ -230,8 +237,9 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
 def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(
     make_plan: Callable[..., Plan], stored: str, interval: int
 ) -> None:
-    """The account has room for as many layers' saved activations as ever are held at one time, in
-    the order of the compute lane.
+    """The account has room for the most saved activations that are held at one time.
+
+    That follows from the order of the compute lane.
     """
     plan = make_plan(
         "overlapped",
@@ -272,19 +280,19 @@ def test_masks_are_counted_where_causality_alone_does_not_do(
     packed = msgspec.structs.replace(work, documents=True)
     assert plain.mask_bytes(work) == 0
     assert plain.mask_bytes(packed) == 3 * pairs + 3 * pairs * 4
-    assert both.mask_bytes(work) == pairs + 3 * pairs * 4, "a window's, one for all rows"
+    assert both.mask_bytes(work) == pairs + 3 * pairs * 4, "one mask of the window for all rows"
     assert both.mask_bytes(packed) == 2 * 3 * pairs + 3 * pairs * 4
-    assert both.mask_bytes(Workload(batch=3, sequence=8)) == 0, "a window as long as the row"
+    assert both.mask_bytes(Workload(batch=3, sequence=8)) == 0, "no mask for such a long window"
     for model in (plain, both):
         grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
         assert grown == model.mask_bytes(packed) - model.mask_bytes(work)
         assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, (
-            "lengths are told instead"
+            "the kernel takes lengths instead of a mask"
         )
     assert (
         capped.mask_bytes(msgspec.structs.replace(packed, dtype="bf16"))
         == 2 * (3 * pairs + 3 * pairs * 2) + 3 * pairs * 2
     ), (
-        "scores that no fused kernel computes: a mask of both forms for each type of attention, and"
-        " one as it is added"
+        "without a fused kernel, each type of attention has a mask in both forms, and one more is"
+        " added"
     )

@@ -1,4 +1,4 @@
-"""Speed: tokens/s, TFLOPS by 6N and MFU, against numbers counted by hand."""
+"""Tests of speed: tokens/s, TFLOPS by 6N and MFU, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megatrain.simulator.model.workload import Workload
 
 HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 64, 4, 256, 16
 DECODER = HIDDEN * (64 + 32 + 32) + 64 * HIDDEN + 3 * HIDDEN * 96
-"""elements of a decoder layer's matrices: q, k and v of 4 and 2 and 2 heads of 16, output, and an
-MLP of 96"""
+"""Elements of a decoder layer's matrices: 4 query, 2 key and 2 value heads of 16, the output, and
+an MLP of 96.
+"""
 NORMS = HIDDEN * (2 * LAYERS + 1)
 
 
@@ -40,11 +41,11 @@ def test_tflops_count_every_parameter_six_times(
 def test_mfu_counts_the_head_and_the_seen_half_of_attention(
     make_model: Callable[..., ModelSpec], workload: Workload, tied: bool
 ) -> None:
-    """The head multiplies, tied or not; an embedding's lookup and a norm do not."""
+    """MFU counts the head, tied or not, but no embedding lookup and no norm."""
     multiplying = LAYERS * DECODER + VOCABULARY * HIDDEN
     attention = (
         LAYERS * 2 * (2 * 64) * SEQUENCE / 2
-    )  # scores and their sums, 4 heads of 16, half of the sequence on average
+    )  # two products with 4 heads of 16, over half of the sequence on average
     flops = (6 * multiplying + 3 * attention) * workload.step_tokens
     assert mfu(make_model(tied=tied), workload, 0.5, peak_tflops=0.25) == pytest.approx(
         flops / 0.5 / 0.25e12, rel=1e-12

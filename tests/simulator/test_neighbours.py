@@ -1,5 +1,6 @@
-"""The end of a search: the choice is no slower than its neighbours, its runner-up, and what one
-more GiB is said to buy where that fits already.
+"""Tests of the end of a search.
+
+No plan that it names, and none that differs a little from its choice, is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CASES = (
         "a100-80-sxm",
         Workload(batch=1, sequence=512, accumulation=2),
         {"host_limit": 512 * GIB},
-    ),  # what the host updates needs no slots
+    ),  # layers that the host updates need no slots
     ("gpt-oss-20b", "rtx4090", Workload(batch=8, sequence=1024), {"host_limit": 512 * GIB}),
     (
         "qwen3-4b",
@@ -60,7 +61,10 @@ def test_no_plan_that_is_mentioned_and_fits_is_faster(
 
 
 def test_what_is_bought_by_one_more_gib_is_taken_where_it_fits_already() -> None:
-    """One more layer's gradients take the place of the slots that gradients stream through."""
+    """The choice already includes a change that another GiB would suggest if it fits now.
+
+    Here the gradients of one more layer take the place of the slots that gradients stream through.
+    """
     model, hardware, work = (
         ModelSpec.load("qwen2.5-7b"),
         HardwareSpec.load("a100-80-sxm"),
@@ -94,9 +98,7 @@ SLOTS = (
 def test_state_gives_way_to_a_third_weight_slot(
     name: str, machine: str, work: Workload, host: int | None, seconds: float
 ) -> None:
-    """The device is filled with state to the last byte, so the slot is only taken where some of the
-    state leaves.
-    """
+    """A third weight slot is chosen although some resident state must leave for it."""
     choice = candidates(
         ModelSpec.load(name),
         HardwareSpec.load(machine),
@@ -110,8 +112,10 @@ def test_state_gives_way_to_a_third_weight_slot(
 
 
 def test_one_more_gib_is_no_slower_where_it_would_hold_all_weights() -> None:
-    """With all weights on the device and the moments on the host, the host's update of most layers
-    is faster still.
+    """One more GiB of device memory does not make a step slower if it can hold all weights.
+
+    With all weights on the device and the moments on the host, it is faster if the host updates
+    most layers.
     """
     model, hardware, work = (
         ModelSpec.load("qwen2.5-0.5b"),

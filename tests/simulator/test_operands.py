@@ -1,4 +1,6 @@
-"""`Schedule.check` proves what ops read and write: the class of data, the dtype and the size."""
+"""Tests that `Schedule.check` proves what ops read and write: the class of data, the dtype and the
+size.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from megatrain.simulator.schedule.plan import Placement, Plan
 
 
 def with_pool(schedule: Schedule, pool: str, **changes: Any) -> Schedule:
-    """`schedule` with other fields for the buffers of `pool`."""
+    """Returns `schedule` with other fields of the buffers of `pool`."""
     assert any(buffer.pool == pool for buffer in schedule.buffers)
     return msgspec.structs.replace(
         schedule,
@@ -179,7 +181,11 @@ def test_a_pool_holds_one_class_of_data(make_plan: Callable[..., Plan]) -> None:
 def test_chunks_of_layers_with_different_dtypes_take_the_dtype_of_the_layer(
     make_plan: Callable[..., Plan],
 ) -> None:
-    """A tied embedding's gradient is an fp32 sum, a decoder layer's is bf16; both stream."""
+    """A chunk has the dtype of the layer that it belongs to.
+
+    A tied embedding's gradient is an fp32 sum and a decoder layer's is bf16, and both stream
+    through the same slots.
+    """
     schedule = policies.lower(make_plan("overlapped", tied=True))
     chunk = next(
         buffer.id for buffer in schedule.buffers if buffer.pool == "device.gradients_chunks"

@@ -1,5 +1,5 @@
-"""Optimizers from files and entry points: found or refused by name, and what their state adds to
-bytes, schedules and costs.
+"""Tests of optimizers from files and entry points: how they are found or refused, and what they
+change in bytes, schedules and costs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ H200 = HardwareSpec.load("h200")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[int, str]:
-    """The path of an optimizer by its number of moments."""
+    """Paths of optimizer files by their number of moments."""
     for moments, text in TEXTS.items():
         (tmp_path / f"optimizer_{moments}.py").write_text(text, encoding="utf-8")
     return {moments: str(tmp_path / f"optimizer_{moments}.py") for moments in TEXTS}
@@ -41,7 +41,7 @@ def files(tmp_path: Path) -> dict[int, str]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, files: dict[int, str]) -> Iterator[None]:
-    """A package that installs two optimizers, one of them under the name of the built-in one."""
+    """An installed package with two optimizers, one with the name of the built-in one."""
     lion = type(find(files[1]))
     points = [
         importlib.metadata.EntryPoint(name, "somewhere:Lion", OPTIMIZERS.group)
@@ -58,7 +58,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, files: dict[int, str]) -> Iterato
 def test_an_installed_optimizer_is_found_by_name() -> None:
     assert registered() == ["adamw", "lion"]
     assert (find("lion").name, find("lion").moments) == ("lion", 1)
-    assert find("adamw").moments == 2, "a built-in name is not taken over"
+    assert find("adamw").moments == 2, "a plugin replaced a built-in optimizer"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_file_that_defines_no_optimizer_is_one_line(
 def test_a_plan_of_adamw_says_nothing_of_it(
     make_plan: Callable[..., Plan], files: dict[int, str], tmp_path: Path
 ) -> None:
-    """So that plans are as they were before there were others."""
+    """A plan only names its optimizer if it is not AdamW."""
     make_plan().save(tmp_path / "plan.toml")
     assert "optimizer" not in (tmp_path / "plan.toml").read_text()
     make_plan(optimizer=files[1]).save(tmp_path / "lion.toml")
@@ -161,7 +161,10 @@ def test_another_system_has_its_own_optimizer(
 def test_an_update_costs_its_share_of_adamw_s_bytes(
     make_plan: Callable[..., Plan], files: dict[int, str], moments: int, share: float
 ) -> None:
-    """bf16: master 4 + 4, moments 4 + 4 each, gradient 2."""
+    """An update's duration is AdamW's times the share of bytes that it moves.
+
+    In bf16 it moves 4 + 4 bytes of the master, 4 + 4 of each moment, and 2 of the gradient.
+    """
     model = make_plan().model
     work = Workload(batch=2, sequence=16)
     outside = msgspec.structs.replace(work, optimizer=files[moments])
@@ -184,7 +187,10 @@ def test_an_update_costs_its_share_of_adamw_s_bytes(
 def test_a_bound_counts_the_bytes_that_there_are(
     make_plan: Callable[..., Plan], files: dict[int, str], placement: Placement, moments: int
 ) -> None:
-    """Of layers that copies bind; with AdamW's bytes it would be above the time."""
+    """The lower bound counts the optimizer's own bytes.
+
+    Copies limit this model, so the bytes of AdamW would give a bound above the time.
+    """
     plan = make_plan(
         "overlapped",
         hidden=512,

@@ -1,4 +1,4 @@
-"""Families, machines and cost models from outside the package."""
+"""Tests of model families, machines and cost models from outside the package."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ Install = Callable[[str, str, str], None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Installs an object of this module: group, name, the object's name."""
+    """A function that installs an object of this module, given a group, a name and the object's
+    name.
+    """
     points: list[importlib.metadata.EntryPoint] = []
 
     def found(*, group: str) -> list[importlib.metadata.EntryPoint]:
@@ -80,6 +82,7 @@ def config(model_type: str) -> dict[str, object]:
 
 
 def test_an_installed_family_is_described_as_its_twin(install: Install) -> None:
+    """An installed family that copies a built-in one describes the same model."""
     install("megatrain.families", "qwen2_of_mine", "OUTSIDE")
     mine, twin = (ModelSpec.from_config(config(name), name) for name in ("qwen2_of_mine", "qwen2"))
     assert mine.parameters == twin.parameters

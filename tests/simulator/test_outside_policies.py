@@ -1,4 +1,4 @@
-"""Policies from files and entry points: found, searched, refused and failing, each by name."""
+"""Tests of policies from files and entry points: how they are found, searched and refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Installed(KBuffer):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that installs two policies, one of them under the name of a built-in one."""
+    """An installed package with two policies, one with the name of a built-in one."""
     value = f"{__name__}:Installed"
     points = [
         importlib.metadata.EntryPoint(name, value, POLICIES.group)
@@ -79,7 +79,7 @@ def test_a_policy_in_a_file_is_searched_like_ours(
 def test_an_installed_policy_is_among_the_contenders(make_plan: Callable[..., Plan]) -> None:
     assert "installed" in policies.contenders()
     assert type(policies.find("installed")) is Installed
-    assert type(policies.find("k_buffer")) is KBuffer, "a built-in name is not taken over"
+    assert type(policies.find("k_buffer")) is KBuffer, "a plugin replaced a built-in policy"
     policies.lower(make_plan("installed")).check()
 
 
@@ -129,7 +129,10 @@ def test_a_policy_that_fails_takes_down_only_itself(
 def test_the_search_goes_on_without_knobs_that_a_policy_refuses(
     make_plan: Callable[..., Plan], write: Callable[[str], str]
 ) -> None:
-    """Checkpoint intervals too: a policy may take one of them alone."""
+    """The search skips knobs that a policy refuses.
+
+    A policy may also take only one checkpoint interval.
+    """
     path = write(
         """
         class Picky(KBuffer):
@@ -174,7 +177,9 @@ def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
 def test_knobs_and_placements_are_those_that_lowering_reads(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
-    """A knob that is not named makes no difference; one that is named makes one, or is refused."""
+    """A knob that the policy names changes the schedule or is refused, and any other changes
+    nothing.
+    """
     usual = make_plan(policy, layers=6, accumulation=2)
 
     def varied(**knobs: object) -> Schedule | None:

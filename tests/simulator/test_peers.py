@@ -1,10 +1,9 @@
-"""Other systems as policies: sound, with the bytes and FLOPs that were read and measured of them,
-and never executed.
+"""Tests of other systems as policies: their schedules, bytes and FLOPs, and that they are not run.
 
-Measured on H200 machines, 2026-11-21, 32 x 1024 tokens, random weights and data: machine A is
-`library/hardware/h200.toml`, machine B has 64 cores and 512 GiB. Bounds below are what the
-predictions reach from the datasheet's rates, none of which was fitted to these steps, but for the
-norm of the published code, whose time is observed in this very step.
+They are compared with steps measured on H200 machines on 2026-11-21, with 32 x 1024 tokens and
+random weights and data. Machine A is `library/hardware/h200.toml`, and machine B has 64 cores and
+512 GiB. The predictions use the datasheet's rates, which are not fitted to these steps. Only the
+norm of the published code is: its time comes from this step.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SEVEN = ModelSpec.load("qwen2.5-7b")
 THREE = ModelSpec(
     name="qwen2.5-3b", config=ModelSpec.load("qwen2.5-3b").config | {"vocab_size": 152_064}
 )
-"""tied, with the vocabulary that was measured"""
+"""A model with a tied head and the vocabulary that was measured."""
 WORK = Workload(batch=32, sequence=1024)
 
 
@@ -52,7 +51,10 @@ def schedule_of(policy: str, model: ModelSpec = SEVEN) -> Schedule:
 
 
 def of_the_update(op: Op) -> bool:
-    """After the last backward, on behalf of the whole model: its id names no micro-batch."""
+    """Returns whether an op belongs to the update of the whole model.
+
+    Such an op runs after the last backward pass, and its id has no micro-batch.
+    """
     return ".m" not in op.id and (
         op.kind in ("cpu_adam", "load_weights") or (op.kind.endswith("pass") and not op.layer)
     )
@@ -61,7 +63,10 @@ def of_the_update(op: Op) -> bool:
 def per_parameter(
     schedule: Schedule, model: ModelSpec, kind: str, layers: Callable[[str], bool] = str.isdigit
 ) -> float:
-    """Bytes that ops of a kind move per parameter of the layers, decoder layers by default."""
+    """Returns the bytes that ops of a kind move per parameter of the given layers.
+
+    The default is the decoder layers.
+    """
     moved = sum(op.bytes for op in schedule.ops if op.kind == kind and layers(op.layer))
     return moved / sum(layer.elements for name, layer in model.stack.items() if layers(name))
 
@@ -84,7 +89,7 @@ def test_their_schedules_are_sound_whatever_the_plan(make_plan: Make, data: st.D
         "checkpoint_interval": data.draw(st.integers(1, 8)),
         "vocabulary": data.draw(
             st.sampled_from([64, 4096])
-        ),  # a table smaller and one larger than a decoder layer
+        ),  # smaller and larger than a decoder layer
     }
     plan = make_plan(policy, **changes)
     schedule = policies.lower(plan)
@@ -105,7 +110,7 @@ def test_their_schedules_are_sound_whatever_the_plan(make_plan: Make, data: st.D
         } == micros
 
 
-# ---- what they do, from the facts
+# ---- what they move and compute
 
 
 @pytest.mark.parametrize(
@@ -121,9 +126,8 @@ def test_bytes_on_the_link_per_parameter_of_the_decoder(
     policy: str, up: float, down: float
 ) -> None:
     schedule = schedule_of(policy)
-    if (
-        policy == "zero3_offload"
-    ):  # not released if used again within 2e9 parameters, three layers of 28
+    # three layers of 28 stay, because they are used again within 2e9 parameters
+    if policy == "zero3_offload":
         up -= 2 * 3 / 28
     assert per_parameter(schedule, SEVEN, "load_weights") == pytest.approx(up)
     assert per_parameter(schedule, SEVEN, "save_gradients") == pytest.approx(down)
@@ -134,7 +138,10 @@ def test_bytes_on_the_link_per_parameter_of_the_decoder(
     [("megatrain_code", 3), ("fsdp2_offload", 2), ("zero3_offload", 2), ("zero_offload", 2)],
 )
 def test_flops_a_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
-    """A forward is 2 N a token and backward 4 N."""
+    """A step computes 8 N FLOPs a token with one recompute, and 10 N with two.
+
+    N is the number of parameters. A forward pass is 2 N and a backward pass is 4 N.
+    """
     layers = sum(
         op.flops
         for op in schedule_of(policy).ops
@@ -180,7 +187,7 @@ def test_the_published_code_keeps_the_decoder_twice_and_twelve_slabs() -> None:
     pools, decoder = choice("megatrain_code", SEVEN, B).account.pools, SEVEN.stack["0"].elements
     assert pools["host.flats"] == pytest.approx(
         2 * SEVEN.layers * decoder, rel=1e-4
-    )  # in whole pages
+    )  # rounded to whole pages
     slabs = [
         buffer
         for buffer in schedule_of("megatrain_code").buffers
@@ -194,8 +201,9 @@ def test_the_published_code_keeps_the_decoder_twice_and_twelve_slabs() -> None:
 
 @pytest.mark.parametrize("policy", ["fsdp2_offload", "zero3_offload"])
 def test_only_deepspeed_fetches_ahead_on_one_gpu(policy: str) -> None:
-    """FSDP2 of one rank copies on the compute stream: no load of a decoder layer runs beside a
-    forward or a backward.
+    """Only DeepSpeed loads layers during computation on one GPU.
+
+    FSDP2 with one rank copies on the compute stream.
     """
     schedule = schedule_of(policy)
     spans = simulate(schedule, cost_model(A, SEVEN, WORK)).by_op
@@ -253,7 +261,7 @@ def test_a_norm_is_bound_by_a_core_and_not_by_its_memory() -> None:
     faster = msgspec.structs.replace(B, thread_gb_per_s=40.0)
     times = [cost_model(hardware, SEVEN, WORK).duration_ns(norm) for hardware in (B, faster)]
     assert times[0] == times[1]
-    assert times[0] / 1e9 == pytest.approx(2.2 - 0.18, rel=0.01)  # what clipping took, less scaling
+    assert times[0] / 1e9 == pytest.approx(2.2 - 0.18, rel=0.01)  # clipping without scaling
 
 
 def test_fsdp2_does_not_clip() -> None:
@@ -261,14 +269,14 @@ def test_fsdp2_does_not_clip() -> None:
     assert kinds == {"cpu_adam"}
 
 
-# ---- refusals, and what the planner makes of them
+# ---- refusals and the search
 
 
 @pytest.mark.parametrize("policy", PEERS)
 def test_the_runtime_refuses_each_by_name(make_plan: Make, policy: str) -> None:
     plan = make_plan(policy)
     plan = msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
-    policies.verified(plan)  # it can be simulated
+    policies.verified(plan)  # simulation is allowed
     with pytest.raises(UserError) as caught:
         policies.executable(plan)
     assert policy in str(caught.value)
@@ -321,8 +329,10 @@ def test_on_a_measured_machine_their_passes_come_from_its_rates_and_are_flagged(
 
 
 class Measured(NamedTuple):
-    """Seconds and GiB, and the bounds within which predicted / measured lies: parts, step, device,
-    host.
+    """Measured seconds and GiB of a step.
+
+    `parts` and `whole` are bounds of predicted / measured, for the parts of the step and for the
+    whole.
     """
 
     policy: str
@@ -346,7 +356,7 @@ ROWS = [
     Measured(
         "fsdp2_offload", SEVEN, B, 1.39, 2.94, 0.96, 5.29, 65, 166, (0.95, 1.10), (0.95, 1.08)
     ),
-    # the datasheet's compute efficiency is a 7B layer's; a 3B layer reaches less of the peak
+    # the datasheet's efficiency is that of a 7B layer, and a 3B layer is less efficient
     Measured("zero3_offload", THREE, A, 0.55, 1.48, 1.1, 3.1, 66, 74, (0.70, 1.05), (0.80, 1.05)),
     Measured("fsdp2_offload", THREE, A, 0.68, 1.47, 0.74, 2.88, 61, 58, (0.80, 1.10), (0.95, 1.05)),
 ]
@@ -354,8 +364,10 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.policy}-{row.model.name}")
 def test_against_what_was_measured(row: Measured) -> None:
-    """`--log-cli-level=INFO` shows predicted / measured of each part. Forward ends with the loss;
-    DeepSpeed's and FSDP2's has a third of the head.
+    """The predicted parts of a step are within their bounds of the measured ones.
+
+    The forward pass ends with the loss. That of DeepSpeed and FSDP2 includes a third of the head.
+    `--log-cli-level=INFO` shows predicted / measured of each part.
     """
     found = choice(row.policy, row.model, row.hardware)
     schedule = policies.lower(found.plan)

@@ -1,6 +1,4 @@
-"""Plan files: they read back as they were written, and whatever is wrong with one is said in one
-line that names the key.
-"""
+"""Tests of plan files: they read back as written, and an error names the wrong key in one line."""
 
 from __future__ import annotations
 
@@ -106,7 +104,7 @@ def test_a_plan_is_a_small_file_that_people_can_read(tmp_path: Path, make_plan: 
 
 def table_of(plan: Plan) -> dict[str, Any]:
     table = msgspec.to_builtins(plan) | {"prediction": msgspec.to_builtins(PREDICTION)}
-    del table["workload"]["attention"]  # None, which TOML has not
+    del table["workload"]["attention"]  # None, which TOML cannot express
     return tomllib.loads(tomli_w.dumps(table))
 
 
@@ -346,13 +344,14 @@ def test_a_plan_without_documents_does_not_speak_of_them(
         assert Plan.load(tmp_path / "plan.toml") == plan
         assert plan.workload.shape == "2x16-bf16" + ("-documents" if documents else "")
         assert lower(plan).buffer["device.tokens:0"].bytes == (3 if documents else 2) * 8 * 32, (
-            "ids, labels and documents"
+            "the buffer has ids, labels and, if there are any, documents"
         )
 
 
 def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
-    """Plan files that people keep may leave a knob out: another default would make another plan of
-    them.
+    """The defaults of knobs and workload stay the same.
+
+    A stored plan file may leave them out, so another default would change its meaning.
     """
     knobs = msgspec.to_builtins(Knobs())
     assert set(knobs.pop("placement").values()) == {""}

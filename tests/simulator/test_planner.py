@@ -1,4 +1,4 @@
-"""The planner: what it chooses is the best of a brute-force search, fits, and says why where
+"""Tests of the planner: its choice fits and is as good as a brute-force search's, and it says why
 nothing fits.
 """
 
@@ -67,8 +67,10 @@ def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path) -> No
 
 @pytest.mark.parametrize("clipping", ["layer", "update"])
 def test_what_is_clipped_by_layer_is_updated_behind_backward(clipping: Any) -> None:
-    """Faster than with the global norm, where the update has the forward pass alone to hide behind;
-    the next layer's weights go ahead.
+    """With clipping by layer or by update, updates run during backward, and the step is faster.
+
+    With the global norm, an update can only overlap with the next forward pass. The next layer's
+    weights are loaded ahead.
     """
     work = msgspec.structs.replace(WORK, batch=16, clipping=clipping)
     by_layer, by_norm = (
@@ -103,8 +105,9 @@ def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(
     ],
 )
 def test_the_choice_is_within_two_per_cent_of_every_other(work: Workload) -> None:
-    """Against the whole product of knobs, each played by the engine, on a machine where copies and
-    the CPU are the bottleneck.
+    """The choice is within 2 % of the best of all combinations of knobs.
+
+    The simulator plays each of them, on a machine where copies and the CPU limit the step.
     """
     limit = 4 * GIB
     chosen = find(SMALL, work, device_limit=limit, policies=["k_buffer"])[0]

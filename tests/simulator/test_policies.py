@@ -1,6 +1,4 @@
-"""Every policy: it lowers over a grid of knobs, its schedules are sound, and they do the work that
-the step consists of.
-"""
+"""Tests of every policy: it lowers any knobs to a valid schedule that does all work of a step."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def layers_of(schedule: Schedule, kind: str) -> Counter[str]:
 
 
 def verify_step(plan: Plan, schedule: Schedule) -> None:
-    """The schedule is sound, and computes, counts and updates each layer exactly as often as one
-    optimizer step must.
-    """
+    """Asserts that the schedule is valid and does each part of an optimizer step exactly once."""
     schedule.check()
     micros, model = plan.workload.accumulation, plan.model
     decoders = {str(index): micros for index in range(model.layers)}
@@ -56,12 +52,12 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
         clipped[op.layer] += op.kind == "clip"
         if op.kind == "update_ratios":
             assert (op.offset, clipped[op.layer]) == (summed[op.layer], 0), (
-                f"{op.id} leaves a gap, or comes too late"
+                f"{op.id} leaves a gap or runs after the clip"
             )
             summed[op.layer] += op.parameters
         if op.kind in ("update", "cpu_update"):
             assert clipping in ("global", "none") or clipped[op.layer], (
-                f"{op.id} comes before what it is clipped by"
+                f"{op.id} runs before its clip"
             )
             assert op.offset == updated[op.layer], f"{op.id} leaves a gap"
             updated[op.layer] += op.parameters
@@ -70,7 +66,7 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
             "save_state",
             "load_second_moment",
             "update_ratios",
-        ):  # copies stay inside their buffers
+        ):  # all other copies stay inside their buffers
             assert all(
                 op.offset + op.bytes <= schedule.buffer[base_buffer(name)].bytes
                 for name in op.buffers
@@ -176,9 +172,10 @@ def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str
 def test_an_update_stands_before_the_next_weights_or_right_behind_them(
     make_plan: Make, knobs: dict[str, int], around: tuple[str, str]
 ) -> None:
-    """With `weights_ahead` the next layer's weights are copied first; its recompute need not wait
-    for the copies of an update's state. Not with one slot, from which the update reads the old
-    weights.
+    """With `weights_ahead`, the next layer's weights are loaded before an update.
+
+    The recompute then does not wait for the copies of the update's state. With one slot they are
+    loaded after it, because the update reads the old weights from that slot.
     """
     schedule = policies.lower(make_plan("overlapped", clipping="layer", chunk_bytes=2**20, **knobs))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
@@ -282,7 +279,7 @@ def test_what_a_policy_cannot_do_is_one_line(
 def test_a_plan_whose_schedule_has_a_race_is_refused(
     make_plan: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is the very one whose digest the plan carries."""
+    """A plan whose schedule has a race is refused, even if the plan has that schedule's digest."""
     plan = make_plan("k_buffer")
     schedule = policies.lower(plan)
     policies.verified(msgspec.structs.replace(plan, digest=schedule.digest))
@@ -301,8 +298,9 @@ def test_a_plan_whose_schedule_has_a_race_is_refused(
 
 
 def test_a_small_schedule_is_what_it_was(make_plan: Make) -> None:
-    """A changed schedule is a changed digest, and every plan made before it is refused: let that be
-    on purpose.
+    """A small schedule is the stored one.
+
+    If a schedule changes, so does its digest, and every plan that was made before is refused.
     """
     plan = make_plan(
         "double_buffer",

@@ -1,4 +1,4 @@
-"""Nothing depends on the names of pools: predictions and reports are the same under other names."""
+"""Tests that predictions and reports do not depend on the names of pools."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_memory_over_time_is_the_same(make_plan: Callable[..., Plan], policy: st
 
 @pytest.mark.parametrize("policy", policies.names())
 def test_evaluation_needs_no_names(make_plan: Callable[..., Plan], policy: str) -> None:
-    """The forward pass finds the step's buffers by what they hold."""
+    """An evaluation finds the buffers of a step by the data that they hold."""
     plan = make_plan(policy, accumulation=2, tied=True)
     schedule = policies.lower(plan)
     costs = cost_model(H200, plan.model, plan.workload)
@@ -104,7 +104,9 @@ def test_evaluation_needs_no_names(make_plan: Callable[..., Plan], policy: str) 
 
 
 def test_what_every_gpu_has_is_counted_for_each(make_plan: Callable[..., Plan]) -> None:
-    """Staging slabs and offloaded activations are a GPU's own; state on the host is shared."""
+    """Each GPU has its own staging buffers and offloaded activations, and GPUs share state on the
+    host.
+    """
     plan = make_plan("k_buffer")
     costs = cost_model(H200, plan.model, plan.workload)
     schedule = with_other_pool_names(policies.lower(plan))

@@ -1,5 +1,6 @@
-"""What the process takes beside its pools: counted once, exactly, where a plan has state on the
-host; a machine's file keeps it.
+"""Tests of the host memory that the process itself takes, without pools.
+
+It counts once if a plan has state on the host, and the machine's file has it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def with_process(size: int) -> HardwareSpec:
 
 
 def accounts(plan: Plan) -> tuple[Account, Account]:
-    """Of a process that takes nothing, and `MORE`."""
+    """Returns the accounts of a plan with a process that takes 0 and `MORE` bytes."""
     none, some = (
         plan_account(plan, lower(plan), cost_model(with_process(size), plan.model, plan.workload))
         for size in (0, MORE)
@@ -51,10 +52,11 @@ def test_files_from_before_it_was_measured_have_none() -> None:
 def test_state_on_the_host_has_a_process_beside_it(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
+    """An account with state on the host includes the process."""
     none, some = accounts(make_plan(policy))
     assert none.pools.keys() == some.pools.keys() - {"host.process"}
     assert some.pools == {"host.process": MORE, **none.pools}
-    assert next(iter(some.pools)) == "host.process", "largest first"
+    assert next(iter(some.pools)) == "host.process", "pools are listed by size, the largest first"
     assert (some.host_peak_bytes, some.device_peak_bytes) == (
         none.host_peak_bytes + MORE,
         none.device_peak_bytes,
@@ -65,6 +67,7 @@ def test_state_on_the_host_has_a_process_beside_it(
 def test_without_state_there_or_of_another_system_it_counts_for_nothing(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
+    """The process does not count without state on the host or for another system."""
     none, some = accounts(make_plan(policy))
     assert some == none
     assert "host.process" not in some.pools

@@ -1,6 +1,4 @@
-"""Op ids, the text form, and what `Schedule.check` proves: each kind of broken schedule is planted
-and must be found.
-"""
+"""Tests of op ids, of the text form of a schedule, and of `Schedule.check` on broken schedules."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ ids = st.builds(
 @given(ids)
 def test_an_op_id_reads_back_from_its_text(op: OpId) -> None:
     if op.layer == "" and op.phase == "h":
-        return  # the text would read as the layer `h`; no kind of op has a phase and no layer
+        return  # would read as layer `h`; every op with a phase has a layer
     assert parse_id(str(op)) == op
 
 
@@ -207,8 +205,9 @@ def test_removing_any_one_dependency_is_a_race(
 def test_sequential_keeps_no_dependency_in_vain(
     make_plan: Callable[..., Plan], changes: dict[str, Any]
 ) -> None:
-    """Some of its dependencies prevent no race, only overlap: without them two neighbours are free
-    to run at once.
+    """Without any one dependency, two neighboring ops of `sequential` could overlap.
+
+    Some of its dependencies do not prevent a race.
     """
     schedule = policies.lower(make_plan("sequential", **changes))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
@@ -359,7 +358,7 @@ def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
     monkeypatch: pytest.MonkeyPatch,
     obtain: Callable[[Plan], Schedule],
 ) -> None:
-    """Also where the plan carries that schedule's own digest."""
+    """A schedule with a race is refused, even if the plan has its digest."""
     plan = make_plan("double_buffer")
     _, _, broken = next(each_dependency_removed(policies.lower(plan)))
     monkeypatch.setattr(policies, "lower", lambda _: broken)
@@ -368,8 +367,9 @@ def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
 
 
 def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
-    """The slot is released by an op that nothing orders behind the reader: the next to take it must
-    wait for both.
+    """An op that acquires a slot must wait for the op that releases it and for every reader.
+
+    Here the op that releases the slot does not wait for the reader.
     """
     reader = but(USE, releases=("device.hidden:0",))
     other = Op(
@@ -414,7 +414,7 @@ def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
 def test_a_real_schedule_with_two_ops_exchanged_is_found_or_still_sound(
     make_plan: Callable[..., Plan], data: st.DataObject
 ) -> None:
-    """Moving a dependent op ahead of what it waits for is always found."""
+    """An op that is moved before an op that it waits for is always found."""
     schedule = policies.lower(make_plan("double_buffer", accumulation=2))
     waiting = [(index, other) for index, op in enumerate(schedule.ops) for other in op.after]
     index, other = data.draw(st.sampled_from(waiting))

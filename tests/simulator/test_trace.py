@@ -1,4 +1,4 @@
-"""Traces: what a Chrome trace viewer asks of them, on schedules of real policies."""
+"""Tests of traces in the format of Chrome's viewer, on schedules of several policies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ POLICIES = ("sequential", "double_buffer", "resident")
 
 
 def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
-    """Ops as early as lanes and dependencies allow, durations of some odd nanoseconds from the op's
-    place in the program.
+    """Returns a timeline in which every op starts as early as its lane and dependencies allow.
+
+    The durations differ by a few nanoseconds.
     """
     end: dict[str, int] = {}
     free: dict[str, int] = {}

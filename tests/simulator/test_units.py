@@ -1,4 +1,4 @@
-"""Sizes and durations as text, and every example in the docstrings of the simulator."""
+"""Tests of sizes and durations as text, and of the examples in the simulator's docstrings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Order against the plain definition: what has ended when an op starts is what its lane and its
-dependencies wait for, and what those did.
+"""Tests of vector clocks against the definition of the order of ops.
+
+When an op starts, everything has ended that its lane and its dependencies wait for, and everything
+that those waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 BUFFERS = ("a", "b", "c")
 Program = list[tuple[str, list[int], set[str], set[str]]]
-"""(lane, places of the ops it waits for, reads, writes)"""
+"""For each op: its lane, the indices of the ops that it waits for, what it reads and writes."""
 
 
 @st.composite
@@ -25,7 +27,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def ended_before(program: Program) -> list[set[int]]:
-    """For every op, all that have ended when it starts."""
+    """Returns for every op the ops that have ended when it starts."""
     ended: list[set[int]] = []
     for index, (lane, after, _, _) in enumerate(program):
         direct = [other for other in range(index) if program[other][0] == lane] + after
@@ -44,7 +46,7 @@ def test_clocks_are_reachability(program: Program) -> None:
 
 
 def conflicts(program: Program, index: int) -> set[int]:
-    """Earlier ops that touch what this one does, one of the two writing."""
+    """Returns the earlier ops that write a buffer of this op, or access one that it writes."""
     _, _, reads, writes = program[index]
     return {
         other
@@ -55,7 +57,10 @@ def conflicts(program: Program, index: int) -> set[int]:
 
 @given(programs())
 def test_waiting_for_the_named_conflicts_is_waiting_for_all(program: Program) -> None:
-    """Of a lane's readers only the last is named; behind it, all of them have ended."""
+    """Waiting for the conflicts that `touch` returns is waiting for all conflicts.
+
+    It returns only the last reader of a lane, and earlier readers of that lane have ended too.
+    """
     order = VectorClocks()
     for index, (lane, _, reads, writes) in enumerate(program):
         order.add(lane, order.touch(lane, reads, writes))
@@ -64,7 +69,10 @@ def test_waiting_for_the_named_conflicts_is_waiting_for_all(program: Program) ->
 
 @given(programs())
 def test_a_race_is_a_conflict_that_is_not_waited_for(program: Program) -> None:
-    """As `Schedule.check` asks; up to the first one, behind which nothing is promised."""
+    """A conflict that an op does not wait for is found as a race.
+
+    The comparison ends at the first race, because later results are undefined.
+    """
     order, ended = VectorClocks(), ended_before(program)
     for index, (lane, after, reads, writes) in enumerate(program):
         earlier = order.touch(lane, reads, writes)

@@ -1,5 +1,5 @@
-"""The verdict: its sums, what more would fit, what advice does when it is taken, and the estimate
-for several GPUs.
+"""Tests of the verdict: its sums, the most that fits, its advice, and the estimate for several
+GPUs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def small(workload: Workload = WORK, hardware: HardwareSpec = H200, **options: A
 
 
 def with_options(workload: Workload, options: dict[str, str]) -> dict[str, Any]:
-    """What `judge` takes for the options of a suggestion."""
+    """Returns the arguments of `judge` for the options of a suggestion."""
     limits = {
         f"{place}_limit": parse_bytes(options[f"{place}-memory"])
         for place in ("device", "host")
@@ -70,8 +70,9 @@ def test_from_python_in_three_lines() -> None:
 
 @pytest.mark.parametrize("device_limit", [3 * GIB, 9 * GIB, None])
 def test_sums(device_limit: int | None) -> None:
-    """Classes and pools add up to the peaks, compute, exposed time and waiting to the step, and no
-    bound is above it.
+    """Classes and pools add up to the memory peaks, and times add up to the step.
+
+    The lower bound is not above the step.
     """
     verdict = small(device_limit=device_limit)
     for place, peak in (("device", verdict.device_peak_bytes), ("host", verdict.host_peak_bytes)):
@@ -87,7 +88,7 @@ def test_sums(device_limit: int | None) -> None:
     exposed = sum(verdict.exposed_seconds.values())
     assert (
         0 <= exposed <= verdict.step_seconds - verdict.lane_seconds["compute"] + 1e-6
-    )  # sharing makes compute longer than its ops alone
+    )  # contention makes compute longer than its ops
     assert verdict.step_seconds_low is not None
     assert verdict.step_seconds_high is not None
     assert verdict.step_seconds_low < verdict.step_seconds < verdict.step_seconds_high
@@ -136,14 +137,17 @@ def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -
         (
             msgspec.structs.replace(WORK, batch=1, sequence=verdict.longest_context),
             {"sequence": verdict.longest_context + 2},
-        ),  # bytes are rounded
+        ),  # one more may fit because sizes are rounded
     ):
         assert small(work, **limits).feasible
         assert not small(msgspec.structs.replace(work, **more), **limits).feasible
 
 
 def test_what_fits_is_among_the_most_that_fits() -> None:
-    """Its placement may take less than the least of any policy with slots."""
+    """The batch and the sequence of a plan that fits are at most the largest that fit.
+
+    The placement of that plan may take less memory than the smallest plan of a policy with slots.
+    """
     work = Workload(batch=2, sequence=4096, clipping="update", documents=True)
     machine = HardwareSpec.load("mi300x")
     limits = {"device_limit": machine.device_bytes // 10, "host_limit": machine.host_bytes // 10}
@@ -172,7 +176,10 @@ def test_a_footprint_is_the_account_of_the_lowered_plan(
     interval: int,
     chunk: int,
 ) -> None:
-    """At other tokens than it was made with."""
+    """A footprint gives the account of the lowered plan.
+
+    It does so for other batch and sequence sizes than it was made with, too.
+    """
     work = Workload(batch=4, sequence=1024, accumulation=accumulation)
     knobs = Knobs(
         checkpoint_interval=interval,
@@ -255,7 +262,7 @@ def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) 
 
 
 def test_a_suggestion_that_promises_speed_keeps_it() -> None:
-    """The same search is done again, so nothing else is found."""
+    """A suggestion's gain is what a search with its options finds."""
     work = msgspec.structs.replace(WORK, batch=2)
     verdict = small(work, device_limit=4 * GIB)
     assert verdict.feasible
@@ -300,8 +307,9 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
 def test_more_micro_batches_gain_what_is_said(
     model: str, machine: str, work: Workload, change: str, gain: float | None
 ) -> None:
-    """Of one, two, or many: the first micro-batch alone sums nothing, and more of them let the
-    search choose otherwise.
+    """Advice on accumulation gives the gain that a search with it finds.
+
+    The first micro-batch sums no gradients, and with more of them the search chooses another plan.
     """
     spec, hardware = ModelSpec.load(model), HardwareSpec.load(machine)
     before = judge(spec, hardware, work)
@@ -316,7 +324,7 @@ def test_more_micro_batches_gain_what_is_said(
 
 
 def test_what_does_not_fit_a_unified_machine_is_not_said_to_fit() -> None:
-    """Nothing is parked on a host that is not there."""
+    """Advice for a unified machine does not count on offloading to the host."""
     work = Workload(batch=32, sequence=8192, accumulation=4, dtype="fp32", loss_chunk=256)
     model, hardware = ModelSpec.load("qwen3-1.7b"), HardwareSpec.load("apple-m4-max")
     verdict = judge(model, hardware, work)
@@ -373,9 +381,7 @@ def test_a_unified_machine_has_one_memory() -> None:
 
 
 def test_every_pool_has_a_class() -> None:
-    """None falls into `workspace` but what is no data of the model's, and state has its own
-    name.
-    """
+    """Every pool with data of the model has a class other than `workspace`."""
     pools = set()
     for policy in names() + peers():
         for accumulation in (1, 2):

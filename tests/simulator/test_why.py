@@ -1,5 +1,7 @@
-"""Why a plan was chosen: what came second, what one more GiB would buy, when not to stream, how a
-step is split; the same in every process.
+"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, and advice not to
+stream.
+
+They are the same in every process.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
 
 
 def test_many_micro_batches_of_recomputing_are_not_searched_where_storing_is_faster() -> None:
-    """Of so many micro-batches the bound is their compute, not that of two."""
+    """Policies that recompute many micro-batches are not searched if saving activations is faster.
+
+    The bound is the compute of all micro-batches, not of two.
+    """
     work = Workload(batch=8, sequence=256, accumulation=32)
     found = candidates(SMALL, H200, work, device_limit=20 * GIB)
     assert {choice.plan.policy for choice in found} == {"overlapped", "resident"}
@@ -174,8 +179,10 @@ def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it() ->
 
 
 def test_many_micro_batches_are_not_planned_like_two() -> None:
-    """The update is done once a step: with many micro-batches it pays to store activations, with
-    two it pays to keep state.
+    """A plan for many micro-batches differs from a plan for two.
+
+    The update runs once a step, so with many micro-batches saved activations are worth more than
+    resident state.
     """
     work = Workload(batch=1, sequence=1024, accumulation=64)
     many = chosen(work, device_limit=7 * GIB)

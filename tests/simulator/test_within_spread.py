@@ -1,6 +1,4 @@
-"""How far a calibrated machine's predictions may be off, by the spreads of what was measured on
-it.
-"""
+"""Tests of the range of a prediction, from the spreads of a machine's measurements."""
 
 from __future__ import annotations
 
@@ -31,8 +29,10 @@ MACHINES = [
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_op_is_shorter_on_the_slower_machine(path: Path) -> None:
-    """Sizes between, below and beyond those that were measured, and another system's, which nobody
-    measured.
+    """No op takes less time at the slow end of the range, and none more at the fast end.
+
+    The sizes are between, below and above the measured ones. One policy is of another system, which
+    was not measured.
     """
     hardware, model = HardwareSpec.load(str(path)), ModelSpec.load("qwen2.5-0.5b").with_layers(2)
     for policy in (*policies.names(), "zero3_offload"):
@@ -76,11 +76,11 @@ def test_the_spread_of_the_nearest_number(machine: HardwareSpec, plan: Plan) -> 
         for name, spread in told.items()
         if name.startswith("forward llama") and "/3x2048-" in name
     ]
-    assert [forward] == near, "of 8,192 tokens"
+    assert [forward] == near, "the spread of the nearest number of tokens"
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Of `plans.json`, what this needs."""
+    """The fields of an entry of `plans.json` that these tests need."""
 
     name: str
     choice: Choice
@@ -97,7 +97,7 @@ def chosen(plan: Plan, machine: HardwareSpec) -> Choice:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """The planner's, of four micro-batches."""
+    """The planner's choice for four micro-batches."""
     entries = convert(read_json(PROOF / "plans.json"), list[Stored], "plans.json")
     return next(
         entry.choice.plan for entry in entries if entry.name == "llama-3.2-3b-8/4x8x1024/16GiB/best"

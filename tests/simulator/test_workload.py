@@ -1,4 +1,4 @@
-"""Workload: what it refuses, and how."""
+"""Tests of the values that a workload refuses."""
 
 from __future__ import annotations
 
