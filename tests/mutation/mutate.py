@@ -110,10 +110,10 @@ class Executing:
         )
 
     def tests(self, path: str, lines: set[int], *, everywhere: bool = False) -> list[str]:
-        """Returns the tests that execute one of `lines`, the test that executes the fewest lines
-        first.
+        """Returns the tests that execute one of `lines`.
 
-        With `everywhere`, the lines are a whole module's, and the fastest tests come first.
+        The test that executes the fewest lines comes first. With `everywhere`, the lines are a
+        whole module's, and the fastest test comes first.
         """
         tests = set().union(*(self.lines[path][line] for line in lines))
         return sorted(

@@ -1,5 +1,4 @@
-"""Properties of the simulator and the evaluator on random schedules and on the plans of every
-policy.
+"""Properties of the simulator and the evaluator on random schedules and every policy's plans.
 
 Each is checked from the spans alone.
 """

@@ -38,8 +38,9 @@ GROUPS = (
     GroupSettings(match="*norm*", weight_decay=0.05),
 )
 SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
-"""Neighboring tensors decay differently and copies end inside tensors, so that a chunk contains
-several tensors with different settings.
+"""Settings that differ between neighboring tensors.
+
+Copies end inside tensors, so a chunk contains several tensors with different settings.
 """
 CPU = torch.device("cpu")
 ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
@@ -79,8 +80,10 @@ OTHERS = (
     "deepseek_v3",
     "qwen3_next",
 )
-"""Families with layers of several kinds, scaled embeddings, capped logits, biases in the head,
-experts, buffers of a layer, or linear attention.
+"""Families with other features.
+
+They have layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
+buffers of a layer, or linear attention.
 """
 
 
@@ -125,8 +128,8 @@ def model_of(
 def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
     """Returns the batches of every step.
 
-    From the second step on, a third of the labels is ignored. In the third step, also a whole
-    sequence is, and one micro-batch if there are several.
+    From the second step on, a third of the labels is ignored. In the third step, all labels of one
+    sequence are, and all of one micro-batch if there are several.
     """
     generator = torch.Generator().manual_seed(7)
     steps = []

@@ -174,8 +174,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
 }
-"""Changes of the configs in tiny_families, so that every feature matters: layers of several kinds,
-windows shorter than a row, softcaps and multipliers.
+"""Changes of the configs in tiny_families that make every feature matter.
+
+Models have layers of several kinds, windows shorter than a row, softcaps and multipliers.
 """
 BF16_BOUND = 0.02
 """Bound of the difference, relative to a gradient's largest element: three units of bf16's 8 bits.

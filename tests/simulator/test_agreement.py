@@ -1,6 +1,4 @@
-"""Tests of comparing two calibrations of one machine: which numbers differ and which parts are
-noisy.
-"""
+"""Tests of comparing two calibrations of one machine: differences and noisy parts."""
 
 from __future__ import annotations
 
@@ -161,13 +159,13 @@ OF_THE_MACHINE = [
 
 def everything(times: float = 1.0, **changes: Any) -> HardwareSpec:
     """Returns a machine with every number that has no size or shape of an op, times `times`."""
-    told: dict[str, Any] = msgspec.to_builtins(
+    numbers: dict[str, Any] = msgspec.to_builtins(
         msgspec.structs.replace(machine(1, 0.0), duplex_curve=((2**20, 20.0),))
     )
     more: dict[str, Any] = msgspec.to_builtins({**LANES, "fixed": FIXED})
     for part, fields in (
-        (told, ("cpu_adam_per_s", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s")),
-        (told["peak_tflops"], ("bf16",)),
+        (numbers, ("cpu_adam_per_s", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s")),
+        (numbers["peak_tflops"], ("bf16",)),
         (more["turns"], more["turns"]),
         (more["fixed"], more["fixed"]),
         (more["contention"]["h2d"], ("cpu",)),
@@ -176,13 +174,13 @@ def everything(times: float = 1.0, **changes: Any) -> HardwareSpec:
     ):
         for field in fields:
             part[field] = type(part[field])(part[field] * times)
-    told["duplex_curve"] = [[2**20, 20.0 * times]]
-    told["costs"] |= {
+    numbers["duplex_curve"] = [[2**20, 20.0 * times]]
+    numbers["costs"] |= {
         **more,
         "spread": dict.fromkeys([*OF_LANES, *OF_THE_MACHINE], 0.01),
         **changes,
     }
-    return msgspec.convert(told, HardwareSpec)
+    return msgspec.convert(numbers, HardwareSpec)
 
 
 def test_every_kind_of_number_is_compared() -> None:

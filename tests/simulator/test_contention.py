@@ -1,4 +1,6 @@
-"""Tests of lanes that slow each other: rates measured on H200 machines, and properties of any
+"""Tests of lanes that slow each other.
+
+The simulated rates are compared with those measured on H200 machines, and properties hold for any
 machine.
 """
 

@@ -342,8 +342,9 @@ def compute(kind: str, model: ModelSpec, work: Workload) -> Op:
 
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
 def test_documents_cost_flash_attention_over_whole_rows(kind: str) -> None:
-    """With documents, attention costs the rate of flash attention, even if a plan without uses
-    cuDNN.
+    """With documents, attention has the rate of flash attention.
+
+    A plan without them may use the rate of cuDNN.
     """
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     packed, flash, cudnn = (

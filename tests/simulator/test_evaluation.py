@@ -1,5 +1,6 @@
-"""Tests of evaluation schedules: valid under every policy, one forward pass for each micro-batch,
-no weights loaded again while a slot holds them, and a predicted time.
+"""Tests of evaluation schedules: valid under every policy, with a predicted time.
+
+They have one forward pass for each micro-batch, and load no weights that a slot still holds.
 """
 
 from __future__ import annotations

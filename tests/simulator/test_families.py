@@ -1,6 +1,4 @@
-"""Tests of model families against transformers' models: every tensor's name and shape, the bytes
-that autograd keeps of a layer, and FLOPs.
-"""
+"""Tests of model families against transformers' models: tensors, saved bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -200,8 +198,9 @@ def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
 
 
 def compare(spec: ModelSpec, model: Any) -> None:
-    """Asserts that both models have the same tensors: in decoder layers in the same order, and
-    outside them by name.
+    """Asserts that both models have the same tensors.
+
+    Those in decoder layers have the same order, and those outside have the same names.
     """
     ways = [
         prefix

@@ -1,5 +1,6 @@
-"""Tests of reading and writing files: a file is written whole or not at all, and wrong content is a
-UserError of one line.
+"""Tests of reading and writing files.
+
+A file is written whole or not at all, and wrong content is a UserError of one line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of Gemma 4: the two forms of its config.json, models with fewer layers, and what is
-refused.
-"""
+"""Tests of Gemma 4: two forms of its config.json, models with fewer layers, and what is refused."""
 
 from __future__ import annotations
 

@@ -115,6 +115,7 @@ def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) ->
 
 
 def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
+    """A cost key only names the kernel of attention if the plan chooses one."""
     work = Workload(batch=1, sequence=8)
     assert [
         msgspec.structs.replace(work, attention=kernel).shape for kernel in (None, "flash", "cudnn")

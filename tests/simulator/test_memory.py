@@ -1,6 +1,4 @@
-"""Tests of the memory account: bytes of every pool, plans at the limit, advice, and usage over
-time.
-"""
+"""Tests of the memory account: bytes of pools, plans at the limit, advice, and usage over time."""
 
 from __future__ import annotations
 
@@ -293,6 +291,6 @@ def test_masks_are_counted_where_causality_alone_does_not_do(
         capped.mask_bytes(msgspec.structs.replace(packed, dtype="bf16"))
         == 2 * (3 * pairs + 3 * pairs * 2) + 3 * pairs * 2
     ), (
-        "without a fused kernel, each type of attention has a mask in both forms, and one more is"
-        " added"
+        "without a fused kernel, each type of attention has a mask in both forms, and there is one"
+        " more of the larger form"
     )

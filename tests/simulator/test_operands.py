@@ -1,6 +1,4 @@
-"""Tests that `Schedule.check` proves what ops read and write: the class of data, the dtype and the
-size.
-"""
+"""Tests that `Schedule.check` proves the class of data, the dtype and the size of operands."""
 
 from __future__ import annotations
 

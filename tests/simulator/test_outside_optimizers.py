@@ -1,5 +1,6 @@
-"""Tests of optimizers from files and entry points: how they are found or refused, and what they
-change in bytes, schedules and costs.
+"""Tests of optimizers from files and entry points.
+
+They are found or refused by name, and change bytes, schedules and costs.
 """
 
 from __future__ import annotations

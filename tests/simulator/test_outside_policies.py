@@ -177,8 +177,9 @@ def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
 def test_knobs_and_placements_are_those_that_lowering_reads(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
-    """A knob that the policy names changes the schedule or is refused, and any other changes
-    nothing.
+    """A knob that a policy names changes the schedule or is refused.
+
+    Any other knob changes nothing.
     """
     usual = make_plan(policy, layers=6, accumulation=2)
 

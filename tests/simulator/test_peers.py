@@ -237,12 +237,12 @@ def test_the_published_codes_versions_and_ablations() -> None:
     for changed in (
         ablated(copies=False),
         ablated(buffers=1),
-        ablated(slabs=1),
+        ablated(staging_buffers=1),
         ablated(interval=1),
     ):
         changed.check()
     assert pool_bytes(ablated(copies=False), "host.flats") == 0
-    assert pool_bytes(ablated(slabs=1), "host.gradient_staging") * 12 == pool_bytes(
+    assert pool_bytes(ablated(staging_buffers=1), "host.gradient_staging") * 12 == pool_bytes(
         whole, "host.gradient_staging"
     )
     assert pool_bytes(ablated(interval=1), "device.checkpoints") / pool_bytes(

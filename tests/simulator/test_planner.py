@@ -1,5 +1,6 @@
-"""Tests of the planner: its choice fits and is as good as a brute-force search's, and it says why
-nothing fits.
+"""Tests of the planner: its choice fits and is as good as that of a brute-force search.
+
+If nothing fits, it says why.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def test_what_is_clipped_by_layer_is_updated_behind_backward(clipping: Any) -> N
 def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(
     updates_per_s: float, some: bool
 ) -> None:
+    """The host updates some layers if its cores are fast compared with the link."""
     memory = msgspec.structs.replace(H200.host_memory, gb_per_s=500.0)
     machine = msgspec.structs.replace(H200, cpu_update_per_s=updates_per_s, host_memory=memory)
     choice = search(SMALL, machine, WORK, device_limit=8 * GIB, policies=["overlapped"])[0]

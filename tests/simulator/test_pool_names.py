@@ -104,8 +104,9 @@ def test_evaluation_needs_no_names(make_plan: Callable[..., Plan], policy: str) 
 
 
 def test_what_every_gpu_has_is_counted_for_each(make_plan: Callable[..., Plan]) -> None:
-    """Each GPU has its own staging buffers and offloaded activations, and GPUs share state on the
-    host.
+    """Each GPU has its own staging buffers and offloaded inputs.
+
+    GPUs share state on the host.
     """
     plan = make_plan("k_buffer")
     costs = cost_model(H200, plan.model, plan.workload)

@@ -44,6 +44,7 @@ def accounts(plan: Plan) -> tuple[Account, Account]:
 
 
 def test_files_from_before_it_was_measured_have_none() -> None:
+    """A calibration from before the process was measured has 0 bytes for it."""
     assert STORED.costs is not None
     assert STORED.costs.process_bytes == 0
 

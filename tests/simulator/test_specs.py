@@ -1,5 +1,5 @@
-"""Tests of ModelSpec: what it reads from a config.json, what it refuses, and that it survives a
-plan file.
+"""Tests of ModelSpec: what it reads from a config.json, what it refuses, and its form in a plan
+file.
 """
 
 from __future__ import annotations

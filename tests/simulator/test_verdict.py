@@ -1,6 +1,4 @@
-"""Tests of the verdict: its sums, the most that fits, its advice, and the estimate for several
-GPUs.
-"""
+"""Tests of the verdict: sums, the most that fits, advice, and the estimate for several GPUs."""
 
 from __future__ import annotations
 
@@ -99,6 +97,7 @@ def span(lane: str, start: int, end: int) -> Span:
 
 
 def test_exposed_time_is_shared_by_the_lanes_that_run_while_compute_stands_still() -> None:
+    """While compute is idle, the lanes that run share the time equally."""
     spans = (
         span("h2d", 0, 10),
         span("compute", 10, 20),

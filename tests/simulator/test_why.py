@@ -1,5 +1,4 @@
-"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, and advice not to
-stream.
+"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, when not to stream.
 
 They are the same in every process.
 """

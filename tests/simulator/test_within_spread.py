@@ -62,18 +62,18 @@ def test_the_spread_of_the_nearest_number(machine: HardwareSpec, plan: Plan) -> 
     assert machine.costs is not None
     costs = cost_model(machine, plan.model, plan.workload)
     assert isinstance(costs, Calibrated)
-    told = machine.costs.spread
+    spreads = machine.costs.spread
     update = next(op for op in policies.lower(plan).ops if op.kind == "cpu_update")
     curve = costs._curve(update)
     for parameters, nearest in ((9 * 10**6, 2**22), (12 * 10**6, 2**24), (10, 2**14)):
         assert (
             costs.spread(msgspec.structs.replace(update, parameters=parameters))
-            == told[f"{curve} {nearest}"]
+            == spreads[f"{curve} {nearest}"]
         )
     (forward,) = {costs.spread(op) for op in policies.lower(plan).ops if op.kind == "forward"}
     near = [
         spread
-        for name, spread in told.items()
+        for name, spread in spreads.items()
         if name.startswith("forward llama") and "/3x2048-" in name
     ]
     assert [forward] == near, "the spread of the nearest number of tokens"
@@ -105,17 +105,17 @@ def plan() -> Plan:
 
 
 def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> None:
-    told = summarize(chosen(plan, machine), machine)
-    assert told.step_seconds_low is not None
-    assert told.step_seconds_high is not None
+    verdict = summarize(chosen(plan, machine), machine)
+    assert verdict.step_seconds_low is not None
+    assert verdict.step_seconds_high is not None
     assert (
-        0.9 * told.step_seconds
-        < told.step_seconds_low
-        < told.step_seconds
-        < told.step_seconds_high
-        < 1.1 * told.step_seconds
+        0.9 * verdict.step_seconds
+        < verdict.step_seconds_low
+        < verdict.step_seconds
+        < verdict.step_seconds_high
+        < 1.1 * verdict.step_seconds
     )
-    assert told.uncertainty is None
+    assert verdict.uncertainty is None
     assert machine.costs is not None
     wider = msgspec.structs.replace(
         machine.costs, spread={name: 2 * spread for name, spread in machine.costs.spread.items()}
@@ -123,21 +123,24 @@ def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> Non
     noisy = summarize(chosen(plan, machine), msgspec.structs.replace(machine, costs=wider))
     assert noisy.step_seconds_low is not None
     assert noisy.step_seconds_high is not None
-    assert noisy.step_seconds_low < told.step_seconds_low
-    assert noisy.step_seconds_high > told.step_seconds_high
+    assert noisy.step_seconds_low < verdict.step_seconds_low
+    assert noisy.step_seconds_high > verdict.step_seconds_high
 
 
 def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: HardwareSpec) -> None:
     assert machine.costs is not None
     old = msgspec.structs.replace(machine, costs=msgspec.structs.replace(machine.costs, spread={}))
     small = msgspec.structs.replace(plan, device_limit_bytes=2**30)
-    for told in (summarize(chosen(plan, machine), old), summarize(chosen(small, machine), machine)):
-        assert (told.step_seconds_low, told.step_seconds_high) == (None, None)
+    for verdict in (
+        summarize(chosen(plan, machine), old),
+        summarize(chosen(small, machine), machine),
+    ):
+        assert (verdict.step_seconds_low, verdict.step_seconds_high) == (None, None)
 
 
 def test_a_datasheets_range_is_what_it_was() -> None:
-    told = judge(small_model.SMALL, HardwareSpec.load("h200"), Workload(batch=1, sequence=128))
-    assert told.uncertainty == 0.10
-    assert (told.step_seconds_low, told.step_seconds_high) == pytest.approx(
-        (0.9 * told.step_seconds, 1.1 * told.step_seconds)
+    verdict = judge(small_model.SMALL, HardwareSpec.load("h200"), Workload(batch=1, sequence=128))
+    assert verdict.uncertainty == 0.10
+    assert (verdict.step_seconds_low, verdict.step_seconds_high) == pytest.approx(
+        (0.9 * verdict.step_seconds, 1.1 * verdict.step_seconds)
     )
