@@ -42,7 +42,7 @@ GROUPS = {
     "rates": RATES,
     "runs or not": ("runs",),
 }
-_ABLATIONS = ("buffers", "slabs", "interval")
+_ABLATIONS = ("buffers", "staging_buffers", "interval")
 
 
 class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +59,8 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """A model of the library."""
     changes: dict[str, str]
-    """Changed keys of the model's config.json; `buffers`, `slabs` and `interval` of the published
-    code; `lanes` of a rate.
+    """Changed keys of the model's config.json; `buffers`, `staging_buffers` and `interval` of the
+    published code; `lanes` of a rate.
     """
     batch: int | None
     """Sequences in a micro-batch, or None if the source does not report it."""

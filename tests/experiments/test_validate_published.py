@@ -114,7 +114,7 @@ def test_no_row_has_an_assumption_of_its_own() -> None:
         "num_key_value_heads",
         "vocab_size",
         "buffers",
-        "slabs",
+        "staging_buffers",
         "interval",
         "lanes",
     }
