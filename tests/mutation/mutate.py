@@ -80,7 +80,7 @@ def record(files: list[str]) -> None:
 
 
 class Executing:
-    """Knows which tests execute each line.
+    """Which tests execute each line, from the recording.
 
     What a fixture executes counts for every test of its file.
     """

@@ -1,4 +1,4 @@
-"""Test that the tests notice most breakages of the simulator and the runtime.
+"""The nightly gate: the tests notice most breakages of the simulator and the runtime.
 
 `make mutation` runs it and `docs/mutation.md` explains it.
 """

@@ -1,6 +1,6 @@
 """Properties of `check` on random models, machines and workloads.
 
-More memory or speed is no slower, advice is correct, and the chosen plan is the best.
+More memory or speed never makes a step slower, advice is correct, and the chosen plan is the best.
 """
 
 from __future__ import annotations

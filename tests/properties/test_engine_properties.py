@@ -163,6 +163,7 @@ def test_the_engine_shares_host_memory_by_the_rules(
 def test_the_makespan_is_the_end_of_what_simpy_plays(
     case: tuple[Schedule, Given], memory: HostMemorySpec | None
 ) -> None:
+    """`makespan_ns` gives the makespan of the whole simulation."""
     schedule, costs = case
     for dispatch in ({}, costs.dispatch_ns):
         shared = Given(costs.durations, costs.contention, dispatch, memory)
@@ -196,12 +197,14 @@ def test_the_makespan_lies_between_its_bounds(case: tuple[Schedule, Given]) -> N
 
 @given(cases(contention=True, dispatch=False))
 def test_contention_never_helps_below_the_bounds(case: tuple[Schedule, Given]) -> None:
+    """With contention, no step is shorter than its lower bound."""
     schedule, costs = case
     assert simulate(schedule, costs).makespan_ns >= bounds(schedule, costs).lower_bound_ns
 
 
 @given(cases(contention=False, dispatch=False), st.integers(2, 1000))
 def test_durations_scaled_scale_all_times(case: tuple[Schedule, Given], factor: int) -> None:
+    """Without contention, durations that are n times as long make all times n times as long."""
     schedule, costs = case
     slower = simulate(
         schedule, Given({op: factor * duration for op, duration in costs.durations.items()})
@@ -281,6 +284,7 @@ def test_a_dependency_on_what_comes_later_is_played_or_named(
 def test_lowered_plans_are_played_by_the_rules(
     make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]
 ) -> None:
+    """The simulator and the evaluator play the schedules of every policy by the same rules."""
     schedule = policies.lower(make_plan(policy, **changes))
     durations = {
         op.id: 1 + (len(op.id) * 7 + index * 5) % 23 for index, op in enumerate(schedule.ops)

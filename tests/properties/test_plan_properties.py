@@ -95,7 +95,7 @@ every_policy = pytest.mark.parametrize("policy", policies.names())
 def test_any_plan_on_any_machine_plays_by_the_rules(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """A schedule has no deadlock and no race, and keeps its lower bound.
+    """A schedule has no deadlock and no race, and its step is not below its lower bound.
 
     No link is overloaded, no slot is held twice, and no pool exceeds its account.
     """

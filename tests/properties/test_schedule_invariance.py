@@ -80,10 +80,10 @@ OTHERS = (
     "deepseek_v3",
     "qwen3_next",
 )
-"""Families with other features.
+"""Families with features that the simple ones lack.
 
-They have layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
-buffers of a layer, or linear attention.
+These are layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
+buffers of a layer, and linear attention.
 """
 
 

@@ -200,7 +200,7 @@ def test_what_was_measured_with_other_layers_is_not_compared() -> None:
 
 
 def test_zeros_stand_for_what_this_machine_has_not() -> None:
-    """A zero means not measured, as without a GPU, and is not compared."""
+    """A number that is zero was not measured, for example without a GPU, and is not compared."""
     nothing = FixedCosts(
         launch_ns=5000, event_ns=0, first_touch_gb_per_s=5.0, registration_gb_per_s=0.0
     )
@@ -215,6 +215,8 @@ def test_zeros_stand_for_what_this_machine_has_not() -> None:
 
 
 def test_bytes_are_counted_and_may_differ_by_a_fiftieth() -> None:
+    """Counted bytes agree if they differ by at most 2 %."""
+
     def counted(size: int) -> HardwareSpec:
         return machine(
             1,

@@ -70,6 +70,7 @@ def test_a_steep_curve_never_goes_below_zero() -> None:
 
 
 def test_a_lane_may_have_a_curve_of_its_own() -> None:
+    """A curve named `norm@compute` is only for norms on that lane."""
     costs = Calibrated(table())
     assert costs.duration_ns(Op(id="N0", lane="compute", parameters=1000)) == 5
     assert costs.duration_ns(Op(id="N0", lane="cpu", parameters=1000)) == 50
@@ -78,6 +79,7 @@ def test_a_lane_may_have_a_curve_of_its_own() -> None:
 
 
 def test_adding_may_have_a_curve_of_its_own() -> None:
+    """A curve whose name ends with `:add` is for ops that add to what they write."""
     curves = {"accumulate_gradients": ((1000, 10),), "accumulate_gradients:add": ((1000, 15),)}
     costs, target = Calibrated(table(curves=curves)), "host.gradients:0"
     first = Op(
@@ -97,6 +99,7 @@ def test_adding_may_have_a_curve_of_its_own() -> None:
 
 
 def test_a_single_point_stands_for_a_proportion() -> None:
+    """A curve of one point gives durations in proportion to the size."""
     assert interpolate(((1000, 50),), 1000) == (50, False)
     assert interpolate(((1000, 50),), 3000) == (150, True)
 
@@ -107,6 +110,9 @@ def test_a_measured_shape_is_taken_as_it_is() -> None:
 
 
 def test_without_a_datasheet_rows_packed_the_other_way_take_as_long_and_are_flagged() -> None:
+    """Without a datasheet, costs measured without documents also predict documents, and are
+    flagged.
+    """
     costs, packed = (
         Calibrated(table()),
         msgspec.structs.replace(forward(8), shape=forward(8).shape + DOCUMENTS),
@@ -202,7 +208,7 @@ def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
 
 
 def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
-    """A summed gradient costs the time of the bytes that it moves more.
+    """A gradient that is summed takes longer by the additional bytes that it moves.
 
     For each parameter of a decoder layer, that is 2 bytes for the first contribution and 6 for each
     further one. A tied embedding always has two contributions.
@@ -317,6 +323,10 @@ def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:
 
 
 def test_the_same_model_is_nearer_than_the_same_flops() -> None:
+    """A shape that was not measured is scaled from another shape of the same model.
+
+    A shape of another model is not used, even if it has the same FLOPs.
+    """
     other = SHAPE.replace("11008", "11009").format(16)
     costs = Calibrated(
         table(compute={"forward": {SHAPE.format(8): (80, 800), other: (160, 10**9)}})

@@ -119,6 +119,7 @@ def test_parts_of_the_step_add_up_to_it_and_their_errors_to_its() -> None:
 
 
 def test_all_steady_steps_against_the_prediction_with_the_host_s_time_outside() -> None:
+    """Measured steps are compared with the prediction plus the host's time between steps."""
     steps = report(
         step_seconds={3: 0.1, 4: 0.125, 5: 0.08}, overhead_ns=10 * MS
     ).steps  # 100 ms predicted
@@ -149,6 +150,7 @@ def test_ops_of_a_lane_and_all_ops_have_a_spread_too() -> None:
 
 
 def test_p95_is_an_error_that_happened() -> None:
+    """The 95th percentile is one of the errors and is not interpolated."""
     ops = tuple(Op(id=f"F{index}.m0", lane="compute") for index in range(20))
     schedule = Schedule(policy="one lane", buffers=(), ops=ops)
     edges = [1000 * index for index in range(21)]
@@ -221,6 +223,7 @@ def test_order_violations_are_found_beyond_the_tolerance() -> None:
 
 
 def test_first_divergence_is_the_first_start_that_durations_do_not_explain() -> None:
+    """The first divergence is the first op that starts later than measured durations explain."""
     replayed = timeline("replayed", REPLAYED)
     late = report(
         replayed=replayed

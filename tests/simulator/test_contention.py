@@ -176,6 +176,7 @@ def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
 
 
 def test_nothing_is_shared_where_nothing_is_named() -> None:
+    """An op only has a demand if contention concerns its lane and it takes time."""
     assert ContentionModel({}).demand("h2d", 2**20, 1000) is None
     assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
     assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("d2h", 0, 1000) is not None, "it slows h2d"
@@ -185,6 +186,7 @@ def test_nothing_is_shared_where_nothing_is_named() -> None:
 
 
 def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
+    """Without a rate of host DRAM, lanes slow each other by the measured factors."""
     pairs = {"h2d": {"cpu": 0.5, "compute": 0.9}, "cpu": {"compute": 0.8, "d2h": 0.5}}
     table = CostTable(
         measured_on="here",
@@ -312,6 +314,7 @@ def busy_of(sharing: ContentionModel, alone: dict[str, int]) -> tuple[Demand, ..
 def test_sharing_exceeds_nothing_and_wastes_nothing(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int]
 ) -> None:
+    """Lanes together use at most the memory's rate, and are only slowed if all of it is used."""
     sharing, capacity = ContentionModel(pairs, memory), round(memory.gb_per_s * 1e9)
     busy = busy_of(sharing, alone)
     rates, without_memory = (

@@ -101,6 +101,7 @@ def test_the_lower_bound_counts_when_a_lane_can_begin() -> None:
 
 
 def test_what_an_op_reads_counts_on_its_own_lane_too() -> None:
+    """The critical path joins two ops of a lane if the second reads what the first writes."""
     ops = (
         Op(id="F0", lane="compute", writes=("device.hidden:0",)),
         Op(id="F1", lane="compute", reads=("device.hidden:0",)),

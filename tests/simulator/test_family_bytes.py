@@ -100,7 +100,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
     """Returns predicted over counted bytes of each kind of layer, in percent.
 
-    They are those moved in the forward pass, moved in the backward pass, and kept.
+    The bytes are those moved in the forward pass, those moved in the backward pass, and those kept.
     """
     config, width = config_of(family), DTYPE_BYTES[dtype]
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
@@ -173,6 +173,7 @@ def one_kernel_attention() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_predicted_as_closely_as_before(family: str) -> None:
+    """Predicted over counted bytes are those in `family_bytes.toml`."""
     assert list(shares(family)) == [
         pytest.approx(known, abs=0.4) for known in tomllib.loads(FILE.read_text())[family]
     ]

@@ -101,6 +101,7 @@ def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
 def test_what_is_no_stack_of_layers_is_refused_by_its_key(
     changes: dict[str, Any], message: str
 ) -> None:
+    """A config that is not a plain stack of layers is refused, and the error names the key."""
     with pytest.raises(UserError, match=f"config.json: {message}") as error:
         ModelSpec.from_config(
             {

@@ -264,6 +264,7 @@ def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(
 def test_masks_are_counted_where_causality_alone_does_not_do(
     make_model: Callable[..., ModelSpec],
 ) -> None:
+    """The workspace includes masks for windows and documents, unless a kernel takes lengths."""
     plain, both = (
         make_model(),
         make_model(

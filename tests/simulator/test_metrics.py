@@ -14,7 +14,8 @@ HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 64, 4, 256, 16
 DECODER = HIDDEN * (64 + 32 + 32) + 64 * HIDDEN + 3 * HIDDEN * 96
 """Elements of a decoder layer's matrices.
 
-They have 4 query, 2 key and 2 value heads of 16, the output, and an MLP of 96.
+These are the projections of 4 query, 2 key and 2 value heads of 16, the output projection, and an
+MLP of 96.
 """
 NORMS = HIDDEN * (2 * LAYERS + 1)
 

@@ -197,6 +197,7 @@ def test_chunks_of_layers_with_different_dtypes_take_the_dtype_of_the_layer(
 def test_every_kind_of_ours_has_operands_and_peers_need_none(
     make_plan: Callable[..., Plan],
 ) -> None:
+    """Ops of policies that are executed have typed operands, and ops of other systems need none."""
     for policy in policies.names():
         assert policies.lower(make_plan(policy)).is_typed
     for policy in policies.peers():

@@ -108,6 +108,7 @@ def test_a_plan_of_adamw_says_nothing_of_it(
 def test_every_policy_has_a_sound_schedule_for_it(
     make_plan: Callable[..., Plan], files: dict[int, str], policy: str, dtype: Dtype, moments: int
 ) -> None:
+    """Every policy has a valid schedule for an optimizer with any number of moments."""
     for clipping in ("global", "layer"):
         placed = [Placement()]
         if policies.places(policy):

@@ -107,6 +107,7 @@ def test_a_file_that_defines_no_policy_is_one_line(
 def test_a_policy_that_fails_takes_down_only_itself(
     make_plan: Callable[..., Plan], write: Callable[[str], str]
 ) -> None:
+    """A policy that raises an error is left out of a search with other policies, with a warning."""
     broken = write(
         """
         class Broken(KBuffer):
@@ -131,7 +132,7 @@ def test_the_search_goes_on_without_knobs_that_a_policy_refuses(
 ) -> None:
     """The search skips knobs that a policy refuses.
 
-    A policy may also take only one checkpoint interval.
+    These can be checkpoint intervals, if a policy takes only one.
     """
     path = write(
         """

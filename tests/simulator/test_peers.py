@@ -232,6 +232,7 @@ def pool_bytes(schedule: Schedule, pool: str) -> int:
 
 
 def test_the_published_codes_versions_and_ablations() -> None:
+    """Each ablation of the published code changes its buffers or its order of ops."""
     whole = ablated()
     assert whole == schedule_of("megatrain_code")
     for changed in (
@@ -304,6 +305,7 @@ def test_what_does_not_fit_says_why_and_names_no_knob() -> None:
 def test_on_a_measured_machine_their_passes_come_from_its_rates_and_are_flagged(
     make_plan: Make,
 ) -> None:
+    """On a calibrated machine, ops that only other systems have use its rates and are flagged."""
     plan = make_plan("megatrain_code")
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     table = CostTable(

@@ -1,6 +1,6 @@
-"""Tests of the host memory that the process itself takes, without pools.
+"""Tests of the host memory that the process itself takes, outside its pools.
 
-It counts once if a plan has state on the host, and the machine's file has it.
+It counts once if a plan has state on the host. The machine's file has the number.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def test_layers_pad_each_tensor(make_model: Make) -> None:
     ],
 )
 def test_signatures_tell_layers_apart(name: str, signatures: list[str]) -> None:
+    """Layers of different kinds have different signatures."""
     spec = ModelSpec.load(name)
     assert list(dict.fromkeys(layer.signature for layer in spec.decoders)) == signatures
     assert spec.shape == "+".join(signatures)
@@ -94,6 +95,7 @@ def test_fewer_layers_are_the_first_layers(name: str) -> None:
 
 
 def test_lists_of_layers_are_cut_too(make_model: Make) -> None:
+    """A model with fewer layers has shorter lists of layers in its config."""
     spec = make_model(
         family="qwen3",
         layer_types=["full_attention", "sliding_attention"] * 2,
@@ -165,6 +167,7 @@ INNER: dict[str, Any] = {
 
 
 def test_of_a_multimodal_model_the_language_model_counts() -> None:
+    """The spec of a multimodal model is that of its language model."""
     alone = ModelSpec.from_config(INNER, "config.json", "m")
     assert (
         ModelSpec.from_config(

@@ -23,7 +23,7 @@ POLICIES = ("sequential", "double_buffer", "resident")
 def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
     """Returns a timeline in which every op starts as early as its lane and dependencies allow.
 
-    The durations differ by a few nanoseconds.
+    An op's duration follows from its place in the schedule.
     """
     end: dict[str, int] = {}
     free: dict[str, int] = {}
@@ -105,6 +105,7 @@ def test_a_slice_says_how_far_it_is_off_what_was_measured(schedule: Schedule) ->
 
 
 def test_slices_of_a_lane_do_not_overlap_even_where_clocks_do(schedule: Schedule) -> None:
+    """Slices of a lane do not overlap, even if measured spans do because of different clocks."""
     played = play(schedule, "measured")
     skewed = tuple(msgspec.structs.replace(span, end_ns=span.end_ns + 150) for span in played.spans)
     trace = perfetto([played, msgspec.structs.replace(played, spans=skewed)], schedule)
@@ -151,6 +152,7 @@ def test_arrows_lead_from_a_slice_to_the_op_that_waited_for_it(schedule: Schedul
 
 
 def test_counters_rise_and_fall_back_to_nothing(schedule: Schedule) -> None:
+    """The bytes of held slots end at zero and never exceed all slots."""
     trace = perfetto([play(schedule, "predicted")], schedule)
     counters: dict[str, list[int]] = {}
     for event in events(trace, "C"):

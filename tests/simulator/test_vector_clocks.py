@@ -37,6 +37,7 @@ def ended_before(program: Program) -> list[set[int]]:
 
 @given(programs())
 def test_clocks_are_reachability(program: Program) -> None:
+    """An op precedes another if it has ended when the other starts."""
     order, ended = VectorClocks(), ended_before(program)
     for lane, after, _, _ in program:
         order.add(lane, after)
@@ -95,6 +96,7 @@ def test_the_last_op_on_a_buffer(program: Program) -> None:
 
 
 def test_parts_and_wholes_overlap() -> None:
+    """An access to a part of a buffer conflicts with an access to the whole buffer."""
     order = VectorClocks()
     for index, (lane, buffer) in enumerate(
         [("h2d", "a#0"), ("compute", "a#1"), ("cpu", "a"), ("d2h", "a#0")]

@@ -117,6 +117,7 @@ def test_another_policy_may_come_second() -> None:
     ],
 )
 def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
+    """The bound by which a policy is left out is not above the policy's best step."""
     best = chosen(work, device_limit=8 * GIB)
     searched = search(SMALL, H200, work, policies=["k_buffer"])[0]
     bound = _least_seconds("k_buffer", best, H200)
@@ -156,6 +157,7 @@ def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None
 
 
 def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short() -> None:
+    """A policy without placements gains nothing by one more GiB if its memory is not short."""
     choice = candidates(SMALL, H200, WORK, device_limit=round(6.3 * GIB), policies=["k_buffer"])[0]
     assert choice.feasible
     assert margins(choice)["host"].knobs is None
@@ -164,6 +166,7 @@ def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short()
 
 
 def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it() -> None:
+    """The chosen split of a step's tokens into micro-batches is within 2 % of the fastest."""
     work = Workload(batch=1, sequence=1024)
     for limit, tokens in ((7, 32768), (12, 16384)):
         found = best_split(SMALL, H200, work, tokens, device_limit=limit * GIB)[0]
