@@ -50,7 +50,7 @@ _ID = re.compile(
 def has_saved_attention(shape: str) -> bool:
     """Checks whether `shape` is that of a recompute that skips attention.
 
-    >>> is_kept("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
+    >>> has_saved_attention("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
     True
     """
     return shape.partition("/")[0].endswith(SAVED_ATTENTION_SUFFIX)
@@ -113,7 +113,7 @@ def parse_id(text: str) -> OpId:
 def base_buffer(name: str) -> str:
     """Returns the id of the whole buffer that `name` is, or is a part of.
 
-    >>> whole("host.moments:12#3"), whole("device.weights:0")
+    >>> base_buffer("host.moments:12#3"), base_buffer("device.weights:0")
     ('host.moments:12', 'device.weights:0')
     """
     return name.partition("#")[0]
