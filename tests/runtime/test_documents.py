@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import reference_lengths
 import torch
+from family_sample import others_nightly
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -86,7 +87,7 @@ def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("family", DOCUMENTED)
+@pytest.mark.parametrize("family", others_nightly(DOCUMENTED))
 def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], family: str) -> None:
     """Recomputed in blocks of three layers, over two micro-batches that are packed otherwise."""
     with run(model_of(family), documents=True, accumulation=2) as running:
@@ -130,7 +131,7 @@ def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[...
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("family", DOCUMENTED)
+@pytest.mark.parametrize("family", others_nightly(DOCUMENTED))
 def test_packed_rows_after_saving_and_loading(
     run: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
@@ -150,7 +151,9 @@ def test_packed_rows_after_saving_and_loading(
         )
 
 
-@pytest.mark.parametrize("family", [family for family in DOCUMENTED if family not in LINEAR])
+@pytest.mark.parametrize(
+    "family", others_nightly(family for family in DOCUMENTED if family not in LINEAR)
+)
 def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(
     run: Callable[..., Any], family: str
 ) -> None:
@@ -180,8 +183,13 @@ def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(
         )
 
 
-@pytest.mark.parametrize("family", DOCUMENTED)
-@pytest.mark.parametrize("documents", [LEFT, RIGHT], ids=["left", "right"])
+@pytest.mark.parametrize(
+    ("family", "documents"),
+    [
+        *(pytest.param(family, LEFT, id=f"left-{family}") for family in DOCUMENTED),
+        *others_nightly(DOCUMENTED, RIGHT),
+    ],
+)
 def test_padding_is_transformers_attention_mask(
     run: Callable[..., Any], family: str, documents: torch.Tensor
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from family_sample import others_nightly
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
@@ -135,7 +136,7 @@ def of_family(
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 def test_every_family_s_loss_is_the_step_s(
     executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool
 ) -> None:

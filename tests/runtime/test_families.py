@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from family_sample import others_nightly
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from whole_models import (
-    BF16_BOUND,
     LEFT,
     PACKED,
     RIGHT,
-    ROUNDED,
     SEQUENCE,
     as_loaded,
+    bound,
     compare,
     drawn,
     labelled,
@@ -107,10 +107,12 @@ ROUTED = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-5), ("bf16", BF16_BOUND)])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, "fp32") for family in FAMILIES), *others_nightly(FAMILIES, "bf16")],
+)
 def test_loss_and_gradients_are_those_of_the_whole_model(
-    run: Callable[..., Any], family: str, dtype: str, bound: float
+    run: Callable[..., Any], family: str, dtype: str
 ) -> None:
     """With accumulation, a head in chunks, and recomputed blocks of three layers."""
     with run(model_of(family), dtype=dtype, accumulation=2) as running:
@@ -121,7 +123,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
         loss = sum(
             token_losses(model(batch.ids).logits, batch.labels) for batch in batches
         ) * scale_of(batches)
-        compare(running, batches, loss, model, bound)
+        compare(running, batches, loss, model, bound(family, dtype))
         # one whose gradient is None would decay here and not in PyTorch: no family has one
         assert all(
             parameter.grad is not None
@@ -218,8 +220,10 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, "bf16") for family in FAMILIES), *others_nightly(FAMILIES, "fp32")],
+)
 def test_a_saved_model_is_loaded_trained_and_saved_again(
     run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
 ) -> None:
@@ -249,13 +253,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(
             tmp_path / "trained", attn_implementation=config._attn_implementation
         ).train()
         loss = token_losses(reloaded(batches[0].ids).logits, batches[0].labels) * scale_of(batches)
-        compare(
-            running,
-            batches,
-            loss,
-            reloaded,
-            1e-5 if dtype == "fp32" else ROUNDED.get(family, BF16_BOUND),
-        )
+        compare(running, batches, loss, reloaded, bound(family, dtype))
 
 
 # ---- what a layer is

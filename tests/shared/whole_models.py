@@ -181,12 +181,19 @@ head's summed chunk by chunk in fp32, so are the embedding's rows and the micro-
 """
 
 
-ROUNDED = {"codegen": 0.025, "gptj": 0.025}
+ROUNDED = {"codegen": 0.03, "gptj": 0.03, "hunyuan_v1_moe": 0.04, "stablelm": 0.03}
 """bounds in bf16 where a bias of a norm, whose gradient is the sum over all tokens, is rounded more
 often than in other families"""
-CANCELLED = {"jais2": 2e-5, "persimmon": 5e-5, "stablelm": 2e-5}
+CANCELLED = {"apertus": 2e-5, "jais2": 2e-5, "opt": 2e-5, "persimmon": 5e-5, "stablelm": 2e-5}
 """bounds in fp32 where gradients of norms of queries and keys, 1e-4 at most, are what is left of
 terms that cancel: 3e-9 off"""
+
+
+def bound(family: str, dtype: str) -> float:
+    """Returns the bound of a family's gradients, relative to the largest element of a tensor."""
+    if dtype == "fp32":
+        return CANCELLED.get(family, 1e-5)
+    return ROUNDED.get(family, BF16_BOUND)
 
 
 def model_of(family: str, **changes: Any) -> ModelSpec:
@@ -320,6 +327,8 @@ def compare(
         found,
     )
     assert found < bound
+        f"{found / bound:.2f} {found:.2e} {bound} {running.plan.model.family}\n"
+    )
 
 
 PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
@@ -333,9 +342,10 @@ DOCUMENTED = [family for family in FAMILIES if family not in CANNOT_SEPARATE_DOC
 
 def packed_bound(family: str) -> float:
     """Of a gradient in fp32 with documents. Linear attention and state-space mixers cut a row into
-    other chunks than a document alone, so their sums round otherwise.
+    other chunks than a document alone, so their sums round otherwise: by up to 7e-5 on a processor
+    with AVX2, and by less with AVX-512.
     """
-    return 4e-5 if family in LINEAR else CANCELLED.get(family, 1e-5)
+    return 1.5e-4 if family in LINEAR else CANCELLED.get(family, 1e-5)
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:

@@ -24,6 +24,7 @@ from decoder_layers import (
     register_one_kernel,
     turns_of,
 )
+from family_sample import others_nightly
 from tiny_families import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -165,7 +166,7 @@ def one_kernel_attention() -> None:
     register_one_kernel()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 def test_bytes_are_predicted_as_closely_as_before(family: str) -> None:
     assert list(shares(family)) == [
         pytest.approx(known, abs=0.4) for known in tomllib.loads(FILE.read_text())[family]
