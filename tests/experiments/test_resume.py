@@ -238,11 +238,11 @@ def test_deterministic_mode_tells_a_checksum_a_step_that_goes_on_too(command: Co
         good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
     finally:
         torch.use_deterministic_algorithms(False)
-    told = [row for row in rows("straight") if "loss" in row]
-    assert len({row["checksum"] for row in told}) == 4
-    for row in told:
+    trained = [row for row in rows("straight") if "loss" in row]
+    assert len({row["checksum"] for row in trained}) == 4
+    for row in trained:
         assert f"step {row['step']}: loss {row['loss']!r}, checksum {row['checksum']}\n" in out
-    assert [row for row in rows("run") if "loss" in row] == told
+    assert [row for row in rows("run") if "loss" in row] == trained
 
 
 # ---- processes that a signal ends ----
