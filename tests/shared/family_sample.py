@@ -36,8 +36,8 @@ SAMPLE = (
     "stablelm",
 )
 """At least one family for each way in which layers differ: norms, windows, sinks, soft caps,
-biases, positions, parallel blocks, experts, latent and linear attention, state-space mixers, and scores
-that are not computed by a fused kernel."""
+biases, positions, parallel blocks, experts, latent and linear attention, state-space mixers, and
+scores that are not computed by a fused kernel."""
 
 
 def others_nightly(families: Iterable[str], *values: Any) -> list[Any]:

@@ -327,8 +327,6 @@ def compare(
         found,
     )
     assert found < bound
-        f"{found / bound:.2f} {found:.2e} {bound} {running.plan.model.family}\n"
-    )
 
 
 PACKED = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [0] * 12 + [1] * 7 + [-1] * 5])
