@@ -468,11 +468,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     "name",
     [
         "unknown verb",
-        "size that is none",
-        "truncated plan",
         "wrong digest",
-        "device too small for the plan",
-        "missing corpus",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                "size that is none",
+                "truncated plan",
+                "device too small for the plan",
+                "missing corpus",
+            )
+        ),
     ],
 )
 def test_a_mistake_in_a_process_of_its_own(name: str, workplace: Path, files_in: Any) -> None:

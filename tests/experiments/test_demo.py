@@ -66,7 +66,7 @@ def test_the_demo(
 
 
 @pytest.mark.usefixtures("fast_calibration")
-def test_a_small_demo_and_another_one_in_its_folder(
+def test_a_small_demo_in_the_folder_of_an_earlier_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -78,12 +78,14 @@ def test_a_small_demo_and_another_one_in_its_folder(
     monkeypatch.setattr(demo, "CAP", 10)
     monkeypatch.setattr(demo, "SEQUENCE", 32)
     monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(corpus)})
-    for steps in (4, 3):
-        words = ("--out", out, "--steps", steps, "--device", "cpu")
-        assert run_demo(monkeypatch, *words) == 0
-        printed, complaint = capsys.readouterr()
-        assert complaint == ""
-        assert check_output(out, printed, steps).model.hidden == 32
+    (out / "run").mkdir(parents=True)
+    (out / "run" / "of an earlier demo").touch()
+    (out / ".megatrain-demo").touch()
+    assert run_demo(monkeypatch, "--out", out, "--steps", 4, "--device", "cpu") == 0
+    printed, complaint = capsys.readouterr()
+    assert complaint == ""
+    assert check_output(out, printed, 4).model.hidden == 32
+    assert not (out / "run" / "of an earlier demo").exists()
 
 
 @pytest.mark.parametrize("content", ["a folder", "a file"])

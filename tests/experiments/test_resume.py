@@ -288,6 +288,7 @@ def assert_as_if_never_stopped(
     assert weights("run") == weights("straight")
 
 
+@pytest.mark.nightly  # tests/life stops runs by every signal in the normal tests
 @pytest.mark.usefixtures("workplace")
 def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> None:
     """After SIGTERM, the last step in the metrics is saved. So no step is lost."""
@@ -365,6 +366,7 @@ def newest() -> int:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("workplace")
 def test_a_kill(command: Command) -> None:
     kill_and_resume(command, 1)
