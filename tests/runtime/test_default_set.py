@@ -1,5 +1,5 @@
-"""Default set: which layers are measured where no model is named, that they fit, and that the help
-says so.
+"""Tests of the default set of calibration: which layers are measured if no model is named, that
+they fit, and that the help lists them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def test_widths_ascend_and_heads_are_grouped_queries_of_128(chosen: DefaultSet) 
 def test_what_is_chosen_fits(
     make_plan: Callable[..., Plan], chosen: DefaultSet, policy: str, device: int, host: int
 ) -> None:
-    """Pools, what a layer saves and some of its temporaries: on the device. The optimizer of the
-    first, with gradients of two micro-batches: on the host.
+    """The chosen layers fit the smallest machine that gets them. The device holds the pools, a
+    layer's saved activations and its temporaries, and the host the optimizer of the first model
+    with gradients of two micro-batches.
     """
     points = [(chosen.batch, chosen.sequence), *chosen.grid]
     for name in chosen.models:
