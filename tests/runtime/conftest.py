@@ -1,5 +1,6 @@
 """Fixtures of the runtime's tests: a plan that the runtime can execute, and a session that executes
-it on the CPU with one thread a lane."""
+it on the CPU with one thread a lane.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Returns a file system of 4 MiB in memory, which files can really fill. A checkpoint of the
-    small model takes 0.8 MiB."""
+    small model takes 0.8 MiB.
+    """
     (tmp_path / "disk").mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path / "disk")],
@@ -139,7 +141,8 @@ class Bits(NamedTuple):
 @pytest.fixture(scope="session")
 def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
     """Returns a function like `make_plan` whose plans have the digest that the runtime verifies.
-    The tiny model has 4 heads of 8, so its hidden size is 32."""
+    The tiny model has 4 heads of 8, so its hidden size is 32.
+    """
 
     def make(policy: str = "double_buffer", **changes: Any) -> Plan:
         plan = make_plan(policy, **changes)
@@ -166,7 +169,8 @@ def session() -> Callable[..., Session]:
 @pytest.fixture
 def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `run(model, ...)`, which opens a session of one resident model with the weights of
-    `whole_models`."""
+    `whole_models`.
+    """
 
     def make(model: ModelSpec, **changes: Any) -> Any:
         plan = make_plan(

@@ -43,7 +43,8 @@ def train(
     folder: str, log: str, steps: int, every: int, policy: str, slow_save_s: float = 0.0
 ) -> None:
     """Resumes from `folder`, trains up to step `steps`, and saves every `every` steps. On a signal
-    it saves and raises Interrupted."""
+    it saves and raises Interrupted.
+    """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(*words: object) -> None:
@@ -95,7 +96,8 @@ def _executor(policy: str) -> Executor:
 
 def batches(plan: Plan, number: int) -> list[Batch]:
     """Returns the batches of a step. They depend on the step's number alone, as those of a corpus
-    do."""
+    do.
+    """
     work, generator = plan.workload, torch.Generator().manual_seed(number)
     return [
         Batch(

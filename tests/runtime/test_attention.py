@@ -1,5 +1,6 @@
 """Tests of attention: kept attention outputs, compiled graphs, and refusals of what a machine or a
-model cannot do."""
+model cannot do.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_a_kept_attention_is_taken_and_not_computed(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recompute uses the kept output, so another output in its place changes the result. The
-    kernel's forward function is not called."""
+    kernel's forward function is not called.
+    """
     plan = make_plan(dtype="fp32")
     functional_layers = made(plan)
     weights, x, gradient = drawn(plan, slot, functional_layers)
@@ -240,7 +242,8 @@ def test_layers_beside_a_kept_one_are_masked_as_ever(
     executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]
 ) -> None:
     """Layers 1 and 2 have a sliding window. Their masks are PyTorch's own, whether or not layer 0's
-    attention is kept."""
+    attention is kept.
+    """
     bits = []
     for kept in ("", "0"):
         model = ModelSpec.from_config(
@@ -264,7 +267,8 @@ def test_each_way_of_calling_is_one_graph_a_kind(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiled layer has three graphs: one that returns its attention, one that takes a kept
-    attention, and one that does neither. No graph is broken, and other layers reuse them."""
+    attention, and one that does neither. No graph is broken, and other layers reuse them.
+    """
     compiled, graphs = torch.compile, list[object]()
 
     def counted(function: Any, **options: Any) -> Any:
@@ -319,7 +323,8 @@ def test_beside_documents_there_are_kernels_that_take_lengths(
     found: str,
 ) -> None:
     """With documents on a GPU, a chosen kernel and kept attention need kernels that take the
-    documents' lengths. The CPU's kernel takes a mask."""
+    documents' lengths. The CPU's kernel takes a mask.
+    """
     monkeypatch.setattr(attention, "takes_lengths", lambda *_: lengths)
     monkeypatch.setattr(attention, "kernel_of", lambda *_: None)
     plan = make_plan(documents=True, **changes)

@@ -1,5 +1,6 @@
 """Tests of batches: one that is not int64 of shape [batch, sequence] with ids of the vocabulary is
-refused in one line, before anything runs."""
+refused in one line, before anything runs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Tests of calibration: a calibration of a tiny model on the CPU measures what every policy needs,
-and can be saved and loaded."""
+and can be saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A calibration has every number that simulating a policy needs. One test checks them all,
-    because a calibration takes seconds."""
+    because a calibration takes seconds.
+    """
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(module, "_HOST_SECONDS", 0.2)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
@@ -236,7 +238,8 @@ def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's updates are measured over whole layers, whatever the host's limit. During updates
-    of a few parameters, a copy would wait for Python's lock."""
+    of a few parameters, a copy would wait for Python's lock.
+    """
     plan, made = executable(), list[int]()
     monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -287,7 +290,8 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     """The dispatch time of a lane is the median time from when an op could start to when it starts.
     F0 ends at 10 and F1 starts at 13, so F1 waits 3. F2 needs W0, which ends at 40, and starts at
-    45."""
+    45.
+    """
     text = "schedule test\nF0 compute\nW0 h2d\nF1 compute\nF2 compute after=W0\n"
     times: dict[str, tuple[int, int]] = {
         "F0": (1, 10),

@@ -1,5 +1,6 @@
 """Tests of checkpoints: resuming gives the bits of a run that never stopped, under any plan of the
-workload; and which checkpoints are kept."""
+workload; and which checkpoints are kept.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
     workload: dict[str, Any],
 ) -> None:
     """A run that resumes under another plan has the losses, norms, weights and moments of a run
-    that never stopped. Saving does not change them either."""
+    that never stopped. Saving does not change them either.
+    """
     plans = {
         name: executable(policy, **workload, **knobs) for name, (policy, knobs) in PLANS.items()
     }
@@ -160,7 +162,8 @@ def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
     """After a run goes back to an earlier step, its next checkpoint replaces those that it left
-    behind. Otherwise the next resume would take one of them."""
+    behind. Otherwise the next resume would take one of them.
+    """
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder, keep_last=9)

@@ -1,5 +1,6 @@
 """Tests of tensors that a checkpoint holds in parts: each is put together once, when its first part
-is written. All other tensors are streamed from where they are."""
+is written. All other tensors are streamed from where they are.
+"""
 
 from __future__ import annotations
 

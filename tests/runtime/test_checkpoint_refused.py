@@ -1,5 +1,6 @@
 """Tests of refused checkpoints: one that is damaged or belongs to another run is refused by name,
-and nothing is changed."""
+and nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ def test_an_earlier_checkpoint_that_resuming_would_refuse_is_not_offered(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
     """The error names only earlier checkpoints that can be resumed. A link to a file outside the
-    folder is never read, even if its bytes are right."""
+    folder is never read, even if its bytes are right.
+    """
     plan, folder = saved
     flip(state_file(folder / "step-00000002"), -1)
     elsewhere(folder / "step-00000001")

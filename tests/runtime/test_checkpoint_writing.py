@@ -1,5 +1,6 @@
 """Tests of writing a checkpoint: in which order it reaches the disk, and what a crash, a full disk
-or an interruption leaves."""
+or an interruption leaves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A checkpoint is on the disk before it is renamed to its final name. First each file is
-    synced, then the folder, and after the rename the folder above."""
+    synced, then the folder, and after the rename the folder above.
+    """
     events: list[tuple[str, str]] = []
     sync, rename = os.fsync, Path.rename
 
@@ -92,7 +94,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
 ) -> None:
     """A save that does not fit leaves earlier checkpoints unchanged, and training may go on. It is
     refused before writing if the disk reports its free space, and otherwise fails at the byte that
-    does not fit."""
+    does not fit.
+    """
     plan, _ = saved
     checkpoints = Checkpoints(small_disk / "checkpoints", keep_last=9)
     with session(plan) as running:

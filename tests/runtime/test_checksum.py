@@ -1,5 +1,6 @@
 """Tests of the checksum: it is the same for the same weights wherever they are stored, and changes
-with any bit."""
+with any bit.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_every_plan_tells_the_same_numbers_step_by_step(
     executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]
 ) -> None:
     """All plans report the same checksums in every step, whether they update at once or defer the
-    update. The same holds after a flush, in the middle and at the end."""
+    update. The same holds after a flush, in the middle and at the end.
+    """
     told = []
     for policy, knobs in PLANS:
         with session(executable(policy, layers=3, **{**changes, **knobs})) as running:

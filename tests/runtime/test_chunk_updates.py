@@ -1,5 +1,6 @@
 """Tests of the timing of chunk updates: which sizes are timed, on which data, and that real updates
-run."""
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Tests of the config: one struct checks every field, whatever it is read from, and a mistake gives
-an error of one line."""
+an error of one line.
+"""
 
 from __future__ import annotations
 

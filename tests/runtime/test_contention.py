@@ -1,5 +1,6 @@
 """Tests of contention: rates of a window and of its parts, the shares derived from them, and the
-spread of every number."""
+spread of every number.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_spread_is_the_interquartile_range_over_the_median() -> None:
 def test_steady_work_has_one_rate_and_a_stall_shows_in_its_part() -> None:
     """Steady work has the same rate in the window and all its parts, and a pause lowers the rate of
     its part only. The work is ten units a second for eight seconds, and the pause is in the third
-    second."""
+    second.
+    """
     stamps = [number / 10 for number in range(81)]
     assert contention._rates(stamps, 0.0, 8.0) == pytest.approx([10.0] * 9)
     paused = [stamp for stamp in stamps if not 2.05 < stamp < 2.95]
@@ -45,7 +47,8 @@ def test_a_unit_longer_than_the_common_window_is_timed_from_its_second_on() -> N
 def test_shares_come_from_units_of_work_a_second() -> None:
     """A lane's share is its rate next to the other lanes divided by its rate alone. On machine B of
     h200.md the cores keep 0.64 next to both directions of the link, where the product of the pairs
-    would be 0.58."""
+    would be 0.58.
+    """
     speeds = {
         ("h2d",): {"h2d": 55.4},
         ("d2h",): {"d2h": 55.3},
@@ -65,7 +68,8 @@ def test_shares_come_from_units_of_work_a_second() -> None:
 def test_what_its_spread_hides_is_no_contention() -> None:
     """A slowdown that is smaller than the spread of the measurement counts as none. In these
     figures of H200 machines, the link's share is 0.80 with a spread of 52 %, and the cores' is
-    0.804 with a spread of 22 %."""
+    0.804 with a spread of 22 %.
+    """
     speeds = {
         ("h2d",): {"h2d": 50.0},
         ("cpu",): {"cpu": 100.0},
@@ -97,7 +101,8 @@ def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
 def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
     """The wait of an update and the loss of compute are derived from their rates alone and
     together. Forwards take 10 ms, and forward with backward 30 ms. Updates of 1 and 4 ms each wait
-    1 ms, so they run at 1/2 and 4/5 of their speed."""
+    1 ms, so they run at 1/2 and 4/5 of their speed.
+    """
     layer = contention._ConcurrentUpdate(alone=250, update=200, compute=100 * (1 - 0.8))
     both_ways = contention._ConcurrentUpdate(
         alone=250, update=200, compute=1 / 0.030 * (1 - 0.8 * 0.6)
@@ -171,7 +176,8 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
 
 def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
     """The code that measures interleaving on a GPU also runs on the CPU, where its numbers have no
-    meaning."""
+    meaning.
+    """
     templates, arenas, layer, largest, _ = tiny
     threads = dict.fromkeys(LANES, 1)
     work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"))
@@ -184,7 +190,8 @@ def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
 
 def test_a_lane_that_fails_ends_the_others() -> None:
     """A lane that fails ends the others, which would otherwise wait for it forever. This happens if
-    a small GPU runs out of memory."""
+    a small GPU runs out of memory.
+    """
 
     def fail() -> None:
         raise MemoryError("no room")

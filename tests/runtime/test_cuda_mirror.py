@@ -19,10 +19,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
-PIECE, PIECES = (
-    2**26,
-    32,
-)  # 2 GiB, 38 ms at 55 GB/s, in pieces of 1.2 ms; one may be in progress
+PIECE, PIECES = (2**26, 32)  # 2 GiB, 38 ms at 55 GB/s, in pieces of 1.2 ms; one may be in progress
 
 
 def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> None:
