@@ -1,5 +1,5 @@
-"""A profiler that records every thread finds each op under its id. The usual one records the thread
-that started it, and so no lane, whatever a lane does.
+"""Tests of op names in profiles: a profiler that records all threads lists each op under its id.
+PyTorch's default records only the thread that started it, and so no lane.
 """
 
 from __future__ import annotations

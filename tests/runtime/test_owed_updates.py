@@ -1,5 +1,5 @@
-"""Nobody outside the executor sees weights or moments that lack the last update, and looking at
-them changes no bit.
+"""Tests of deferred updates: every reader of weights or moments sees all updates applied, and
+reading changes no bit.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def test_every_reader_sees_every_step(
 def test_reading_between_steps_changes_no_bit(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of the weights nor of the checksum of a step, which is of the weights that its
-    forward pass saw.
+    """Reading the weights between steps changes neither them nor the checksum of a step. That
+    checksum is of the weights that the forward pass used.
     """
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     plan = executable("overlapped", layers=3, clipping="global")
