@@ -400,7 +400,7 @@ def test_a_second_moment_that_is_no_number_is_seen() -> None:
 
 @pytest.mark.usefixtures("both_ways")
 def test_a_gradient_of_zeros_is_not_scaled() -> None:
-    """A gradient of zeros has the scale 1, even if epsilon's square is smaller than any fp32 value."""
+    """A gradient of zeros has the scale 1, even if no fp32 value is as small as epsilon's square."""
     sums = torch.empty(1)
     optimizer.ratio_sums(
         torch.zeros(64), torch.zeros(64), sums, settings=AdamW(epsilon=1e-30), number=1
@@ -447,7 +447,7 @@ def test_sums_of_ratios_hang_on_no_block(
     [(0.0, 1.0), (1e-4, 1.0), (0.1, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-7, 1e-6)],
 )
 def test_the_clip_coefficient_is_torch_s(scale: float, max_norm: float) -> None:
-    """The clip coefficient is torch's, also for small norms where the 1e-6 that torch adds matters."""
+    """The clip coefficient is torch's, also for small norms, where torch's 1e-6 matters."""
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(size, generator=generator) * scale for size in (3, 5000, 64)]
     factor, norm = clip_coefficient([sum_of_squares(gradient) for gradient in gradients], max_norm)
