@@ -51,7 +51,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
-    heard: list[str] = []
+    messages: list[str] = []
     hardware = module.calibrate(
         "here",
         plan.model,
@@ -60,10 +60,10 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         torch.device("cpu"),
         host_bytes=2**33,
         device_bytes=2**32,
-        progress=heard.append,
+        progress=messages.append,
     )
-    assert len(heard) == len(set(heard)) >= 3
-    assert [line for line in heard if "turn" in line] == [
+    assert len(messages) == len(set(messages)) >= 3
+    assert [line for line in messages if "turn" in line] == [
         f"optimizer on the CPU: layers, chunks and gradient accumulation, turn {turn}"
         for turn in (1, 2)
     ]

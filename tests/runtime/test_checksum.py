@@ -48,7 +48,7 @@ def test_every_plan_tells_the_same_numbers_step_by_step(
     """All plans report the same checksums in every step, whether they update at once or defer the
     update. The same holds after a flush, in the middle and at the end.
     """
-    told = []
+    results = []
     for policy, knobs in PLANS:
         with session(executable(policy, layers=3, **{**changes, **knobs})) as running:
             first = running.executor.checksum()
@@ -60,8 +60,8 @@ def test_every_plan_tells_the_same_numbers_step_by_step(
             assert first == numbers[0], "the first step did not use the loaded weights"
             assert numbers[3] == numbers[4], "the fourth step did not use the weights of the third"
             assert len({*numbers}) == 5, "a step did not change the weights"
-            told.append(numbers)
-    assert told == [told[0]] * len(PLANS)
+            results.append(numbers)
+    assert results == [results[0]] * len(PLANS)
 
 
 def test_it_costs_nothing_where_bits_are_not_promised(

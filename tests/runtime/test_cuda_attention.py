@@ -64,7 +64,7 @@ def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
     gradient = torch.randn(2, 512, heads, 128, device="cuda")
     grouped = heads != kv_heads
 
-    def yardstick(*tensors: torch.Tensor) -> torch.Tensor:
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             *tensors, is_causal=True, enable_gqa=grouped
         ).transpose(1, 2)
@@ -84,7 +84,7 @@ def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
             kept=Attention(*(tensor.detach() for tensor in left)),
         )[0]
 
-    exact = both_ways(yardstick, wide, gradient)
+    exact = both_ways(reference, wide, gradient)
     ours = both_ways(computed, inputs, gradient.bfloat16())
     for name, right, found in zip(("output", "query", "key", "value"), exact, ours, strict=True):
         error = (found.float() - right).norm() / right.norm()

@@ -130,7 +130,7 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
         )
         kept: list[torch.Tensor] = []
 
-        def yardstick(*tensors: torch.Tensor, mask: torch.Tensor = seen[:, None]) -> torch.Tensor:
+        def reference(*tensors: torch.Tensor, mask: torch.Tensor = seen[:, None]) -> torch.Tensor:
             query, *rest = tensors
             key, value = (tensor.repeat_interleave(heads // pairs, 1) for tensor in rest)
             scores = (query @ key.transpose(2, 3) * size**-0.5).masked_fill(~mask, -torch.inf)
@@ -151,7 +151,7 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
         ours = both_ways(computed, inputs, gradient)
         for name, right, found in zip(
             ("output", "query", "key", "value"),
-            both_ways(yardstick, wide, gradient.float()),
+            both_ways(reference, wide, gradient.float()),
             ours,
             strict=True,
         ):

@@ -227,17 +227,17 @@ def test_plans_tell_the_same_checksum_step_by_step(make_plan: Callable[..., Plan
 
     make_deterministic()
     try:
-        told = []
+        results = []
         for policy, changes in PLANS[:-2]:
             plan = make_plan(policy, **SIZES, **LIMITS, **changes)
             with opened(plan) as executor:
-                told.append(
+                results.append(
                     [
                         executor.step(batches(plan, number), rate=1e-3, number=number).checksum
                         for number in range(1, 5)
                     ]
                 )
-        assert len(set(told[0])) == 4
-        assert told == [told[0]] * len(told)
+        assert len(set(results[0])) == 4
+        assert results == [results[0]] * len(results)
     finally:
         torch.use_deterministic_algorithms(False)

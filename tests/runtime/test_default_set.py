@@ -69,10 +69,10 @@ def test_what_is_chosen_fits(
         for batch, sequence in points:
             plan = make_plan(policy, model=model, batch=batch, sequence=sequence, chunk_bytes=2**27)
             taken = [buffer for buffer in lower(plan).buffers if buffer.place == "device"]
-            beside = model.max_saved_bytes(
+            temporary = model.max_saved_bytes(
                 batch * sequence, sequence, "bf16"
             ) + model.transient_bytes(batch * sequence, sequence, "bf16")
-            assert sum(buffer.allocated for buffer in taken) + beside < 0.9 * device, (
+            assert sum(buffer.allocated for buffer in taken) + temporary < 0.9 * device, (
                 name,
                 batch,
                 sequence,
@@ -94,21 +94,21 @@ def test_what_is_chosen_fits(
 def test_the_help_names_the_sets() -> None:
     parser = argparse.ArgumentParser(prog="megatrain calibrate")
     command.describe(parser)
-    told = " ".join(parser.format_help().split())
+    text = " ".join(parser.format_help().split())
     points = ", ".join(
         f"{batch}x{sequence}" for batch, sequence in ((LARGE.batch, LARGE.sequence), *LARGE.grid)
     )
-    assert f"{', '.join(LARGE.models)} at {points}" in told
+    assert f"{', '.join(LARGE.models)} at {points}" in text
     assert [4 * part for part in (SMALL.batch, *(batch for batch, _ in SMALL.grid))] == [
         LARGE.batch,
         *(batch for batch, _ in LARGE.grid),
     ]
-    assert f"{', '.join(SMALL.models)} at a quarter of these batches" in told
+    assert f"{', '.join(SMALL.models)} at a quarter of these batches" in text
     widths, points = (
         ", ".join(name.removeprefix("llama-") for name in CPU.models),
         ", ".join(f"{b}x{s}" for b, s in ((CPU.batch, CPU.sequence), *CPU.grid)),
     )
-    assert f"Llama layers {widths} wide in {CPU.dtype} at {points}" in told
+    assert f"Llama layers {widths} wide in {CPU.dtype} at {points}" in text
 
 
 def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:

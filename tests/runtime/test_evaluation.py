@@ -142,7 +142,7 @@ def test_every_family_s_loss_is_the_step_s(
     executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool
 ) -> None:
     if documents and family in CANNOT_SEPARATE_DOCUMENTS:
-        pytest.skip("it keeps no documents apart")
+        pytest.skip("this family cannot separate documents")
     changes = {"num_key_value_heads": 2} if family == "mimo_v2_flash" else {}
     plan = of_family(executable, family, changes, documents=documents)
     packed = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [-1] * 4])

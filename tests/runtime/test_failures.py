@@ -48,7 +48,7 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
         task.run = fail
         with pytest.raises(UserError) as refusal:
             running.step(2)
-        told = str(refusal.value)
+        message = str(refusal.value)
         total, largest = (
             running.executor.allocated("device"),
             max(
@@ -56,14 +56,14 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
                 key=running.executor.pool_bytes.__getitem__,
             ),
         )
-        assert told.startswith(
+        assert message.startswith(
             f"device memory, {op} on lane {lane}: found no memory left besides pools of "
         )
-        assert largest in told
+        assert largest in message
         assert total > 0
-        assert "Tried to allocate 20.00 MiB" in told
-        assert "long story" not in told
-        assert "; fix: close other programs that use the device; or plan again with " in told
+        assert "Tried to allocate 20.00 MiB" in message
+        assert "long story" not in message
+        assert "; fix: close other programs that use the device; or plan again with " in message
         assert refusal.value.__context__ is None, (
             "the context would keep the step's activations alive"
         )
@@ -197,21 +197,21 @@ class Registrar:
 torch.cuda.cudart = Registrar
 arenas.HostMemory = lambda **_: HostMemory(registered=True)
 plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
-told, ran = {}, []
+facts, ran = {}, []
 try:
     cpu, config = torch.device("cpu"), config_of(plan.model)
     with Executor(plan, config, AdamW(), cpu, schedule=lower(plan)) as executor:
         for task in executor.tasks.values():
             task.run = lambda: (time.sleep(0.2), ran.append(1))
-        told["registered before"] = len(registered)
+        facts["registered before"] = len(registered)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        told["tasks"] = len(executor.tasks)
+        facts["tasks"] = len(executor.tasks)
         executor.step([Batch(*torch.zeros(2, 2, 16, dtype=torch.int64))], rate=0.0, number=1)
 except KeyboardInterrupt:
-    told |= {"ran": len(ran), "registered": len(registered)}
+    facts |= {"ran": len(ran), "registered": len(registered)}
     names = [thread.name for thread in threading.enumerate()]
-    told["lanes"] = [name for name in names if name.startswith("lane-")]
-    print(json.dumps(told))
+    facts["lanes"] = [name for name in names if name.startswith("lane-")]
+    print(json.dumps(facts))
     sys.exit(130)
 """
 
@@ -232,8 +232,8 @@ def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
         check=False,
     )
     assert ended.returncode == 130, ended.stderr.decode()
-    told = json.loads(ended.stdout)
-    assert told["registered before"] > 0
-    assert told["registered"] == 0
-    assert told["lanes"] == []
-    assert 0 < told["ran"] < told["tasks"]
+    facts = json.loads(ended.stdout)
+    assert facts["registered before"] > 0
+    assert facts["registered"] == 0
+    assert facts["lanes"] == []
+    assert 0 < facts["ran"] < facts["tasks"]

@@ -161,7 +161,7 @@ def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: b
     layer's graph is kept from the forward pass, and the others' are not.
     """
     if padded and family in CANNOT_SEPARATE_DOCUMENTS:
-        pytest.skip("it keeps no documents apart")
+        pytest.skip("this family cannot separate documents")
     model_spec = model_of(family, output_router_logits=True, router_aux_loss_coef=0.7)
     with run(
         model_spec,

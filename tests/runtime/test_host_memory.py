@@ -99,7 +99,7 @@ def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept:
     )
     memory.close()
     if flags is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this kernel has no huge pages, or does not tell")
+        pytest.skip("this kernel has no huge pages, or does not report them")
     assert {"hg", "dc"} <= flags, (
         "not advised for huge pages (hg), or copied by a fork (dc); see proc(5)"
     )
@@ -165,19 +165,19 @@ def test_progress_goes_up_to_all_of_it(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
-    plan, told = executable(policy), []
+    plan, reports = executable(policy), []
     with Executor(
         plan,
         config_of(plan.model),
         AdamW(),
         CPU,
-        on_allocate=lambda done, total: told.append((done, total)),
+        on_allocate=lambda done, total: reports.append((done, total)),
     ) as executor:
         total = executor.allocated("host") + executor.allocated("device")
-        assert told[-1] == (total, total)
-        assert {one[1] for one in told} == {total}
-        assert [one[0] for one in told] == sorted({one[0] for one in told})
-        assert len(told) > len(executor.pool_bytes), (
+        assert reports[-1] == (total, total)
+        assert {one[1] for one in reports} == {total}
+        assert [one[0] for one in reports] == sorted({one[0] for one in reports})
+        assert len(reports) > len(executor.pool_bytes), (
             "pools of several pieces must report progress more than once"
         )
 

@@ -58,7 +58,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
     changes: dict[str, Any],
     sent: dict[str, str],
 ) -> None:
-    heard: list[str] = []
+    events: list[str] = []
     streams: list[object] = []
 
     class Recorder:
@@ -67,10 +67,10 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             self.place, self.landed = values.data_ptr(), torch.zeros_like(values)
 
         def send(self) -> None:
-            heard.append(f"send {self.place}")
+            events.append(f"send {self.place}")
 
         def wait(self) -> None:
-            heard.append(f"wait {self.place}")
+            events.append(f"wait {self.place}")
 
     monkeypatch.setattr(binding, "HostScalarCopy", Recorder)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
@@ -101,7 +101,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
                         == binder._mirrors[buffer].landed.data_ptr()
                     ), "the op reads the device's value instead of its copy"
             monkeypatch.setitem(
-                binder._kinds, op.kind, lambda op: functools.partial(heard.append, op.id)
+                binder._kinds, op.kind, lambda op: functools.partial(events.append, op.id)
             )
             binder.bind(op)()
             waited = [
@@ -109,10 +109,10 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
                 for buffer in op.reads
                 if op.lane == "cpu" and buffer in sent
             ]
-            assert heard == [
+            assert events == [
                 *waited,
                 op.id,
                 *(f"send {place[buffer]}" for buffer, writer in sent.items() if writer == op.id),
             ]
-            heard.clear()
+            events.clear()
         assert (readers > 0) == bool(sent)

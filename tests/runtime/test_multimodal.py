@@ -168,7 +168,7 @@ def test_a_note_says_what_is_not_trained(tmp_path: Path) -> None:
 
 def test_gemma_3_s_text_config_may_leave_out_what_has_a_default() -> None:
     """Gemma 3's text config may omit keys that have a default, as the published one does."""
-    told = {
+    given = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
         "model_type": "gemma3_text",
@@ -178,13 +178,13 @@ def test_gemma_3_s_text_config_may_leave_out_what_has_a_default() -> None:
     model = ModelSpec.from_config(
         {
             "model_type": "gemma3",
-            "text_config": {**told, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+            "text_config": {**given, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
         },
         "config.json",
     )
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(
-            AutoConfig.for_model("gemma3", text_config=told)
+            AutoConfig.for_model("gemma3", text_config=given)
         ).model.language_model
     assert (model.tied, model.parameters) == (
         True,

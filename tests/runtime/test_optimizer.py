@@ -400,7 +400,7 @@ def test_a_second_moment_that_is_no_number_is_seen() -> None:
 
 @pytest.mark.usefixtures("both_ways")
 def test_a_gradient_of_zeros_is_not_scaled() -> None:
-    """A gradient of zeros has the scale 1, even if no fp32 value is as small as epsilon's square."""
+    """A gradient of zeros has the scale 1, even if epsilon's square is too small for fp32."""
     sums = torch.empty(1)
     optimizer.ratio_sums(
         torch.zeros(64), torch.zeros(64), sums, settings=AdamW(epsilon=1e-30), number=1

@@ -121,16 +121,16 @@ def test_every_plan_has_the_reference_s_bits(
                     layer.name: {t.name: draw(layer.name, t.name, t.shape) for t in layer.tensors}
                     for layer in plan.model.stack.values()
                 }
-                yardstick = Reference(
+                reference = Reference(
                     plan.model, plan.workload, config_of(plan.model), SETTINGS, first, CPU
                 )
                 results = [
-                    yardstick.step(running.batches(number), rate=1e-2, number=number)
+                    reference.step(running.batches(number), rate=1e-2, number=number)
                     for number in (1, 2)
                 ]
                 expected = {
                     (layer, tensor): values
-                    for layer, tensors in yardstick.masters.items()
+                    for layer, tensors in reference.masters.items()
                     for tensor, values in tensors.items()
                 }
             made = [running.step(number) for number in (1, 2)]

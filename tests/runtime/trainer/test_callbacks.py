@@ -351,13 +351,13 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
 
 
 def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     recorder = Recorder()
-    recorder.on_allocate = lambda done, total: told.append((done, total))  # type: ignore[method-assign]
+    recorder.on_allocate = lambda done, total: reports.append((done, total))  # type: ignore[method-assign]
     trainer = prepare(place, None, callbacks=[recorder], steps=1)
     trainer.fit()
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (sum(trainer.executor.pool_bytes.values()),) * 2
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[-1] == (sum(trainer.executor.pool_bytes.values()),) * 2
 
 
 @pytest.mark.parametrize("steps", [1, 3])
