@@ -1,9 +1,9 @@
 """A process that imports torch once, then forks a training run for every JSON line that it reads.
 
-The tests kill many runs, so they save the import this way. Each line holds the options of `train`,
-and the answer is the run's process id. An empty line waits for that run, and the answer is its exit
-status, as `subprocess` gives it. A run appends what it does to its log, so that a test sees where
-it was when it died.
+The tests kill many runs, and importing torch for each would be slow. Each line holds the options of
+`train`, and the answer is the run's process id. An empty line waits for that run, and the answer is
+its exit status, as `subprocess` gives it. A run appends what it does to its log, so that a test
+sees where it was when it died.
 """
 
 from __future__ import annotations

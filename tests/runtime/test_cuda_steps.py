@@ -162,8 +162,8 @@ def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[.
 
 
 def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[..., Plan]) -> None:
-    """If the pools fit but the activations do not, the step raises one line and all memory is
-    released. Another tensor fills the device here. Afterwards the same process trains again.
+    """If the pools fit but the activations do not, the step is refused in one line and all memory
+    is released. Another tensor fills the device here. Afterwards the same process trains again.
     """
     device = torch.device("cuda", 0)
     plan = make_plan(

@@ -269,7 +269,7 @@ def test_a_steady_step_that_takes_memory_is_an_error(
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns a function that runs one step under an `AllocationGuard` and raises PyTorch's
+    """Returns a function that runs one step under an `AllocationGuard` and increases PyTorch's
     counters. `took` and `freed` are bytes, taken in and freed before the step, and `retried` is a
     count.
     """

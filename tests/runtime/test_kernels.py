@@ -358,7 +358,7 @@ def test_tensors_of_unequal_length_are_refused() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Sets an empty cache folder, with no library loaded."""
+    """Returns an empty cache folder. No library is loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MEGATRAIN_KERNELS", raising=False)
     host_kernels.cache_clear()

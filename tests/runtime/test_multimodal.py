@@ -27,7 +27,7 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
 TRAINED = 3
-"""steps"""
+"""number of exports that are compared, with a step before each but the first"""
 
 
 @pytest.fixture

@@ -53,8 +53,8 @@ def first_with_dependency(schedule: Schedule, wanted: Callable[[Op, Op], bool]) 
 
 
 def touching(buffer: str, first: str, second: str) -> Callable[[Op, Op], bool]:
-    """Returns whether an op of kind `second` depends on one of kind `first` and shares a buffer of
-    the pool with it.
+    """Returns a function that tells whether an op of kind `second` depends on one of kind `first`
+    and shares a buffer of the pool with it.
     """
 
     def wanted(op: Op, other: Op) -> bool:

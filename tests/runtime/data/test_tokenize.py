@@ -364,8 +364,8 @@ def test_the_digest_is_of_what_the_tokenizer_is_made_of(
 def test_code_that_comes_with_a_tokenizer_is_not_run(
     tokenizer_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code that comes with a tokenizer is not run without permission, and there is no question on
-    the terminal.
+    """Code that comes with a tokenizer is not run unless the options allow it. An answer to a
+    question on the terminal does not allow it.
     """
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder(), folder)
