@@ -1,5 +1,6 @@
-"""What the command's tests share: a workplace with a tiny model, a corpus and a plan, and the
-command, run in this process.
+"""Fixtures of the tests of the command line: a tiny model, a corpus, a plan and the command itself.
+
+The command runs in the process of the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--dtype", "fp32"]
 
 
 class Outcome(NamedTuple):
-    """What one command left behind."""
+    """The status, standard output and standard error of one command."""
 
     status: int
     out: str
@@ -26,7 +27,7 @@ class Outcome(NamedTuple):
 
 
 def make_tiny_model(folder: Path) -> int:
-    """A Llama of some 58,000 random parameters in Hugging Face format; returns how many."""
+    """Saves a Llama with random weights in Hugging Face format; returns the parameter count."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -49,7 +50,7 @@ def make_tiny_model(folder: Path) -> int:
 
 
 def make_small_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of less than 320 ids with a chat template."""
+    """Saves a byte-level BPE tokenizer with fewer than 320 ids and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -88,7 +89,10 @@ def make_model() -> Callable[[Path], int]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workplace as it is before any test; not to be changed."""
+    """Returns a folder with a model, a corpus and a plan, which `workplace` copies for each test.
+
+    Tests must not change it.
+    """
     place = tmp_path_factory.mktemp("prepared")
     make_tiny_model(place / "tiny")
     (place / "corpus").mkdir()
@@ -113,7 +117,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a model `tiny`, a `corpus`, and `plan.toml` for them."""
+    """Makes a folder with a model `tiny`, a `corpus` and a `plan.toml`, and changes into it."""
     place = tmp_path / "place"
     shutil.copytree(prepared, place)
     monkeypatch.chdir(place)
@@ -122,7 +126,7 @@ def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="session")
 def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps; not to be changed."""
+    """Returns the folder of a finished run of three steps. Tests must not change it."""
     out = tmp_path_factory.mktemp("finished") / "run"
     words = [
         "train",
@@ -142,7 +146,7 @@ def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Runs `megatrain WORDS` in this process."""
+    """Returns a function that runs `megatrain WORDS` in this process."""
 
     def run(*words: object) -> Outcome:
         capsys.readouterr()
@@ -154,7 +158,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration that measures little, for tests that do not look at its numbers."""
+    """Shortens calibration for tests that do not look at its numbers."""
     from megatrain.runtime.calibration import calibrate, contention
     from megatrain.runtime.calibration import microbenchmarks as rates
 
@@ -166,7 +170,7 @@ def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def files_in() -> Callable[[Path], dict[str, bytes | None]]:
-    """Every path below a folder, with its content; None for a folder."""
+    """Returns a function that maps each path below a folder to its content (None for a folder)."""
 
     def read(folder: Path) -> dict[str, bytes | None]:
         return {

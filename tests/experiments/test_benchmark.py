@@ -1,5 +1,7 @@
-"""The benchmark: ours and its ceiling by the real command on the CPU; what cannot run is a line of
-the table; mistakes are one line.
+"""Tests of the benchmark: the systems it times, its result file, its table and its error messages.
+
+The systems `ours` and `ceiling` run by the real command on the CPU. A system that cannot run still
+has a line in the table.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--steps", "3", "--
 
 @pytest.fixture(scope="module")
 def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The command's standard output, and its file. The device is too small for the state, so layers
-    stream.
+    """Returns the standard output of the command and the content of its result file.
+
+    The device is too small for the training state, so layers are streamed.
     """
     out = tmp_path_factory.mktemp("timed") / "result.json"
     words = [
@@ -124,7 +127,7 @@ def test_a_ceiling_of_any_policy_runs(
     assert all(math.isfinite(step.loss) for step in found.steps)
     kept = restricted_to_kinds(schedule, COMPUTE_KINDS)
     assert [op.id for op in kept.ops] == [op.id for op in schedule.ops if op.kind in COMPUTE_KINDS]
-    assert not any(op.after for op in kept.ops)  # they share a lane
+    assert not any(op.after for op in kept.ops)  # ops of one lane run in order anyway
     assert all(buffer.place == "device" for buffer in kept.buffers)
 
 
@@ -146,13 +149,11 @@ def test_ours_is_the_executors_step(make_plan: Callable[..., Plan]) -> None:
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     first, second = (own.measure("ours", plan, 2, torch.device("cpu")) for _ in range(2))
     assert [step.loss for step in first.steps] == [step.loss for step in second.steps]
-    assert len({step.loss for step in first.steps}) == 2  # other tokens in every step
+    assert len({step.loss for step in first.steps}) == 2  # every step has different tokens
 
 
 def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
-    """In a process of its own, as always; without a GPU it shards and clips, and offloads
-    nothing.
-    """
+    """FSDP2 runs in its own process. Without a GPU it shards and clips but offloads nothing."""
     make_plan("double_buffer", accumulation=2).save(tmp_path / "plan.toml")
     found = benchmark.timed("fsdp2", tmp_path / "plan.toml", 3, "cpu")
     assert found["failure"] == ""
@@ -160,7 +161,7 @@ def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> Non
     for step in found["steps"]:
         assert set(step["parts"]) == {"forward", "backward", "clipping", "optimizer"}
         assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
-        assert abs(step["loss"] - math.log(256)) < 0.5  # random weights know nothing of 256 tokens
+        assert abs(step["loss"] - math.log(256)) < 0.5  # an untrained model of 256 tokens
         assert step["gradient_norm"] > 0
 
 

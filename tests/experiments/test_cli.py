@@ -1,5 +1,6 @@
-"""The command's answers: what it prints, what it writes, and that each verb's output is the next
-one's input.
+"""Tests of the verbs of the command line: what each prints and writes.
+
+They also show that the output of each verb is an input of the next one.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def png_width(path: Path) -> int:
 
 
 def only_object(text: str) -> dict[str, Any]:
-    """`text` as one JSON object on one line and nothing else."""
+    """Returns the JSON object in `text`, which must be one line and nothing else."""
     assert text.count("\n") == 1
     value = json.loads(text)
     assert isinstance(value, dict)
@@ -74,7 +75,7 @@ def only_object(text: str) -> dict[str, Any]:
 
 
 def lanes_by_process(trace: Path) -> dict[str, set[str]]:
-    """Process name -> names of its lanes, of a Chrome trace."""
+    """Returns the names of the lanes of each process in a Chrome trace."""
     events = json.loads(trace.read_text())["traceEvents"]
     processes = {
         event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
@@ -178,8 +179,10 @@ def test_without_a_model_a_default_set_is_measured(
 
 @pytest.mark.usefixtures("workplace")
 def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) -> None:
-    """Durations of the set as the datasheet has them: another width's, scaled by FLOPs, are within
-    15 % of its own by the datasheet.
+    """Durations of the default set, scaled by FLOPs to another width, are right within 15 %.
+
+    The set's own durations come from the datasheet here, and so do those that the scaled ones are
+    compared with.
     """
     machine = HardwareSpec.load(
         str(
@@ -330,7 +333,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     check_model(run / "model")
 
     moved = Path("elsewhere")
-    run.rename(moved)  # a run is whole in itself
+    run.rename(moved)  # a run folder does not depend on its place
     outcome = command("compare", moved)
     assert (outcome.status, outcome.err) == (0, "")
     assert set(os.listdir(moved)) == RUN_FILES | COMPARED
@@ -361,7 +364,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert json.loads((moved / "comparison.json").read_text()) == report
     assert report["error"] == pytest.approx(report["engine_error"] + report["cost_model_error"])
     assert sum(part["of_step"] for part in report["parts"]) == pytest.approx(report["error"])
-    assert report["steps"]["count"] == 2, "the first two of four are not steady"
+    assert report["steps"]["count"] == 2, "the first two steps of four do not count as steady"
     assert {row["what"] for row in report["memory"]} >= {"device pools", "host pools"}
     assert all(
         row["predicted_bytes"] == row["measured_bytes"]
@@ -371,7 +374,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Loads as a user would, and is not the model that the training began with."""
+    """Asserts that the model loads with transformers and differs from the one before training."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -441,7 +444,7 @@ def test_a_run_with_everything_resident_compares_too(command: Any) -> None:
     outcome = command("compare", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "host pools 0 B 0 B equal" in " ".join(outcome.out.split())
-    assert command("report", "run").status == 0, "a page without copies and without host pools"
+    assert command("report", "run").status == 0, "a run without copies has a page too"
     assert "<h3>Host</h3>" not in Path("run/report.html").read_text()
 
 
@@ -602,7 +605,7 @@ def test_check_of_every_policy(command: Any) -> None:
     assert all(report.keys() >= KEYS for report in reports)
     assert [report["step_seconds"] for report in reports] == sorted(
         report["step_seconds"] for report in reports
-    )  # all fit: fastest first
+    )  # all fit, so the fastest is the first
     table = command(*words).out.splitlines()
     tight = (
         "check",

@@ -1,5 +1,7 @@
-"""The digest of code: another one for whatever may change a result, the same for what only readers
-see.
+"""Tests of the digest of source code.
+
+It changes with everything that may change a result. It does not change with comments, docstrings or
+the file that a function is in.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def test_what_only_readers_see_does_not_count(tmp_path: Path) -> None:
     head, tail = CODE[: CODE.index("@cached")], CODE[CODE.index("@cached") :]
     assert (
         digest(tmp_path, a=f"from b import area\n{head}", b=f"import math\n\n\n{tail}") == before
-    ), "moved to a file of its own"
+    ), "a function that moves to another file keeps the digest"
 
 
 @pytest.mark.parametrize(

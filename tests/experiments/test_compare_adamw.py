@@ -1,5 +1,6 @@
-"""Ours against plain PyTorch, small: it passes as it is, and each mistake that one might make in
-the optimizer is found.
+"""Tests of the comparison of the optimizer with plain PyTorch, on a small model.
+
+The comparison passes for the optimizer as it is and fails for typical mistakes in it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ WORDS = [
 
 @pytest.fixture
 def compare(tmp_path: Path) -> Iterator[Any]:
-    """Runs the command on one thread; its status and what it wrote."""
+    """Returns a function that runs the comparison on one thread.
+
+    The function returns the status and the content of the result file.
+    """
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "text.txt").write_text(
         "".join(f"{number} sheep and {number * number} goats\n" for number in range(300))
@@ -83,11 +87,11 @@ def test_ours_is_as_near_to_plain_pytorch_as_bf16_lets_it_be(
         "reference": 12,
         "again": 12,
     }
-    assert result["losses"]["ours"][-1] < result["losses"]["ours"][0] - 0.1, "it learns"
+    assert result["losses"]["ours"][-1] < result["losses"]["ours"][0] - 0.1, "the loss falls"
     assert 0 < result["loss_differences"]["ours"]["most"] <= compare_adamw.LOSS_LIMIT
     assert set(result["weights"]) == {"embedding", "attention", "biases", "mlp", "norms", "all"}
     assert all(min(found["ours"], found["noise"]) > 0 for found in result["weights"].values()), (
-        "the three are three runs"
+        "all three runs differ"
     )
     assert result["weights"]["all"]["parameters"] == sum(
         found["parameters"] for kind, found in result["weights"].items() if kind != "all"
@@ -103,11 +107,15 @@ def test_ours_is_as_near_to_plain_pytorch_as_bf16_lets_it_be(
 def test_a_mistake_in_the_update_is_found(
     compare: Any, monkeypatch: pytest.MonkeyPatch, mistake: dict[str, float]
 ) -> None:
-    """No weight decay, no bias correction, another epsilon, a slightly wrong first moment."""
+    """A mistake in the update makes the comparison fail.
+
+    The mistakes are no weight decay, no bias correction, another epsilon and a slightly wrong first
+    moment.
+    """
     right = optimizer.Scalars.of
     monkeypatch.setattr(
         compare_adamw, "SETTINGS", msgspec.structs.replace(compare_adamw.SETTINGS, weight_decay=2.0)
-    )  # twelve steps of 0.1 are below the noise
+    )  # twelve steps with a decay of 0.1 are below the noise
     monkeypatch.setattr(optimizer.Scalars, "of", lambda *given: right(*given)._replace(**mistake))
     status, result = compare()
     assert status == 1

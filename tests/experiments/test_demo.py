@@ -1,4 +1,4 @@
-"""The demo, in four steps: the real model and corpus, a shortened calibration."""
+"""Tests of the demo with four training steps and a shortened calibration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def losses(run: Path) -> list[float]:
 
 
 def check_output(out: Path, printed: str, steps: int) -> Plan:
-    """Checks what a demo of `steps` steps prints and writes; returns its plan."""
+    """Asserts that a demo of `steps` steps printed and wrote everything; returns its plan."""
     run = out / "run"
     assert {path.name for path in run.iterdir()} >= FILES
     assert len(losses(run)) == steps
@@ -55,7 +55,7 @@ def check_output(out: Path, printed: str, steps: int) -> Plan:
 def test_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its own model and corpus."""
+    """The demo runs with its own model and corpus."""
     out = tmp_path / "demo"
     assert run_demo(monkeypatch, "--out", out, "--steps", 4, "--device", "cpu") == 0
     printed, complaint = capsys.readouterr()
@@ -66,24 +66,26 @@ def test_the_demo(
 
 
 @pytest.mark.usefixtures("fast_calibration")
-def test_a_small_demo_and_another_one_in_its_folder(
+def test_a_small_demo_in_the_folder_of_an_earlier_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     make_model: Any,
 ) -> None:
     out, corpus = tmp_path / "demo", Path(json.__file__).parent
-    # the loss chunk fills most of the device at this size, so no cap below the state fits
+    # The loss chunk fills most of the device at this size. So no cap below the state fits.
     monkeypatch.setattr(demo, "make_model", lambda folder, **_: make_model(folder))
     monkeypatch.setattr(demo, "CAP", 10)
     monkeypatch.setattr(demo, "SEQUENCE", 32)
     monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(corpus)})
-    for steps in (4, 3):
-        words = ("--out", out, "--steps", steps, "--device", "cpu")
-        assert run_demo(monkeypatch, *words) == 0
-        printed, complaint = capsys.readouterr()
-        assert complaint == ""
-        assert check_output(out, printed, steps).model.hidden == 32
+    (out / "run").mkdir(parents=True)
+    (out / "run" / "of an earlier demo").touch()
+    (out / ".megatrain-demo").touch()
+    assert run_demo(monkeypatch, "--out", out, "--steps", 4, "--device", "cpu") == 0
+    printed, complaint = capsys.readouterr()
+    assert complaint == ""
+    assert check_output(out, printed, 4).model.hidden == 32
+    assert not (out / "run" / "of an earlier demo").exists()
 
 
 @pytest.mark.parametrize("content", ["a folder", "a file"])

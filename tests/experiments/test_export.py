@@ -1,6 +1,4 @@
-"""`megatrain export`: what a checkpoint holds, as a folder that transformers loads; afterwards,
-from disk to disk.
-"""
+"""Tests of `megatrain export`: it writes a checkpoint as a model folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-ev
 
 @pytest.fixture
 def trained(workplace: Path, command: Command, make_tokenizer: Callable[[Path], None]) -> Path:
-    """A run of four steps with checkpoints after the second and the fourth, of a model with a
-    tokenizer.
+    """Returns the folder of a run of four steps, with checkpoints after the second and the fourth.
+
+    Its model has a tokenizer.
     """
     make_tokenizer(workplace / "tiny")
     assert command(*TRAIN, "--steps", 4, "--out", "run").status == 0
@@ -102,11 +101,11 @@ def test_bf16_is_the_master_rounded(trained: Path, command: Command) -> None:
 
 @pytest.mark.usefixtures("workplace")
 def test_masters_of_bf16_planes(command: Command) -> None:
-    """A bf16 run: its checkpoint has two planes, whose sum is the master."""
+    """The master weights of a bf16 run are the sum of the two planes in its checkpoint."""
     work = ("--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command("plan", "tiny", "--hardware", "h200", *work, "--out", "plan.toml").status == 0
     assert command(*TRAIN, "--steps", 2, "--out", "run", "--set", "export_dtype=fp32").status == 0
-    assert command("export", "run", "--out", "wide").status == 0  # as the run's config says
+    assert command("export", "run", "--out", "wide").status == 0  # the run's config says fp32
     assert same(tensors("wide"), tensors("run/model"))
     assert command("export", "run", "--out", "narrow", "--dtype", "bf16").status == 0
     assert (Path("narrow/model.safetensors").stat().st_size) < 0.6 * Path(
@@ -212,8 +211,10 @@ print(json.dumps({"peak": status("VmHWM") - before[0], "written": written}))
 
 @pytest.mark.usefixtures("workplace")
 def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
-    """A model of 26 MB in fp32, written from the two planes of a bf16 checkpoint: of all resident
-    memory, mapped files included.
+    """An export holds only a few pieces of the model in memory at a time.
+
+    A model of 26 MB in fp32 is written from the two planes of a bf16 checkpoint. The peak counts
+    all resident memory, with mapped files.
     """
     from transformers import LlamaConfig
 
@@ -264,8 +265,8 @@ def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
         "run",
     )
     assert command(*words).status == 0
-    # glibc raises this threshold as pieces are freed, and then keeps 6 to 12 MB of them in its
-    # heap, another number each time
+    # Without a fixed threshold, glibc raises it as pieces are freed. It then keeps 6 to 12 MB of
+    # freed memory in its heap, a different amount each time.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, "run", "out"],
@@ -278,4 +279,4 @@ def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["written"] > 25_000_000
-    assert found["peak"] < 10_000_000, found  # some pieces, not the model
+    assert found["peak"] < 10_000_000, found  # a few pieces, not the whole model

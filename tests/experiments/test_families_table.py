@@ -1,5 +1,6 @@
-"""The table of families: every causal language model of the installed transformers is in it,
-once.
+"""Tests of the table of model families.
+
+Every causal language model of the installed transformers is in it once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The simulations behind the figures: the same workload for every contender, results that say how
-they were made, and the command that runs and draws them.
+"""Tests of the simulations for the figures and of the command that runs and draws them.
+
+All systems of a figure have the same workload, and every result says how it was made.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command
         "figure4.pdf",
         "figure4.png",
     ]
-    assert not (out / "README.md").exists(), "the page is of all figures"
+    assert not (out / "README.md").exists(), "the page is written only with all figures"
     committed = json.loads((stored.RESULTS / "figures" / "figure4.json").read_text())
     assert (
         json.loads((results / "figures" / "figure4.json").read_text())["data"] == committed["data"]
@@ -199,8 +200,9 @@ def test_a_mistake_is_one_line(tmp_path: Path, command: Command) -> None:
 
 @pytest.mark.parametrize("case", measure.CASES)
 def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> None:
-    """On the H200 that was calibrated, in 118 GiB of host memory; what was not calibrated as a
-    whole leaves device memory over.
+    """Every case fits the calibrated H200 with 118 GiB of host memory.
+
+    Cases whose workload was not calibrated as a whole leave some device memory free.
     """
     args = benchmark.parser().parse_args(measure.arguments(case, tmp_path, 5))
     plan, _ = benchmark.planned(args)
@@ -222,7 +224,10 @@ def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> Non
 
 
 def test_eager_layers_cost_what_was_measured_alone() -> None:
-    """forward 28.04 ms, both ways 85.17: `experiments/published/h200.csv`."""
+    """Eager layers take the durations in `experiments/published/h200.csv`.
+
+    Forward takes 28.04 ms, and forward and backward together take 85.17 ms.
+    """
     model = ModelSpec.load(ablations.MODEL)
     costs = ablations.machine("no compile", model).costs
     assert costs is not None
@@ -243,7 +248,7 @@ def test_without_one_thing_ours_is_slower() -> None:
         (stored.RESULTS / "h200-qwen2.5-7b-batches" / "32x1024.json").read_text()
     )["plan"]["workload"]
     assert msgspec.convert(stored_one, Workload) == ablations.WORK, (
-        "the full plan is measured with this workload"
+        "the full plan was measured with this workload"
     )
 
 

@@ -1,4 +1,4 @@
-"""Hardware file: says what its numbers are, leaves out what is empty, reads back equal."""
+"""Tests of the hardware file: its comments, its layout, and that it is read back unchanged."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def test_a_stored_machine_reads_back_equal(stored: Path, tmp_path: Path) -> None
 def test_what_the_process_takes_is_kept_and_none_in_files_without_it(
     tmp_path: Path, command: Any
 ) -> None:
-    """And `check` and `plan` add it to a plan's memory."""
+    """`check` and `plan` add the memory of the process to the host memory of a plan."""
     stored = RESULTS / "h200-qwen2.5-3b" / "hardware.toml"
     assert "process_bytes" not in stored.read_text()
     hardware = HardwareSpec.load(str(stored))
     assert hardware.costs is not None
     assert hardware.costs.process_bytes == 0
-    told, more = (
-        tmp_path / "told.toml",
+    written, more = (
+        tmp_path / "written.toml",
         msgspec.structs.replace(
             hardware, costs=msgspec.structs.replace(hardware.costs, process_bytes=3 * 2**30 + 1)
         ),
     )
-    write_hardware(told, more, "megatrain calibrate")
-    assert HardwareSpec.load(str(told)) == more
+    write_hardware(written, more, "megatrain calibrate")
+    assert HardwareSpec.load(str(written)) == more
     words = ("qwen2.5-3b", "--policy", "double_buffer", "--hardware")
     checked, before = (
-        json.loads(command("check", *words, path, "--json").out) for path in (told, stored)
+        json.loads(command("check", *words, path, "--json").out) for path in (written, stored)
     )
     assert checked["pools"] == {"host.process": 3 * 2**30 + 1, **before["pools"]}
-    assert command("plan", *words, told, "--out", tmp_path / "plan.toml").status == 0
+    assert command("plan", *words, written, "--out", tmp_path / "plan.toml").status == 0
     planned = Plan.load(tmp_path / "plan.toml").prediction
     assert planned is not None
     assert (
@@ -74,13 +74,13 @@ def test_every_section_says_what_it_is(tmp_path: Path) -> None:
         assert above[first].startswith("# "), part
     assert not [line for line in lines if line.endswith(("= []", '= ""'))]
     assert not [line for line in lines if re.fullmatch(r"\s+\d+,", line)], (
-        "a point stands in one line"
+        "each point of a curve is on one line"
     )
     assert lines.index("[costs.spread]") > max(
         number
         for number, line in enumerate(lines)
         if line.startswith(("[costs.compute", "[costs.curves"))
-    ), "last"
+    ), "the spread is the last section"
 
 
 def test_only_what_exists_has_a_comment() -> None:

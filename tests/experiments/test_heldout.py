@@ -1,5 +1,7 @@
-"""The proof's script: nothing is executed that was calibrated on; it goes on where it was cut off;
-and what its summary says of rows.
+"""Tests of the held-out validation: its cases, its interrupted runs and the summary of its rows.
+
+No case may be a point of the calibration's grid. A validation that was interrupted continues where
+it stopped.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ def test_the_suite_is_as_broad_as_it_claims() -> None:
 
 
 def test_every_case_lies_inside_the_grid() -> None:
-    """Between the measured token counts and sequence lengths for what attends, or nothing would be
-    a prediction from measurements.
+    """Token counts and sequence lengths of all cases lie within the range of the grid.
+
+    Outside of it, a prediction would not rest on measurements.
     """
     chosen = suite("h200")
     points = [chosen.base, *chosen.points()]
@@ -74,8 +77,10 @@ def test_every_case_lies_inside_the_grid() -> None:
 
 
 def test_nothing_that_computes_lies_beyond_the_grid() -> None:
-    """With a table of the grid's points alone; of kept attention those of 4,096 tokens, which are
-    between the lengths where it is measured.
+    """A cost table of only the grid's points covers all compute ops of the cases.
+
+    Kept attention has only points of 4,096 tokens, which lie between the sequence lengths where it
+    is measured.
     """
     chosen, hardware = suite("h200"), HardwareSpec.load("h200")
     ids = {
@@ -153,7 +158,7 @@ def test_a_case_on_the_grid_is_refused(
     assert heldout.main(["--suite", "tiny", "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
     assert "tiny/4x8x16/whole/k_buffer" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    # or where a calibration that is there has it
+    # A case that is a point of an existing calibration is refused too.
     work = chosen.workload(chosen.cases[0])
     table = CostTable(
         measured_on="",
@@ -168,8 +173,9 @@ def test_a_case_on_the_grid_is_refused(
 def test_a_cut_off_proof_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Calibrates once, plans, executes, is cut in the middle of a line, and does only what is
-    missing.
+    """A validation calibrates once. After an interruption it does only what is missing.
+
+    The interruption cuts the last line of both files in the middle.
     """
     monkeypatch.setattr("megatrain.experiments.heldout.measure.SECONDS", 0.0)
     cases = (
@@ -194,7 +200,7 @@ def test_a_cut_off_proof_goes_on(
     printed = capsys.readouterr().out
     assert len(calibrated) == 1
     assert [point.sequence for point in calibrated[0][:3]] == [16, 16, 32]
-    assert "3 cases, 2 plans executed, 0 failed" in printed, "best and overlapped are one plan"
+    assert "3 cases, 2 plans executed, 0 failed" in printed, "best and overlapped are the same plan"
     rows = read_rows(folder / "rows.jsonl")
     assert [row.name for row in rows] == [case.name for case in small.cases]
     assert rows[1].same_as == rows[0].name
@@ -205,7 +211,7 @@ def test_a_cut_off_proof_goes_on(
         assert row.replay_error is not None
         assert row.kinds["backward"][1] > 0
     stored = read_timelines(folder / "timelines.jsonl")
-    assert list(stored) == [rows[0].name, rows[2].name], "a plan has one timeline"
+    assert list(stored) == [rows[0].name, rows[2].name], "each plan has one timeline"
     for row in (rows[0], rows[2]):
         schedule = lower(row.plan)
         measured = stored[row.name].timeline(schedule)
@@ -215,7 +221,7 @@ def test_a_cut_off_proof_goes_on(
         }
         costs = cost_model(HardwareSpec.load("h200"), row.plan.model, row.plan.workload)
         assert replay_error(schedule, measured, costs) == row.replay_error
-    # half of the last line is lost, of both files
+    # An interruption cuts the last line of both files.
     path = folder / "rows.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-40])
@@ -227,9 +233,9 @@ def test_a_cut_off_proof_goes_on(
     again = read_rows(path)
     assert [row.name for row in again] == [row.name for row in rows]
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), (
-        "what was there is as it was"
+        "complete lines stay as they are"
     )
-    # one more repetition of each, which the next command needs not repeat
+    # The first command adds a repetition of each case. The second one has nothing left to do.
     for _ in range(2):
         assert heldout.main([*words, "--repetitions", "2"]) == 0
         assert "executed again: 2 of the plans; repetitions lie +" in capsys.readouterr().out
@@ -243,11 +249,11 @@ def test_a_cut_off_proof_goes_on(
     assert (len(path.read_bytes().splitlines()), len(timelines.read_bytes().splitlines())) == (
         5,
         4,
-    ), "a line a repetition; a plan that is another case's has none"
+    ), "one line per repetition, and none for a case with another case's plan"
 
 
 def row(case: str, predicted: float, measured: float, **changes: Any) -> HeldoutRow:
-    """Of a plan that only its name tells from others."""
+    """Returns a row whose plan differs from the plans of other rows only in its digest."""
     chosen: Suite = suite("tiny")
     plan = Plan(
         policy="k_buffer",
@@ -301,7 +307,9 @@ def test_errors_have_their_sign_and_what_misses_is_said() -> None:
     assert met["host memory, worst"]
     assert met["replay, worst"]
     assert "MISSED" in format_summary(rows, summary)
-    assert not any(ok for *_, ok in summarize([]).targets()), "what was not measured is not met"
+    assert not any(ok for *_, ok in summarize([]).targets()), (
+        "a target without a measurement is not met"
+    )
 
 
 def test_several_visits_count_as_one_step() -> None:
@@ -309,7 +317,7 @@ def test_several_visits_count_as_one_step() -> None:
     (both,) = by_case([first, row("a", 1.0, 1.2, steps=(1.1, 1.2, 1.3))])
     assert (both.repetitions, both.steps) == ((1.0, 1.2), (1.1, 1.2, 1.3))
     assert both.step_seconds == pytest.approx(1.1), (
-        "between the repetitions, however many steps each had"
+        "repetitions weigh the same, whatever their numbers of steps"
     )
     assert summarize([first]).spread_between_visits is None
     summary = summarize(
@@ -358,7 +366,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
 
 
 def stored(case: HeldoutCase, chosen: Suite, hardware: HardwareSpec, measured: float) -> HeldoutRow:
-    """A row of a plan as it is planned today, whose step took `measured` of what is predicted."""
+    """Returns a row of today's plan whose step took `measured` times the predicted time."""
     choice = planned(chosen, case, hardware, "h200")
     assert choice is not None
     made = row(case.name, 1, measured * choice.step_seconds, plan=choice.plan)
@@ -377,9 +385,9 @@ def test_a_stored_row_that_is_predicted_worse_today_is_named() -> None:
     slower = msgspec.structs.replace(
         hardware, h2d_curve=tuple((size, rate / 20) for size, rate in hardware.h2d_curve)
     )
-    told = moved(rows, slower, {})
-    assert len(told) == 1
-    assert told[0].startswith("tiny/1x4x16/whole/k_buffer: step +")
+    messages = moved(rows, slower, {})
+    assert len(messages) == 1
+    assert messages[0].startswith("tiny/1x4x16/whole/k_buffer: step +")
     other = msgspec.structs.replace(
         rows[1], plan=msgspec.structs.replace(rows[1].plan, digest="0" * 16)
     )
@@ -387,12 +395,12 @@ def test_a_stored_row_that_is_predicted_worse_today_is_named() -> None:
     small = msgspec.structs.replace(
         rows[1], device_peak_bytes=rows[1].plan.prediction.device_peak_bytes * 2
     )  # type: ignore[union-attr]
-    assert moved([small], hardware, {}) == [], "as wrong as it was"
+    assert moved([small], hardware, {}) == [], "a row with the same error as before is not named"
     assert moved([msgspec.structs.replace(rows[1], failure="no room")], slower, {}) == []
 
 
 def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
-    """Or whose timeline is no longer that of its schedule."""
+    """A row whose timeline no longer matches its schedule is named too."""
     chosen, hardware = suite("tiny"), HardwareSpec.load("h200")
     one = stored(chosen.cases[2], chosen, hardware, 1.02)
     schedule, costs = lower(one.plan), cost_model(hardware, one.plan.model, one.plan.workload)
@@ -404,9 +412,9 @@ def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
     late = msgspec.structs.replace(
         timeline, starts_ns=tuple(start + 10_000_000 for start in timeline.starts_ns)
     )
-    told = moved([exact], hardware, {one.name: late})
-    assert len(told) == 1
-    assert told[0].startswith(f"{one.name}: replay -")
+    messages = moved([exact], hardware, {one.name: late})
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{one.name}: replay -")
     (text,) = moved(
         [exact], hardware, {one.name: msgspec.structs.replace(timeline, digest="0" * 16)}
     )
@@ -414,7 +422,11 @@ def test_a_stored_step_that_is_replayed_worse_today_is_named() -> None:
 
 
 def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
-    """With the machine's dispatch, which is in every prediction and in no duration."""
+    """A measured step that equals the prediction is replayed without an error.
+
+    The replay adds the machine's dispatch time, which every prediction contains and no duration of
+    an op does.
+    """
     folder = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
     plan, hardware = (
         Plan.load(folder / "plan.toml"),

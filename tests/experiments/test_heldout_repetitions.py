@@ -1,5 +1,6 @@
-"""A case's repetitions: what runs, what runs again, and what is made of them, where some fail, end
-too late, or had another plan.
+"""Tests of repeated cases in the held-out validation: what runs again, and how rows are merged.
+
+Some repetitions fail, would end too late, or were made with another plan.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from megatrain.simulator.planner.assessment import Choice
 
 
 class Machine:
-    """Executes nothing: steps of a second in the first repetition, of two in the next; some
-    repetitions fail.
+    """A machine that executes nothing and makes up its measurements.
+
+    A step takes one second in the first repetition of a case, two seconds in the second, and so on.
+    The executions whose numbers are in `fails` fail.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ def test_a_visit_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     assert rows[1].same_as == best
     assert summarize(rows).executed == 2
     rows = machine.heldout()
-    assert machine.ran[4:] == [best], (
-        "what failed runs again with the next command, and nothing else does"
-    )
+    assert machine.ran[4:] == [best], "the next command runs only the failed repetition again"
     assert [row.repetitions for row in rows] == [(1.0, 3.0), (1.0, 3.0), (1.0, 2.0)]
     assert [row.step_seconds for row in rows] == [2.0, 2.0, 1.5]
-    assert (rows[1].device_peak_bytes, rows[1].host_bytes) == (3, 8), "the highest of each"
+    assert (rows[1].device_peak_bytes, rows[1].host_bytes) == (3, 8), (
+        "the highest value of each repetition counts"
+    )
     machine.heldout()
     assert len(machine.ran) == 5
 
@@ -103,7 +106,7 @@ def test_a_case_that_fails_at_once_waits_for_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS)
-    machine.fails = {1, 2}  # the best plan, and the same plan of the next case
+    machine.fails = {1, 2}  # the best plan, and the next case, which has the same plan
     rows = machine.heldout()
     assert machine.ran == [TWINS[0].name, TWINS[1].name, TWINS[2].name, TWINS[2].name]
     assert [row.failure for row in rows] == ["no room", "no room", ""]
@@ -116,7 +119,7 @@ def test_a_part_of_the_cases_and_the_others_later(
     machine = Machine(tmp_path, monkeypatch, TWINS)
     machine.heldout("--cases", "best", "--repetitions", "1")
     machine.heldout("--cases", "overlapped")
-    assert machine.ran == [TWINS[0].name], "its plan was executed as another case's"
+    assert machine.ran == [TWINS[0].name], "its plan was executed for another case already"
     machine.heldout("--cases", "overlapped")
     assert [row.repetitions for row in machine.heldout()] == [(1.0, 2.0)] * 3
 
@@ -139,7 +142,7 @@ def test_visits_of_another_plan_or_machine_do_not_count(
         assert [row.repetitions for row in read_rows(path)] == [(2.0,)]
     path.write_bytes(msgspec.json.encode(other) + b"\n")
     assert [row.repetitions for row in machine.heldout()] == [(3.0, 4.0)], (
-        "what ran had another plan"
+        "the stored repetition had another plan"
     )
 
 
@@ -175,5 +178,5 @@ def test_what_would_end_too_late_is_left_in_either_pass(
     machine.heldout()
     assert machine.ran[3:] == [TWINS[2].name]
     printed = capsys.readouterr().out
-    assert printed.count("done") == 2, "the first, and what has its plan"
+    assert printed.count("done") == 2, "the first case and the case with the same plan"
     assert "7 s in total" in printed

@@ -1,4 +1,6 @@
-"""A proof shown: tables and a picture of its rows alone, and one case op by op from its stored
+"""Tests of the display of a held-out validation: its tables, its picture and a single case.
+
+The tables and the picture need only the rows. A single case is compared op by op with its stored
 timeline.
 """
 
@@ -30,8 +32,9 @@ STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-heldout"
 
 @pytest.fixture(scope="module")
 def rows() -> list[HeldoutRow]:
-    """Every case of the suite `tiny`, as if each had taken 5 % longer than predicted; the last but
-    one failed.
+    """Returns a row for every case of the suite `tiny`, with steps 5 % longer than predicted.
+
+    The last case but one has failed.
     """
     chosen, found = suite("tiny"), list[HeldoutRow]()
     for case in chosen.cases:
@@ -61,7 +64,10 @@ def rows() -> list[HeldoutRow]:
 
 @pytest.fixture(scope="module")
 def folder(rows: list[HeldoutRow], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a proof leaves it; the case of k_buffer has a timeline. Not to be changed."""
+    """Returns a folder as a validation leaves it, with a timeline for the case of k_buffer.
+
+    Tests must not change it.
+    """
     folder = tmp_path_factory.mktemp("proof")
     for row in rows:
         append_row(folder / "rows.jsonl", row)
@@ -79,7 +85,7 @@ def folder(rows: list[HeldoutRow], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def height(path: Path) -> int:
-    """Of a PNG, from its first chunk."""
+    """Returns the height of a PNG."""
     return int.from_bytes(path.read_bytes()[20:24])
 
 
@@ -102,7 +108,7 @@ def test_every_case_and_every_target_is_in_the_table(rows: list[HeldoutRow]) -> 
     assert [" | ".join(line.split(" | ")[4:6]) for line in kinds] == [
         "-20.0 % | -20.0 %",
         "- | -",
-    ], "nothing was measured of embed"
+    ], "embed has no measurement"
 
 
 def test_what_ran_again_is_told(rows: list[HeldoutRow]) -> None:
@@ -115,12 +121,12 @@ def test_what_ran_again_is_told(rows: list[HeldoutRow]) -> None:
         )
         for row in rows
     ]
-    told = markdown(again)
+    table = markdown(again)
     assert (
         "Executed again minutes later: 1 of the plans. Visits lie +5.0 % apart in the median, +5.0"
-        " % at most." in told
+        " % at most." in table
     )
-    assert "| is overlapped; another repetition failed: no / room |" in told
+    assert "| is overlapped; another repetition failed: no / room |" in table
 
 
 def test_the_stored_table_is_that_of_the_stored_rows() -> None:
@@ -133,22 +139,22 @@ def test_tables_and_picture_need_the_rows_alone(
     for row in (
         msgspec.structs.replace(rows[0], failure="no room", step_seconds=None),
         *rows,
-    ):  # the first one failed and ran later
+    ):  # the first case failed at first and ran later
         append_row(tmp_path / "rows.jsonl", row)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"name": "cut o')
     assert show.main([str(tmp_path)]) == 0
     assert f"wrote table.md, summary.json and errors.png into {tmp_path}" in capsys.readouterr().out
-    told = (tmp_path / "table.md").read_text()
-    assert told.count("; another repetition failed: no room |") == 2, (
-        "of the first, and of what has its plan"
+    text = (tmp_path / "table.md").read_text()
+    assert text.count("; another repetition failed: no room |") == 2, (
+        "the first case and the case with the same plan"
     )
-    assert told.replace("; another repetition failed: no room |", " |") == markdown(rows)
+    assert text.replace("; another repetition failed: no room |", " |") == markdown(rows)
     picture = (tmp_path / "errors.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert picture.endswith(b"IEND\xaeB`\x82")
     assert show.main([str(tmp_path)]) == 0
-    assert (tmp_path / "errors.png").read_bytes() == picture, "the same bytes for the same rows"
+    assert (tmp_path / "errors.png").read_bytes() == picture, "the same rows give the same bytes"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,7 @@ def test_a_case_is_compared_op_by_op(
     assert show.main([str(folder), "--case", row.name, "--out", str(tmp_path / "one")]) == 0
     printed = capsys.readouterr().out
     assert "end to end" in printed
-    assert "-50.00 %" in printed, "measured took twice as long as predicted"
+    assert "-50.00 %" in printed, "the measured step took twice the predicted time"
     assert "first divergence" in printed
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
         "comparison.json",
@@ -179,10 +185,10 @@ def test_a_case_is_compared_op_by_op(
         "timeline.png",
         "trace.json",
     ]
-    told = json.loads((tmp_path / "one" / "comparison.json").read_text())
-    assert told["error"] == pytest.approx(-0.5)
-    assert abs(told["engine_error"]) < 0.05
-    assert [peak["what"] for peak in told["memory"]] == ["whole device peak", "host memory"]
+    comparison = json.loads((tmp_path / "one" / "comparison.json").read_text())
+    assert comparison["error"] == pytest.approx(-0.5)
+    assert abs(comparison["engine_error"]) < 0.05
+    assert [peak["what"] for peak in comparison["memory"]] == ["whole device peak", "host memory"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Ctrl-C outside of training steps: one line, status 130, no half-written model. Between steps:
-`test_resume.py`.
+"""Tests of Ctrl-C outside of training steps: one line, status 130 and no half-written model.
+
+`test_resume.py` tests Ctrl-C between training steps.
 """
 
 from __future__ import annotations

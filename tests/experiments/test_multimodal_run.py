@@ -1,5 +1,6 @@
-"""A multimodal folder from `plan` to `export`: its language model is trained inside of it, and the
-rest goes along.
+"""Tests of a multimodal model from `plan` to `export`.
+
+Only its language model is trained. The other weights and files are copied unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NOTE = (
 
 @pytest.fixture
 def whole(workplace: Path, make_tokenizer: Callable[[Path], None], command: Command) -> Path:
-    """A multimodal folder with a tokenizer and a processor's config, and a plan for it."""
+    """Makes a multimodal model folder with a tokenizer and a processor config, and its plan."""
     tiny_multimodal.save("gemma3", workplace / "whole")
     make_tokenizer(workplace / "whole")
     (workplace / "whole" / "preprocessor_config.json").write_text("{}")

@@ -1,6 +1,4 @@
-"""`--no-dropout`: wherever a model is given, it lets a published config with dropout be planned and
-trained.
-"""
+"""Tests of `--no-dropout`: every verb that takes a model accepts a config with dropout then."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 
 @pytest.fixture
 def dropping(workplace: Path) -> Path:
-    """The workplace, whose model's config has dropout."""
+    """Returns the workplace with dropout in the config of its model."""
     path = workplace / "tiny" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.1}))
     return workplace

@@ -1,4 +1,4 @@
-"""`--optimizer FILE` from the plan to the exported model."""
+"""Tests of `--optimizer FILE` from the plan to the exported model."""
 
 from __future__ import annotations
 

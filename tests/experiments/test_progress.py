@@ -1,4 +1,4 @@
-"""ProgressBars: notes on a terminal of any encoding."""
+"""Tests of the progress bars: a terminal of any encoding can show their notes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""README.md and docs/ show what the commands print: predictions move with the machines' files and
-the planner, and the pages have to follow.
+"""Tests of the examples in README.md and docs/: they show what the commands print today.
+
+Predictions change with the hardware files and the planner, and the pages must be updated with them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md",
 
 
 def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> None:
-    """The README has its whole output, and the page on the command line the same command."""
+    """The README shows the command's whole output. The page on the command line has the command."""
     (command,) = [
         line for page, line in COMMANDS if page == README and line.startswith("$ megatrain check")
     ]
@@ -29,7 +30,7 @@ def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> 
 
 
 _QUICK = ("On an RTX 3090 with 251 GB?", "14B on an H200 with 128 GB of host memory?")
-"""questions whose answers take a second; the others are asked in the nightly"""
+"""questions that are answered within a second; nightly tests ask the others"""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_the_answers_to_readers_questions_are_today_s(
     readers_questions.main()
     printed = capsys.readouterr().out.strip()
     assert f"\n\n{printed}\n" in read(ANSWERS).strip() + "\n", (
-        "run `python -m megatrain.experiments.readers_questions` and put what it prints into"
+        "run `python -m megatrain.experiments.readers_questions` and put its output into"
         " docs/answers.md"
     )
 
@@ -60,7 +61,7 @@ def test_the_answers_have_the_questions_in_their_order() -> None:
 
 
 def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands there, but for fewer steps; it is short."""
+    """The example has at most ten lines and trains. The test reduces its number of steps."""
     (code,) = [block.text for block in blocks(TRAINING) if block.language == "python"]
     assert len([line for line in code.splitlines() if line]) <= 10
     shorter = code.replace("steps=300", "steps=4").replace("every_steps=100", "every_steps=2")
@@ -82,7 +83,10 @@ def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[
 
 
 def test_every_example_of_python_is_executed() -> None:
-    """By the tests above, test_contributing.py and simulator/test_outside_plugins.py."""
+    """The pages with Python examples are known, because each needs a test.
+
+    The tests are above, in test_contributing.py and in simulator/test_outside_plugins.py.
+    """
     pages = [
         name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"
     ]
@@ -104,7 +108,7 @@ def test_every_verb_is_shown() -> None:
 def test_the_commands_on_training_do_what_is_said(
     workplace: Path, command: Any, make_tokenizer: Any
 ) -> None:
-    """In a fiftieth of the steps."""
+    """The commands run with a fiftieth of the steps."""
     block = blocks(TRAINING)[0]
     (workplace / "chat.jsonl").write_text(
         "".join(json.dumps({"text": f"row {number} of the data"}) + "\n" for number in range(200))
@@ -124,7 +128,7 @@ def test_the_commands_on_training_do_what_is_said(
 @pytest.mark.nightly
 @pytest.mark.usefixtures("fast_calibration")
 def test_the_readme_s_way_from_a_model_to_a_trained_model(workplace: Path, command: Any) -> None:
-    """With a tiny model, short sequences, and a fiftieth of the steps, on the CPU."""
+    """The commands run with a tiny model, short sequences and a fiftieth of the steps."""
     (block,) = [block for block in blocks(README) if block.text.startswith("megatrain calibrate")]
     (workplace / "plan.toml").unlink()
     replaced = {"MODEL": "tiny", "DATA": "corpus", "2048": "16", "300": "6", "100": "2"}

@@ -1,5 +1,6 @@
-"""The page of a run: its text without a browser, and what a headless Chromium shows of it, hovered
-and clicked.
+"""Tests of the report page of a run: its text, and how a headless Chromium shows it.
+
+The tests in Chromium move the mouse over the page, click and type.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
 
 class Reported(NamedTuple):
-    """A run, its page, and what the page must show."""
+    """The page of a run, and the values that the page must show."""
 
     page: Path
     measured: Timeline
@@ -73,7 +74,10 @@ def test_numbers_are_there_without_a_script(reported: Reported) -> None:
 
 
 def test_a_run_whose_recomputed_layers_reuse_memory_has_a_page(workplace: Path) -> None:
-    """Its account leaves out the slots for recomputed activations, which its schedule has."""
+    """A run has a page although its memory account lacks slots that its schedule has.
+
+    These are the slots for recomputed activations.
+    """
     plan = Plan.load(workplace / "plan.toml")
     knobs = msgspec.structs.replace(plan.knobs, placement=Placement(saved_activations="1-3"))
     plan = msgspec.structs.replace(plan, knobs=knobs, digest="")
@@ -99,7 +103,10 @@ def test_a_run_whose_recomputed_layers_reuse_memory_has_a_page(workplace: Path) 
 
 
 def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(tmp_path: Path) -> None:
-    """In the words of `megatrain plan`, of a run for which device memory is tight."""
+    """The page says what one more GiB gains, in the words of `megatrain plan`.
+
+    Device memory is tight in this run.
+    """
     run = compare_run(RESULTS / "h200-qwen2.5-7b-24GiB")
     device, host = one_more_gib(assess(run.plan, run.costs), run.hardware, run.costs)
     assert device.gain > 0.005
@@ -142,8 +149,10 @@ def test_a_folder_without_a_measured_step_is_refused_in_one_line(
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[tuple[Page, list[str]]]:
-    """A page of a headless Chromium, the system's or the one that `playwright install chromium` has
-    fetched, without a network; and what it complains of.
+    """Yields a page of a headless Chromium without a network, and the list of its errors.
+
+    Chromium is the one of the system or the one that `playwright install chromium` has fetched.
+    Errors, warnings and requests to the network are added to the list.
     """
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install playwright"
@@ -183,8 +192,9 @@ def opened() -> Iterator[tuple[Page, list[str]]]:
 
 @pytest.fixture
 def page(opened: tuple[Page, list[str]], reported: Reported) -> Iterator[Page]:
-    """The run's page as a reader opens it; whatever its script complains of, or asks the network
-    for, fails the test.
+    """Yields the run's page in Chromium.
+
+    An error or warning of its script and a request to the network fail the test.
     """
     page, wrong = opened
     page.goto(reported.page.as_uri())
@@ -193,7 +203,7 @@ def page(opened: tuple[Page, list[str]], reported: Reported) -> Iterator[Page]:
 
 
 def point(page: Page, op: str, panel: str) -> tuple[float, float]:
-    """The middle of an op's bar, on the screen."""
+    """Returns the middle of an op's bar on the screen."""
     page.locator("#timeline").scroll_into_view_if_needed()
     box = page.locator("#timeline").bounding_box()
     bar = page.evaluate(f"timeline.rectangle(numberOf.get('{op}'), {panel})")
@@ -202,7 +212,7 @@ def point(page: Page, op: str, panel: str) -> tuple[float, float]:
 
 
 def shown(page: Page) -> float:
-    """The share of the step that is in view."""
+    """Returns the share of the step that is in view."""
     share: float = page.evaluate("(view.to - view.from) / view.end")
     return share
 
@@ -296,7 +306,8 @@ def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Re
     assert page.locator("#kinds button[aria-pressed=true]").inner_text() == "forward"
 
 
-# what each canvas shows: a page that still settles draws it again, and then at another width
+# Records the words on each canvas. Clearing a canvas removes its words, because the page may draw
+# it several times while its width changes.
 _RECORD = """() => {
   window.written = [];
   const { fillText: fill, clearRect: clear } = CanvasRenderingContext2D.prototype;
@@ -326,6 +337,6 @@ def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page
     rows: dict[tuple[str, float], set[tuple[float, float, str]]] = {}
     for word in written:
         rows.setdefault(tuple(word["row"]), set()).add((word["from"], word["to"], word["text"]))
-    beside = [pair for words in rows.values() for pair in pairwise(sorted(words))]
-    assert len(beside) > 10
-    assert [(first[2], second[2]) for first, second in beside if first[1] > second[0]] == []
+    neighbors = [pair for words in rows.values() for pair in pairwise(sorted(words))]
+    assert len(neighbors) > 10
+    assert [(first[2], second[2]) for first, second in neighbors if first[1] > second[0]] == []

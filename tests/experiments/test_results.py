@@ -1,5 +1,7 @@
-"""Committed runs stay what they say: today's simulator lowers their plans to the schedule that ran,
-and predicts it no worse than was written down.
+"""Tests of the committed results against today's simulator.
+
+The simulator still lowers their plans to the schedules that ran. It predicts them no worse than the
+stored predictions did.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json").exists())
 PROOFS = sorted(path.parent for path in RESULTS.glob("*/rows.jsonl"))
 EAGER = RESULTS / "figures" / "measured" / "table4-no-compile.json"
-"""predicted with layers that were timed alone, not from the machine's file"""
+"""a benchmark whose prediction used layers that were timed alone, not the hardware file"""
 FILES = [
     path
     for found in ("h200-*/*.json", "figures/measured/*.json")
@@ -47,8 +49,9 @@ def test_there_are_runs() -> None:
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: Path) -> None:
-    """Of `megatrain.experiments.benchmark`: the step of ours, from the machine's file that it
-    names.
+    """The step time of `ours` in a benchmark is predicted no worse than it was.
+
+    The prediction uses the hardware file that the result names.
     """
     result = read_json(path)
     said = result["plan"]
@@ -105,7 +108,9 @@ def test_a_stored_run_is_predicted_no_worse_than_when_it_was_stored(run: Path) -
     ]
     assert len(errors) == 3
     assert abs(errors[0]) <= abs(errors[1]) + 0.001
-    assert abs(errors[2]) < 0.001, "measured durations, replayed with the dispatch of that machine"
+    assert abs(errors[2]) < 0.001, (
+        "measured durations and the machine's dispatch time give the measured step"
+    )
     assert report.first_divergence is None
     (peak,) = (row for row in report.memory if row.what == "whole device peak")
     assert peak.measured_bytes <= peak.predicted_bytes <= 1.03 * peak.measured_bytes

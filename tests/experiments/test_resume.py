@@ -1,5 +1,6 @@
-"""`megatrain train --resume`: after a stop, a signal and a kill the run is, bit for bit, the one
-that nobody stopped.
+"""Tests of `megatrain train --resume` after a stop, a signal and a kill.
+
+The resumed run is bit for bit the same as a run without an interruption.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pytest
 from megatrain.simulator.base.files import read_json
 
 Command = Callable[..., Any]
-# a shell that starts a process in the background has it ignore SIGINT: undo that
+# A process that a shell starts in the background ignores SIGINT. The handler is set again here.
 PROGRAM = (
     "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom"
     " megatrain.experiments.cli.main import main\nsys.exit(main())"
@@ -46,7 +47,7 @@ TIMES = ("seconds", "tokens_per_second")
 
 
 def rows(run: str) -> list[dict[str, Any]]:
-    """What metrics.jsonl says, but how long it took."""
+    """Returns the complete rows of metrics.jsonl without their durations."""
     lines = [
         line
         for line in (Path(run) / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -82,7 +83,7 @@ def test_going_on_is_never_having_stopped(command: Command) -> None:
     assert "continues after step 4\n" in good(
         command("train", "--resume", "run", "--steps", 9, "--device", "cpu")
     )
-    # it had also been evaluated after step 4, its last
+    # The first part was also evaluated after step 4, because that was its last step.
     assert [row for row in rows("run") if row["step"] != 4 or "loss" in row] == rows("straight")
     assert weights("run") == weights("straight") != first
     assert saved("run") == saved("straight") == [8, 9]
@@ -128,7 +129,7 @@ def test_another_plan_goes_on_with_the_same_run(
             "cpu",
         )
     )
-    monkeypatch.chdir("corpus")  # paths in a run's config are seen from everywhere
+    monkeypatch.chdir("corpus")  # paths in a run's config are absolute
     good(
         command(
             "train", "../overlapped.toml", "--resume", "../run", "--steps", 6, "--device", "cpu"
@@ -237,18 +238,18 @@ def test_deterministic_mode_tells_a_checksum_a_step_that_goes_on_too(command: Co
         good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
     finally:
         torch.use_deterministic_algorithms(False)
-    told = [row for row in rows("straight") if "loss" in row]
-    assert len({row["checksum"] for row in told}) == 4
-    for row in told:
+    trained = [row for row in rows("straight") if "loss" in row]
+    assert len({row["checksum"] for row in trained}) == 4
+    for row in trained:
         assert f"step {row['step']}: loss {row['loss']!r}, checksum {row['checksum']}\n" in out
-    assert [row for row in rows("run") if "loss" in row] == told
+    assert [row for row in rows("run") if "loss" in row] == trained
 
 
-# ---- processes that are ended ----
+# ---- processes that a signal ends ----
 
 
 class Process:
-    """`megatrain WORDS`, really."""
+    """`megatrain WORDS` in a process of its own."""
 
     def __init__(self, *words: object) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -258,12 +259,12 @@ class Process:
         )
 
     def end(self, number: signal.Signals, when: Callable[[], bool], after_s: float = 0.0) -> str:
-        """Sends the signal `after_s` seconds after it is time; what is on standard error."""
+        """Sends the signal `after_s` seconds after `when` holds; returns the standard error."""
         try:
             deadline = time.monotonic() + 60
             while not when():
                 assert self.process.poll() is None, self.process.communicate()[1]
-                assert time.monotonic() < deadline, "it never came"
+                assert time.monotonic() < deadline, "the moment for the signal has come"
                 time.sleep(0.002)
             time.sleep(after_s)
             self.process.send_signal(number)
@@ -280,18 +281,17 @@ def lines(run: str) -> int:
 def assert_as_if_never_stopped(
     command: Command, process_words: tuple[object, ...], steps: int
 ) -> None:
-    """The run in `run`, resumed up to `steps`, is the one that went straight there."""
+    """Asserts that `run`, resumed up to `steps`, equals an uninterrupted run of as many steps."""
     good(command("train", "--resume", "run", "--steps", steps, "--device", "cpu"))
     good(command(*process_words, "--steps", steps, "--out", "straight"))
     assert rows("run") == rows("straight")
     assert weights("run") == weights("straight")
 
 
+@pytest.mark.nightly  # tests/life stops runs by every signal in the normal tests
 @pytest.mark.usefixtures("workplace")
 def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> None:
-    """SIGTERM: the last step whose metrics were written is the one that is saved, so nothing is
-    lost.
-    """
+    """After SIGTERM, the last step in the metrics is saved. So no step is lost."""
     words = (*NEW[:-2], "--save-every", 0)
     process = Process(*words, "--steps", 10**6, "--out", "run")
     assert process.end(signal.SIGTERM, lambda: lines("run") >= 5) == "megatrain: interrupted\n"
@@ -306,7 +306,7 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> N
 def test_a_signal_in_an_evaluation_leaves_it_for_later(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C, in this process."""
+    """Ctrl-C in an evaluation saves a checkpoint, and the resumed run evaluates first."""
     from megatrain.runtime.execution.executor import Executor
 
     evaluate = Executor.evaluate
@@ -327,7 +327,10 @@ def test_a_signal_in_an_evaluation_leaves_it_for_later(
 
 
 def kill_and_resume(command: Command, kills: int) -> None:
-    """Each kill is at a random moment after two more checkpoints."""
+    """Kills a run `kills` times, each time at a random moment after two more checkpoints.
+
+    Asserts that the run then ends like an uninterrupted one.
+    """
     generator = random.Random(7)
     for number in range(kills):
         words = (
@@ -344,7 +347,10 @@ def kill_and_resume(command: Command, kills: int) -> None:
 
 
 def newest() -> int:
-    """The last checkpoint of `run`, 0 before there is one; also while the run writes there."""
+    """Returns the step of the last checkpoint of `run`, or 0 if there is none.
+
+    The run may be writing there at the same time.
+    """
     folder = Path("run/checkpoints")
     return (
         max(
@@ -360,6 +366,7 @@ def newest() -> int:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("workplace")
 def test_a_kill(command: Command) -> None:
     kill_and_resume(command, 1)

@@ -1,4 +1,4 @@
-"""`make speed`: ratios to a reference, compared with a stored result."""
+"""Tests of `make speed`: it compares ratios to a reference with stored ratios."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megatrain.experiments.benchmarks import speed
 
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Processor seconds of two made-up cases; the reference takes 0.5 s."""
+    """Replaces the cases by two with given processor seconds, and the reference by 0.5 s.
+
+    Returns the seconds by case, which a test may change.
+    """
     seconds = {"first": 1.0, "second": 3.0}
     monkeypatch.setattr(speed, "reference", lambda: 0.5)
     monkeypatch.setattr(speed, "CASES", {name: lambda name=name: seconds[name] for name in seconds})

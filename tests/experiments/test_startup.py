@@ -1,5 +1,6 @@
-"""The command imports heavy packages only in the verbs that need them. `make speed` measures how
-fast it starts.
+"""Tests of the start of the command: only the verbs that need heavy packages import them.
+
+`make speed` measures how fast the command starts.
 """
 
 from __future__ import annotations

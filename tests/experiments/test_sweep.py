@@ -1,5 +1,7 @@
-"""Sweeps: what is cached changes no number, what is there is not done again, a stranger's policy
-needs nothing but its file, a run times its plan.
+"""Tests of sweeps: shared work, stored rows, policies in files of the user, and execution.
+
+Work that plans share changes no number. Stored rows are not computed again. A policy of the user
+needs only its file. `--execute` measures the plans.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def axes(**values: Any) -> grid.Axes:
 
 
 def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
-    """By place in `plans`, simulated in the order in which most is shared."""
+    """Returns the row of each plan by its index, simulated in the order that shares most work."""
     work = Simulator(H200)
     return {
         index: work.row(plans[index], str(index))
@@ -47,7 +49,7 @@ def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
 def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: Any) -> None:
-    """Each row against the same plan assessed by itself."""
+    """A plan has the same numbers in a sweep as when it is assessed alone."""
     base = make_plan(policy, layers=5, dtype="bf16", heads=4)
     placed = (
         {"placement__saved_activations": ["", "3-4"], "placement__offloaded_inputs": ["", "all"]}
@@ -83,7 +85,10 @@ def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: 
 def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(
     make_plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That one lowering serves other batches is tried, not believed."""
+    """A sweep checks whether the schedule for one batch size is valid for the others.
+
+    The policy here orders its ops differently for large batches.
+    """
     from megatrain.simulator.policies.k_buffer import KBuffer
 
     honest = KBuffer.lower
@@ -138,7 +143,7 @@ def test_rows_that_are_there_are_not_done_again(
     rows = Path("swept/rows.jsonl")
     whole = rows.read_bytes()
     lines = whole.splitlines(keepends=True)
-    rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # interrupted while it wrote
+    rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # as an interrupted write leaves it
     asked: list[str] = []
     row = Simulator.row
     monkeypatch.setattr(
@@ -158,7 +163,7 @@ def test_rows_that_are_there_are_not_done_again(
 
 
 def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path) -> None:
-    """The example of docs/adding.md, put beside the others; edited, it is another plan."""
+    """The example policy of docs/adding.md is swept together with a policy of the library."""
     code = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)[0]
     (workplace / "more").mkdir()
     file = workplace / "more" / "pinned.py"
@@ -353,8 +358,10 @@ def test_grids_of_a_file_are_joined(command: Any) -> None:
 
 @pytest.mark.usefixtures("workplace")
 def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two plans in this process, which saves starting torch twice; one that is only for prediction;
-    one that does not fit.
+    """A sweep with `--execute` measures the plans that fit and can be executed.
+
+    Two plans run in this process, which saves two starts of torch. Some other plans can only be
+    predicted or do not fit.
     """
     from megatrain.experiments.benchmarks import child
 

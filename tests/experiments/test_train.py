@@ -1,5 +1,6 @@
-"""`megatrain train`: the config from a file, --set and options; what the run folder then holds, and
-what is said at the end.
+"""Tests of `megatrain train`: its config, the run folder and the summary at the end.
+
+The config comes from a file, `--set` and options.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
         "model",
     } | board == names
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert command("compare", "run").status == 0, "rows of evaluations are no steps"
+    assert command("compare", "run").status == 0, "compare skips the rows of evaluations"
 
 
 @pytest.mark.usefixtures("workplace")
@@ -319,8 +320,10 @@ def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(
 def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(
     command: Any, words: tuple[str, ...], documents: bool, packing: str
 ) -> None:
-    """By a plan that says so; one that does not is for rows of one text, and so it may be trained
-    under either.
+    """Documents in a row do not attend to each other unless --plain-packing is given.
+
+    A plan that keeps documents apart can also be trained with plain packing. A plan for plain
+    packing cannot be trained with documents kept apart.
     """
     work = ("--policy", "double_buffer", "--batch", 2, "--seq", 16, "--dtype", "fp32")
     outcome = command("plan", "tiny", "--hardware", "h200", *work, *words, "--out", "made.toml")

@@ -1,5 +1,6 @@
-"""Published figures: every row parses and is predicted or says why not, no row has assumptions of
-its own, and the report's arithmetic is right.
+"""Tests of the validation against published numbers: its data, its errors and its report.
+
+Every row is predicted or says why not, and no row has assumptions of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def results() -> list[ValidationResult]:
 
 
 def cells(**changes: str) -> dict[str, str]:
-    """A line of the data, as the file has it."""
+    """Returns the cells of a line of the data file."""
     line = {
         "item": "x",
         "setting": "gh200",
@@ -66,7 +67,7 @@ def cells(**changes: str) -> dict[str, str]:
 
 
 def result(predicted: float | None, **changes: str) -> ValidationResult:
-    """A row of `cells` and a prediction of `value`."""
+    """Returns a result with the row of `cells` and the prediction `predicted`."""
     return ValidationResult(
         row=_row("here", cells(**changes)),
         predicted=None if predicted is None else Predicted(predicted, 2, 1024, True),
@@ -99,14 +100,14 @@ def test_every_miss_is_named_with_its_reason(results: list[ValidationResult]) ->
 
 
 def test_no_row_has_an_assumption_of_its_own() -> None:
-    """All rows of a machine share one table of settings; a row names only what its source tells."""
+    """All rows of a machine share one table of settings. A row has only facts from its source."""
     settings = load_settings()
     assert {row.setting for row in load_rows()} <= set(settings)
     assert not set(PublishedRow.__struct_fields__) & set(Setting.__struct_fields__) - {
         "batch",
         "sequence",
     }
-    told = {
+    stated = {
         "num_hidden_layers",
         "hidden_size",
         "intermediate_size",
@@ -118,13 +119,13 @@ def test_no_row_has_an_assumption_of_its_own() -> None:
         "interval",
         "lanes",
     }
-    assert all(set(row.changes) <= told for row in load_rows())
+    assert all(set(row.changes) <= stated for row in load_rows())
     assert all(setting.assumed for setting in settings.values())
     with (FOLDER / "settings.toml").open("rb") as file:
         allowed = set(Setting.__struct_fields__)
         assert all(
             set(setting) <= allowed for setting in tomllib.load(file).values()
-        )  # no efficiency, no rate but a link's that was told
+        )  # no efficiency factor, and no rate but that of a link in the source
 
 
 def test_out_of_memory_is_predicted_or_reported(results: list[ValidationResult]) -> None:
@@ -154,12 +155,13 @@ def test_a_wrong_line_is_refused_by_name(change: dict[str, str], found: str) -> 
     assert found in str(caught.value)
 
 
-# ---- how good they are
+# ---- the errors of the predictions
 
 
 def test_what_was_measured_here_is_met(results: list[ValidationResult]) -> None:
-    """Steps, layers and rates of the H200 within what the issue asks; nothing but the norm's time
-    was fitted to them.
+    """The measurements on the H200 are predicted within the error limits of each group.
+
+    Only the time of the norms was fitted to them.
     """
     ours = [
         found
@@ -180,8 +182,10 @@ def test_what_was_measured_here_is_met(results: list[ValidationResult]) -> None:
 
 
 def test_host_memory_of_the_papers_runs_is_met(results: list[ValidationResult]) -> None:
-    """Ten bytes a parameter, slabs and two buffers of weights: what is resident when gradients are
-    freed. The process itself is not counted.
+    """The host memory of the paper's runs is predicted within 2 %.
+
+    It is ten bytes per parameter, the slabs and two weight buffers, which is what stays resident
+    when gradients are freed. The memory of the process itself is not counted.
     """
     depths = [
         found
@@ -193,7 +197,10 @@ def test_host_memory_of_the_papers_runs_is_met(results: list[ValidationResult]) 
 
 
 def test_the_committed_result_is_todays(results: list[ValidationResult]) -> None:
-    """To make it again: the command in experiments/results/published/README.md."""
+    """The committed result is up to date.
+
+    The command that makes it again is in experiments/results/published/README.md.
+    """
     stored = {
         (row["item"], row["quantity"], row["source"], row["setting"]): row
         for row in csv.DictReader(RESULT.read_text().splitlines())
@@ -278,7 +285,7 @@ def test_the_command_prints_one_json_object_and_writes_every_row(
         == len(list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines())))
     )
     assert main(["--json"]) == 0
-    assert capsys.readouterr().out == out  # deterministic
+    assert capsys.readouterr().out == out  # the output is deterministic
 
 
 def test_a_path_that_cannot_be_written_is_the_users_mistake(

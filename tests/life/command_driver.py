@@ -1,10 +1,12 @@
-"""A process that imports everything once and forks a `megatrain` command for every JSON line that
-it reads: real processes, but fast.
+"""A process that imports everything once and forks a `megatrain` command per JSON line.
 
-A line is {"words": [...], "folder": ..., "log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...],
-"ignores": [SIGNAL, ...]}. The answer is the command's process id. An empty line waits for that
-command; the answer is its status as `subprocess` gives it. `at` sends the command each signal right
-before the call with that number, from 1, of MODULE:NAME.
+So the commands are real processes but start fast. A line is {"words": [...], "folder": ...,
+"log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...], "ignores": [SIGNAL, ...]}. The answer is the
+process id of the command. An empty line waits for that command. Its answer is the status as
+`subprocess` gives it.
+
+`at` names signals that the command sends to itself. Each is sent right before a call of FUNCTION,
+which is given as MODULE:NAME. CALL is the number of that call, counted from 1.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import signal
 import sys
 from typing import Any
 
-import tokenizers  # noqa: F401  # what commands import when they need it
+import tokenizers  # noqa: F401  # commands import it when they need it
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -30,7 +32,7 @@ from megatrain.simulator.verdict import verdict  # noqa: F401
 def command(
     words: list[str], folder: str, log: str, at: list[tuple[str, int, str]], ignores: list[str]
 ) -> None:
-    """In the child; does not return."""
+    """Runs the command in the forked process and ends that process."""
     status = 70
     try:
         os.chdir(folder)
@@ -77,7 +79,7 @@ def _say(word: object) -> None:
 
 
 def main() -> None:
-    """Until standard input ends."""
+    """Starts commands until standard input ends."""
     torch.set_num_threads(1)
     child = 0
     _say("ready")

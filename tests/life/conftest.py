@@ -1,5 +1,6 @@
-"""Commands in processes of their own, ended by real signals, in a workplace with a tiny model, a
-corpus and plans of three policies.
+"""Fixtures of the tests of signals: commands in processes of their own, and a folder for them.
+
+Real signals end the commands. The folder has a tiny model, a corpus and plans of three policies.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ before it"""
 
 
 class Ended(NamedTuple):
-    """How a command has ended. `status`: negative where a signal ended the process itself."""
+    """The status and the output of a command that has ended.
+
+    The status is negative if a signal ended the process itself.
+    """
 
     status: int
     text: str
 
     @property
     def refusal(self) -> str:
-        """The line that refuses; asserts that the command was refused by it alone."""
+        """Returns the error message, and asserts that it is the only one and no traceback."""
         assert self.status in (1, 2), self
         (line,) = [line for line in self.text.splitlines() if line.startswith("megatrain: ")]
         assert "Traceback" not in self.text
@@ -55,18 +59,18 @@ class Ended(NamedTuple):
 
 
 class Running:
-    """A command that was started."""
+    """A command that has been started and may still run."""
 
     def __init__(self, driver: Driver, pid: int, log: Path) -> None:
         self.pid, self._driver, self._log = pid, driver, log
         self._handle = os.pidfd_open(pid)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it ends in this time, of itself."""
+        """Returns whether the command ends within this time."""
         return bool(select.select([self._handle], [], [], seconds)[0])
 
     def send(self, number: signal.Signals) -> None:
-        """To a process that may have ended."""
+        """Sends a signal, unless the process has ended already."""
         if not self.ends_within(0):
             signal.pidfd_send_signal(self._handle, number)
 
@@ -77,7 +81,7 @@ class Running:
 
 
 class Driver:
-    """Commands, one after the other, by `command_driver.py`."""
+    """Starts commands, one after the other, with `command_driver.py`."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
@@ -104,8 +108,10 @@ class Driver:
         and_at: At | None = None,
         ignores: Sequence[str] = (),
     ) -> Running:
-        """`megatrain WORDS` in `folder`, with signals right before two calls. `ignores`: signals
-        that are ignored from the start.
+        """Starts `megatrain WORDS` in `folder`.
+
+        `at` and `and_at` name signals that it gets right before a call. `ignores` names
+        signals that it ignores from the start.
         """
         self._started += 1
         log = folder.parent / f"command-{self._started}.log"
@@ -136,14 +142,14 @@ def driver() -> Iterator[Driver]:
 
 @pytest.fixture(scope="session")
 def drivers(driver: Driver) -> Iterator[tuple[Driver, Driver]]:
-    """Two, for two commands at a time."""
+    """Yields two drivers, for tests with two commands at a time."""
     other = Driver()
     yield driver, other
     other.close()
 
 
 def _makers() -> ModuleType:
-    """The maker of a tiny model, from the command's tests."""
+    """Returns the module of fixtures in `tests/experiments`, which can make a tiny model."""
     spec = importlib.util.spec_from_file_location(
         "makers", Path(__file__).parent.parent / "experiments" / "conftest.py"
     )
@@ -156,7 +162,7 @@ def _makers() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory, driver: Driver) -> Path:
-    """Not to be changed."""
+    """Returns the folder that `workplace` copies for each test. Tests must not change it."""
     place: Path = tmp_path_factory.mktemp("life") / "place"
     place.mkdir()
     makers = _makers()
@@ -185,7 +191,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, driver: Driver) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared_run(prepared: Path, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workplace with the `run` of two steps, both saved; not to be changed."""
+    """Returns a workplace with a `run` of two steps, both saved. Tests must not change it."""
     place: Path = tmp_path_factory.mktemp("trained") / "place"
     shutil.copytree(prepared, place)
     words = (
@@ -211,7 +217,7 @@ def prepared_run(prepared: Path, driver: Driver, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def trained(prepared_run: Path, tmp_path: Path) -> Path:
-    """A workplace of its own with that run."""
+    """Returns a copy of `prepared_run` that the test may change."""
     shutil.copytree(prepared_run, tmp_path / "place")
     return tmp_path / "place"
 
@@ -224,7 +230,10 @@ def workplace(prepared: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def leftovers() -> Any:
-    """The names below a folder that only a command under way may have there."""
+    """Returns a function that lists the temporary files below a folder.
+
+    Only a command that is running may have such files.
+    """
 
     def find(folder: Path) -> list[str]:
         marks = (".aside-", ".saving-", ".removing-", ".replaced-", ".lock", "model.new")

@@ -1,5 +1,6 @@
-"""What is ended by a signal leaves nothing half-written; what a kill leaves is removed by the next
-command with the same target.
+"""Tests of commands that a signal ends: they leave no half-written files.
+
+A command that is killed may leave some. The next command with the same target removes them.
 """
 
 from __future__ import annotations

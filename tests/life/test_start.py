@@ -1,5 +1,6 @@
-"""A run's folder can be used at every moment of its life, also between the files that it begins
-with.
+"""Tests of the folder of a run that ended early: the run can be started again or resumed.
+
+This holds also when the run was killed between the first files that it writes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ RESUME = ("train", "--resume", "run", "--device", "cpu")
 def test_a_kill_between_the_first_files(
     driver: Any, workplace: Path, function: str, file: int, leftovers: Any
 ) -> None:
-    """Of tokens there is one `replace` and one `fsync` before."""
+    """A run that is killed while it writes one of its first three files can be started again.
+
+    The first call of each function belongs to the token cache, so file N belongs to call N + 1.
+    """
     killed = driver.run(
         workplace, *NEW, "--data-cache", "cache", "--out", "run", at=(function, file + 1, "SIGKILL")
     )
@@ -71,7 +75,7 @@ def test_a_plan_of_the_user_is_not_taken_for_what_a_run_has_left(
 
 
 def test_a_run_that_cannot_do_its_first_step_leaves_no_folder(driver: Any, workplace: Path) -> None:
-    """By a weight that is not a number."""
+    """A run whose model has a NaN weight leaves no folder."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,5 +1,6 @@
-"""A run's folder belongs to one process at a time, and to nobody when that process is gone, however
-it went.
+"""Tests of the lock on a run's folder: only one process at a time can use the folder.
+
+The lock is gone when that process has ended, also when it was killed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NEW = (
 def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(
     drivers: Any, workplace: Path, second: Any, leftovers: Any
 ) -> None:
-    """The first one stands still before its second step."""
+    """The error message names the process of the first run, which is stopped before step 2."""
     first = drivers[0].start(
         workplace,
         *NEW,
@@ -109,8 +110,9 @@ def test_a_run_that_is_refused_leaves_no_folder(
 
 
 def _until_stopped(pid: int) -> None:
-    """Waits until the process stands still: its driver's child is not ours, so its state is
-    read.
+    """Waits until the process is stopped.
+
+    The process is a child of the driver, so this one cannot wait for it and reads its state.
     """
     while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
         os.sched_yield()

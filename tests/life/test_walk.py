@@ -1,5 +1,6 @@
-"""Random walks over a run's life: whatever happens to it, it ends with the bits of the run that
-nothing happened to, or refuses in one line.
+"""Tests of random sequences of interruptions, exports and changed files during a run.
+
+The run either ends bit for bit like an uninterrupted run or is refused with one line.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ SIGNALS = {
     signal.SIGHUP: 129,
     signal.SIGKILL: -signal.SIGKILL,
 }
-LONGEST_S = 4.0  # until a signal comes: some more than a whole run takes
+LONGEST_S = 4.0  # the longest wait before a signal, more than a whole run takes
 TIMES = ("seconds", "tokens_per_second")
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The metrics without what they say of time."""
+    """Returns the rows of the metrics without their durations."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in found]
 
@@ -62,7 +63,7 @@ def checkpoints(run: Path) -> dict[str, Path]:
 
 
 class Straight:
-    """The run that nothing happens to, with a checkpoint and an export of every step."""
+    """The uninterrupted run, with a checkpoint of every step."""
 
     def __init__(self, driver: Any, place: Path) -> None:
         self.run = place / "straight"
@@ -138,7 +139,7 @@ CHANGES: tuple[Callable[[Path], None], ...] = (
 
 
 class Walk:
-    """One run in `place / "run"`."""
+    """A run in `place / "run"` and the random moves that happen to it."""
 
     def __init__(
         self, driver: Any, place: Path, straight: Straight, leftovers: Any, seed: int
@@ -171,7 +172,7 @@ class Walk:
             raise
 
     def words(self, steps: int) -> tuple[object, ...]:
-        """A new run, or on with the one that has begun, by a plan of its own choosing."""
+        """Returns the words that start the run or resume it, with a random plan."""
         plan = self.random.choice(PLANS)
         if (self.run / "config.toml").exists():
             return (
@@ -197,7 +198,7 @@ class Walk:
         return max((int(name.removeprefix("step-")) for name in checkpoints(self.run)), default=0)
 
     def interrupt(self) -> None:
-        """By a signal at any moment; a second one may follow."""
+        """Trains and sends one or two signals at random moments."""
         words = self.words(STEPS)
         running = self.driver.start(self.place, *words)
         sent = []
@@ -218,7 +219,7 @@ class Walk:
         }
 
     def pause(self) -> None:
-        """Trains up to a step before the last, where it ends as a run does."""
+        """Trains up to a random step before the last, where the run ends normally."""
         steps = self.random.randint(1, STEPS - 1)
         ended = self.train(steps)
         if self.done() > steps and ended.status != 0:
@@ -227,9 +228,7 @@ class Walk:
             assert ended.status == 0, ended
 
     def export(self) -> None:
-        """From any checkpoint: the weights are those of the straight run's checkpoint of that
-        step.
-        """
+        """Exports a random checkpoint; asserts that the uninterrupted run has the same weights."""
         names = sorted(checkpoints(self.run))
         if not names:
             assert self.driver.run(self.place, "export", "run", "--out", "exported").refusal
@@ -247,10 +246,11 @@ class Walk:
         assert found[0] == found[1]
 
     def change(self) -> None:
-        """One input file is another one for a while: the run refuses it, or needs it no more and
-        goes on with the same bits.
+        """Changes an input file, trains one step and restores the file.
+
+        The run is refused, or it does not need the file any more and continues unchanged.
         """
-        if not checkpoints(self.run):  # nothing is known yet of what it began with
+        if not checkpoints(self.run):  # a new run would accept the changed file
             return
         change = self.random.choice(CHANGES)
         kept = {
@@ -272,9 +272,7 @@ class Walk:
                 path.write_bytes(content)
 
     def look(self) -> None:
-        """Every checkpoint that is there has the straight run's bits, and metrics that are there
-        are its own.
-        """
+        """Asserts that checkpoints equal the uninterrupted run's and that metrics are in order."""
         for name, path in checkpoints(self.run).items():
             assert tensors(path) == self.straight.saved[name], name
         if (self.run / "metrics.jsonl").exists():

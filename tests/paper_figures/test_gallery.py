@@ -1,5 +1,6 @@
-"""Every figure builds from the committed results, its table says what the paper says, nothing is
-clipped or empty, and what is missing is named.
+"""Tests of the figures: every figure is drawn from the committed results.
+
+Its table has the paper's numbers, nothing is clipped or empty, and an error names a missing result.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SOURCES = {
     "table7": ("paper Table 7",),
     "tables8_9": ("paper Table 8", "paper Table 9"),
 }
-"""figure -> the sources of its published rows"""
+"""the sources of the published rows of each figure"""
 SIMULATED = sorted(path.stem for path in (EXPERIMENTS / "results" / "figures").glob("*.json"))
 
 
@@ -48,7 +49,7 @@ def test_it_builds_from_the_committed_results(name: str, tmp_path: Path) -> None
     assert found.rows
     assert found.claim.endswith(".")
     assert found.finding.endswith(".")
-    assert "2026-" in found.made, "machine and date"
+    assert "2026-" in found.made, "the machine and the date are stated"
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -61,9 +62,11 @@ def test_nothing_is_clipped_and_no_panel_is_empty(name: str) -> None:
         width, height = canvas.get_width_height()
         assert figure.get_figwidth() in (style.COLUMN, style.PAGE)
         for axes in figure.axes:
-            assert axes.lines or axes.patches or axes.collections or axes.tables, "an empty panel"
+            assert axes.lines or axes.patches or axes.collections or axes.tables, (
+                "no panel is empty"
+            )
             if axes.axison:
-                assert axes.get_ylabel() or axes.get_title("left"), "an axis without a name"
+                assert axes.get_ylabel() or axes.get_title("left"), "every axis has a name"
         texts = [
             text
             for text in figure.findobj(matplotlib.text.Text)
@@ -141,7 +144,7 @@ def test_deviations_are_signed_and_relative_to_the_papers_value() -> None:
 
 
 def link_all(tmp_path: Path) -> Path:
-    """A results folder of links to the committed one, `figures` copied."""
+    """Makes a results folder of links to the committed results, with a copy of `figures`."""
     folder = tmp_path / "results"
     folder.mkdir()
     for path in (EXPERIMENTS / "results").iterdir():
@@ -212,11 +215,11 @@ def test_a_malformed_benchmark_is_named_and_other_files_are_left_alone(
             draw(name, Results(folder))
 
 
-# ---- what was measured
+# ---- measured results
 
 
 def measured(folder: Path, case: str, *, seconds: float, failure: str = "", **work: object) -> None:
-    """A benchmark of the case, made up from a stored one."""
+    """Writes a benchmark of the case, which is a changed copy of a stored benchmark."""
     found = json.loads((EXPERIMENTS / "results" / table4.FULL).read_text())
     found["plan"]["workload"].update(work)
     found["tokens_per_step"] = (
@@ -255,7 +258,7 @@ def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_pa
     items = {case.item: case for case in predicted_measured.cases(Results(folder))}
     assert items["figures/measured/table4-no-residency.json: step"].measured == 4.0
     assert len(figure1.stars(Results(folder))) == len(figure1.stars(Results())), (
-        "a plan made worse on purpose is no star"
+        "a plan of an ablation has no star"
     )
 
 
@@ -320,7 +323,10 @@ def test_short_names_stand_for_figures() -> None:
 
 
 def test_the_committed_page_and_tables_are_todays() -> None:
-    """To make them again: `megatrain figures --out paper_figures`."""
+    """The committed page and tables are up to date.
+
+    `megatrain figures --out paper_figures` makes them again.
+    """
     assert (HERE / "README.md").read_text() == page({name: drawn(name) for name in FIGURES})
     for name in FIGURES:
         assert (HERE / "pictures" / f"{name}.png").exists()

@@ -1,9 +1,8 @@
-"""Parity from outside: a model trained through the command line, defaults included, against a plain
-PyTorch loop.
+"""Tests of training by the command line, with its defaults, against a plain PyTorch loop.
 
 The reference shares no code with megatrain. It reads the folder with transformers, tokenizes with
-the folder's tokenizer, and trains with `torch.optim.AdamW` and `clip_grad_norm_`. What is compared
-is what a user gets: the weights in `RUN/model`, loaded by transformers.
+the folder's tokenizer, and trains with `torch.optim.AdamW` and `clip_grad_norm_`. The tests
+compare the weights in `RUN/model`, which a user gets, as transformers loads them.
 
 Each step of these runs sees the whole data set once: it has as many rows as a step. So the order of
 the rows does not matter to the reference.
@@ -51,7 +50,10 @@ def save_model(folder: Path, family: str = "llama", **changes: Any) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Byte-level, an id a byte, with an end token; texts begin with no special token."""
+    """Saves a byte-level tokenizer with one id per byte.
+
+    It has an end token and adds no special token at the beginning of a text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -66,7 +68,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def texts(lengths: list[int]) -> list[str]:
-    """One text of each number of tokens, the end token included; no two alike."""
+    """Returns different texts with these numbers of tokens, which count the end token."""
     return [
         "".join(
             chr(97 + (7 * number + 3 * place * place + place) % 26) for place in range(length - 1)
@@ -77,7 +79,7 @@ def texts(lengths: list[int]) -> list[str]:
 
 ONE_A_ROW = texts([SEQUENCE] * ROWS)
 PACKED = texts([SEQUENCE // 2] * 2 * ROWS)
-"""two to a row, in whatever order they come"""
+"""documents of half a row, so that any two of them fill a row"""
 
 
 def reference(
@@ -88,8 +90,9 @@ def reference(
     max_norm: float | None = 1.0,
     weight_decay: float = 0.0,
 ) -> dict[str, torch.Tensor]:
-    """The weights after `steps` steps of plain PyTorch in fp32, each document alone in its forward
-    pass, every token but the first of each labelled.
+    """Returns the weights after `steps` steps of plain PyTorch in fp32.
+
+    Each document has a forward pass of its own. All its tokens but the first are labels.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -137,8 +140,9 @@ def train(
     *,
     steps: int = STEPS,
 ) -> Path:
-    """`megatrain plan` and `megatrain train` on `data`; the exported model's folder. Only what a
-    user must say is said, besides `plan` and `run`.
+    """Runs `megatrain plan` and `megatrain train` on `data`; returns the exported model's folder.
+
+    The commands have only the necessary options, and those in `plan` and `run`.
     """
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in data))
     words = [
@@ -175,8 +179,9 @@ Weights = dict[str, torch.Tensor]
 
 
 def distances(ours: Weights, wanted: Weights, start: Weights) -> dict[str, float]:
-    """How far each tensor's update is from the reference's, as a share of the reference's; under ""
-    that of all tensors together.
+    """Returns the relative error of each tensor's update against the reference's update.
+
+    The key "" has the error of all tensors together.
     """
     assert ours.keys() == wanted.keys() == start.keys()
     moved = [name for name in wanted if not torch.equal(wanted[name], start[name])]
@@ -196,11 +201,13 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("policy", ["best", "overlapped", "k_buffer"])
 def test_defaults_export_the_trained_model(place: Path, policy: str) -> None:
-    """bf16, global clipping, no checkpoint, no evaluation. A model that lacks its last update is a
-    half of the reference's updates away.
+    """With the defaults, the exported model has the same updates as the reference.
 
-    Of all tensors together, because bf16 has no number between 1 and 1.0078: the norms' weights,
-    which are near 1, cannot show three small updates.
+    The defaults are bf16, global clipping, no checkpoints and no evaluation. The error of a model
+    without its last update would be about one half.
+
+    The error is that of all tensors together. The weights of the norms are near 1, and bf16 has no
+    number between 1 and 1.0078. So they cannot show three small updates.
     """
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW)
     exported = train(place, ONE_A_ROW, () if policy == "best" else ("--policy", policy))

@@ -1,5 +1,5 @@
-"""A plan that the runtime can execute, and a session that executes it on the CPU, each lane on one
-thread.
+"""Fixtures of the runtime's tests: a plan that the runtime can execute, and a session that executes
+it on the CPU with one thread a lane.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """In the main thread too; lanes have their own number."""
+    """Makes PyTorch use one thread in the main thread. Lanes set their own number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Of a GPU: the same bits every time."""
+    """Makes PyTorch use deterministic algorithms, so that a GPU gives the same bits every time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -51,8 +51,8 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB in memory, really full where a file fills it: a checkpoint of the
-    small model takes 0.8.
+    """Returns a file system of 4 MiB in memory, which files can really fill. A checkpoint of the
+    small model takes 0.8 MiB.
     """
     (tmp_path / "disk").mkdir()
     made = subprocess.run(
@@ -67,7 +67,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Session:
-    """An executor with weights in it; steps on random tokens."""
+    """An executor with loaded weights that trains steps on random tokens."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Session:
 
     @property
     def tasks(self) -> dict[str, Task]:
-        """By op: the seam through which tests delay or break an op."""
+        """The tasks of all lanes by op. Tests delay or break an op here."""
         return {task.op: task for lane in self.executor._lanes._lanes for task in lane.tasks}
 
     def batches(self, number: int) -> list[Batch]:
@@ -118,13 +118,13 @@ class Session:
         return self.executor.step(self.batches(number), rate=1e-2, number=number)
 
     def bits(self, steps: int = 2) -> Bits:
-        """Of everything that `steps` steps leave."""
+        """Returns the bits of the losses, norms and masters after `steps` steps."""
         results = [self.step(number) for number in range(1, steps + 1)]
         self.executor.flush_update()
         return Bits([(result.loss, result.gradient_norm) for result in results], self.masters())
 
     def masters(self) -> bytes:
-        """All master weights."""
+        """Returns the bytes of all master weights."""
         tensors = [
             tensor
             for layer in self.plan.model.stack.values()
@@ -140,7 +140,9 @@ class Bits(NamedTuple):
 
 @pytest.fixture(scope="session")
 def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
-    """`make_plan` with the digest that the runtime verifies, and head_dim 8 x 4 = hidden 32."""
+    """Returns a function like `make_plan` whose plans have the digest that the runtime verifies.
+    The tiny model has 4 heads of 8, so its hidden size is 32.
+    """
 
     def make(policy: str = "double_buffer", **changes: Any) -> Plan:
         plan = make_plan(policy, **changes)
@@ -166,7 +168,9 @@ def session() -> Callable[..., Session]:
 
 @pytest.fixture
 def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
-    """A session of one resident model with the weights of `whole_models`; `run(model, ...)`."""
+    """Returns `run(model, ...)`, which opens a session of one resident model with the weights of
+    `whole_models`.
+    """
 
     def make(model: ModelSpec, **changes: Any) -> Any:
         plan = make_plan(
@@ -189,7 +193,7 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
 def saved(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> tuple[Plan, Path]:
-    """A plan, and the folder of its checkpoints of steps 1 and 2."""
+    """Returns a plan, and the folder of its checkpoints of steps 1 and 2."""
     plan = executable("overlapped")
     with session(plan) as running:
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=9)

@@ -1,9 +1,9 @@
-"""A process that imports torch once, and forks a training run for every JSON line that it reads:
-its tests kill runs by the dozen.
+"""A process that imports torch once, then forks a training run for every JSON line that it reads.
 
-Each line is the options of `train`; the answer is the run's process id. An empty line waits for
-that run; the answer is its status, as `subprocess` gives it. A run appends to its log what it does,
-so that a test sees where it was when it died.
+The tests kill many runs, and importing torch for each would be slow. Each line holds the options of
+`train`, and the answer is the run's process id. An empty line waits for that run, and the answer is
+its exit status, as `subprocess` gives it. A run appends what it does to its log, so that a test
+sees where it was when it died.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LANES = ("compute", "update", "h2d", "d2h", "cpu")
 def train(
     folder: str, log: str, steps: int, every: int, policy: str, slow_save_s: float = 0.0
 ) -> None:
-    """Resumes from `folder`, trains up to `steps` and saves every `every`. On a signal it saves and
-    raises Interrupted.
+    """Resumes from `folder`, trains up to step `steps`, and saves every `every` steps. On a signal
+    it saves and raises Interrupted.
     """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -95,7 +95,9 @@ def _executor(policy: str) -> Executor:
 
 
 def batches(plan: Plan, number: int) -> list[Batch]:
-    """A function of the step alone, as a corpus is."""
+    """Returns the batches of a step. They depend on the step's number alone, as those of a corpus
+    do.
+    """
     work, generator = plan.workload, torch.Generator().manual_seed(number)
     return [
         Batch(
@@ -125,7 +127,7 @@ def main() -> None:
         sys.stdout.flush()
 
     torch.set_num_threads(1)
-    _executor("overlapped").close()  # imports what it needs; no thread is left, so a fork is sound
+    _executor("overlapped").close()  # imports all modules; leaves no thread, so forking is safe
     answer("ready")
     process = 0
     for line in sys.stdin:

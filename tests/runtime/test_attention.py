@@ -1,5 +1,5 @@
-"""Attention: keeping a layer's changes no bit and saves its kernel; it can be traced; what a
-machine cannot do is refused by name.
+"""Tests of attention: kept attention outputs, compiled graphs, and refusals of what a machine or a
+model cannot do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SLOT = "device.weights:0"
 
 @pytest.fixture
 def slot() -> Iterator[Arenas]:
-    """One slot of 1 MiB."""
+    """Returns arenas with one slot of 1 MiB."""
     arenas = Arenas(
         Schedule(
             policy="test",
@@ -59,7 +59,7 @@ def made(plan: Plan) -> FunctionalLayers:
 def drawn(
     plan: Plan, arenas: Arenas, functional_layers: FunctionalLayers
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """A layer's weights in the slot, its input, and a gradient of its output."""
+    """Returns a layer's weights in the slot, its input, and a gradient of its output."""
     tensors, weights = (
         layer_tensors(arenas, plan.model.stack["0"], SLOT, functional_layers.dtype),
         random_weights(1),
@@ -77,7 +77,7 @@ def drawn(
 def both_ways(
     functional_layers: FunctionalLayers, saved: SavedForBackward, gradient: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The layer's output and every gradient."""
+    """Returns the layer's output and every gradient."""
     return [saved.output.detach(), *functional_layers.backward(saved, SLOT, gradient)]
 
 
@@ -121,7 +121,9 @@ def test_a_kept_attention_gives_the_bits_of_one_computed_again(
 def test_a_kept_attention_is_taken_and_not_computed(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another output in its place comes through; the kernel's forward is never called."""
+    """Recompute uses the kept output, so another output in its place changes the result. The
+    kernel's forward function is not called.
+    """
     plan = make_plan(dtype="fp32")
     functional_layers = made(plan)
     weights, x, gradient = drawn(plan, slot, functional_layers)
@@ -163,9 +165,7 @@ def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(
 
 
 def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: Arenas) -> None:
-    """A layer whose attention was kept is one graph, that is not made again for another layer's
-    tensors.
-    """
+    """A layer whose attention was kept is compiled as one graph, which other layers reuse."""
     plan = make_plan(family="qwen2", dtype="bf16")
     functional_layers = made(plan)
     torch._dynamo.reset()
@@ -241,7 +241,9 @@ def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]
 def test_layers_beside_a_kept_one_are_masked_as_ever(
     executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]
 ) -> None:
-    """Layers 1 and up slide: their masks are PyTorch's own whether or not layer 0 is kept."""
+    """Layers 1 and 2 have a sliding window. Their masks are PyTorch's own, whether or not layer 0's
+    attention is kept.
+    """
     bits = []
     for kept in ("", "0"):
         model = ModelSpec.from_config(
@@ -264,8 +266,8 @@ def test_layers_beside_a_kept_one_are_masked_as_ever(
 def test_each_way_of_calling_is_one_graph_a_kind(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled: with the attention taken, with the kept one, and without either; none broken, none
-    made again for another layer.
+    """A compiled layer has three graphs: one that returns its attention, one that takes a kept
+    attention, and one that does neither. No graph is broken, and other layers reuse them.
     """
     compiled, graphs = torch.compile, list[object]()
 
@@ -320,7 +322,9 @@ def test_beside_documents_there_are_kernels_that_take_lengths(
     lengths: bool,
     found: str,
 ) -> None:
-    """On a GPU. The CPU's kernel takes a mask."""
+    """With documents on a GPU, a chosen kernel and kept attention need kernels that take the
+    documents' lengths. The CPU's kernel takes a mask.
+    """
     monkeypatch.setattr(attention, "takes_lengths", lambda *_: lengths)
     monkeypatch.setattr(attention, "kernel_of", lambda *_: None)
     plan = make_plan(documents=True, **changes)

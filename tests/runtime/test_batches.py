@@ -1,5 +1,5 @@
-"""A batch that is not [batch, sequence] int64 with ids of the model's vocabulary is refused in one
-line, before anything runs.
+"""Tests of batches: one that is not int64 of shape [batch, sequence] with ids of the vocabulary is
+refused in one line, before anything runs.
 """
 
 from __future__ import annotations
@@ -73,6 +73,6 @@ def test_the_first_and_the_last_id_and_ignored_labels_are_taken(running: Any) ->
     ids = torch.tensor([0, 255]).repeat(2, 8)
     labels = torch.tensor([0, 255, IGNORED, IGNORED]).repeat(2, 4)
     padded = torch.tensor([0] * 12 + [-1] * 4).repeat(2, 1)
-    unread = labels.masked_fill(padded < 0, 256)  # a label of padding is not read
+    unread = labels.masked_fill(padded < 0, 256)  # the label of a padded position is not read
     found = running.executor.evaluate([Batch(ids, unread, padded), Batch(ids, labels)])
     assert found.labelled == 12 + 16

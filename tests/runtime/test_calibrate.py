@@ -1,5 +1,5 @@
-"""Calibrate: what it measures of a tiny model on the CPU is enough to simulate every policy, and
-survives its file.
+"""Tests of calibration: a calibration of a tiny model on the CPU measures what every policy needs,
+and can be saved and loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ POLICIES = ("sequential", "double_buffer", "k_buffer", "resident", "overlapped")
 def test_a_calibrated_machine_can_simulate_every_policy(
     executable: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One test for everything that needs a calibration, since one takes seconds."""
+    """A calibration has every number that simulating a policy needs. One test checks them all,
+    because a calibration takes seconds.
+    """
     monkeypatch.setattr(module, "_SECONDS", 0.2)
     monkeypatch.setattr(module, "_HOST_SECONDS", 0.2)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
@@ -49,7 +51,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
-    heard: list[str] = []
+    messages: list[str] = []
     hardware = module.calibrate(
         "here",
         plan.model,
@@ -58,21 +60,25 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         torch.device("cpu"),
         host_bytes=2**33,
         device_bytes=2**32,
-        progress=heard.append,
+        progress=messages.append,
     )
-    assert len(heard) == len(set(heard)) >= 3
-    assert [line for line in heard if "turn" in line] == [
+    assert len(messages) == len(set(messages)) >= 3
+    assert [line for line in messages if "turn" in line] == [
         f"optimizer on the CPU: layers, chunks and gradient accumulation, turn {turn}"
         for turn in (1, 2)
     ]
-    assert {64, 512} <= {size for size, _ in hardware.costs.curves["cpu_update"]}, "parts of layers"
+    assert {64, 512} <= {size for size, _ in hardware.costs.curves["cpu_update"]}, (
+        "parts of layers were not measured"
+    )
     assert (hardware.host_bytes, hardware.device_bytes, hardware.name) == (2**33, 2**32, "here")
     table = hardware.costs
     assert table is not None
 
-    assert table.process_bytes == 0, "without a GPU the pools that stand for its memory would count"
+    assert table.process_bytes == 0, (
+        "without a GPU, the pools of device memory would count as the process'"
+    )
 
-    # every kind, and compute for this very model and workload
+    # Every kind of op has a curve, and compute is measured for this model and workload.
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     assert table.compute.keys() == {*COMPUTE_KINDS, *EVALUATION_KINDS}
@@ -89,16 +95,18 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     assert {"norm@compute", "norm@update", "update_ratios", "update_ratios@update"} <= set(
         table.curves
     )
-    assert len(table.curves["update_ratios@update"]) >= 2, "a layer, and chunks of it"
-    assert len(table.curves["update"]) >= 2, "a layer, and chunks of it"
+    assert len(table.curves["update_ratios@update"]) >= 2, (
+        "only one of layer and chunk was measured"
+    )
+    assert len(table.curves["update"]) >= 2, "only one of layer and chunk was measured"
 
-    # plausible figures
+    # The figures are plausible.
     assert table.compute["backward"][shape][1] > table.compute["forward"][shape][1]
     for kind in ("load_weights", "save_gradients"):
         sizes = [size for size, _ in table.curves[kind]]
         assert (sizes[0], sizes[-1]) == (2**16, 2**26)
         assert table.curves[kind][-1][1] > 20 * table.curves[kind][0][1], (
-            "64 MiB takes a multiple of 64 KiB"
+            "64 MiB takes hardly longer than 64 KiB"
         )
     assert all(0 < share <= 1 for others in table.contention.values() for share in others.values())
     assert {lane: set(others) for lane, others in table.contention.items()} == {
@@ -116,9 +124,9 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     assert table.fixed is not None
     assert 0 < table.fixed.launch_ns < 10**6
     assert 0.01 < table.fixed.first_touch_gb_per_s < 1000
-    assert table.fixed.event_ns == table.fixed.registration_gb_per_s == 0, "what only a GPU has"
+    assert table.fixed.event_ns == table.fixed.registration_gb_per_s == 0, "only a GPU has these"
 
-    # every measured number has its spread, and a second calibration can be compared with it
+    # Every measured number has a spread, so that a second calibration can be compared with it.
     numbers = {f"{kind} {size}" for kind, points in table.curves.items() for size, _ in points}
     numbers |= {f"{kind} {shape}" for kind, shapes in table.compute.items() for shape in shapes}
     numbers |= {
@@ -137,18 +145,22 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         for kind, points in table.curves.items()
         if len(points) == 2 and points[1][1] == 2 * points[0][1]
     }
-    assert table.spread.keys() == numbers - single, "but the second point of a rate"
+    assert table.spread.keys() == numbers - single, (
+        "all but the second point of a rate have a spread"
+    )
     assert all(share >= 0 for share in table.spread.values())
     assert {"h2d", "d2h", "compute", "cpu"} <= table.dispatch_ns.keys()
     same = agreement(hardware, hardware)
     assert (same.differences, same.noisy) == ((), ())
-    assert same.compared >= len(table.spread) - len(table.dispatch_ns) - 1, "but zeros"
+    assert same.compared >= len(table.spread) - len(table.dispatch_ns) - 1, (
+        "only zeros are not compared"
+    )
 
-    # the file
+    # The file holds the same calibration.
     write_toml(tmp_path / "here.toml", hardware)
     assert HardwareSpec.load(str(tmp_path / "here.toml")) == hardware
 
-    # every policy, with and without accumulation and tied embeddings
+    # Every policy can be simulated, with and without accumulation and with each kind of clipping.
     costs = cost_model(hardware, plan.model, plan.workload)
     assert isinstance(costs, Calibrated)
     for policy in POLICIES:
@@ -174,7 +186,7 @@ def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan])
     plan = executable()
     with pytest.raises(
         UserError, match=r"^host memory: found pools of "
-    ):  # before a page of it is touched
+    ):  # refused before any page is touched
         module.calibrate(
             "here",
             plan.model,
@@ -225,8 +237,8 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
 def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the host's limit: beside updates of a few parameters a copy waits for Python's
-    lock.
+    """The host's updates are measured over whole layers, whatever the host's limit. During updates
+    of a few parameters, a copy would wait for Python's lock.
     """
     plan, made = executable(), list[int]()
     monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
@@ -270,13 +282,14 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
     assert bench.process_growth == [4, 6]
     assert module._process_bytes(bench.process_growth, cuda) == 5
     assert module._process_bytes(bench.process_growth, torch.device("cpu")) == 0, (
-        "the pools that stand for a device's are the process' too"
+        "on the CPU, the pools of the device are memory of the process too"
     )
     assert module._process_bytes([], cuda) == 0
 
 
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
-    """F0 ends at 10; F1 starts at 13, 3 after; F2 waits for W0, which ended at 40, and starts at
+    """The dispatch time of a lane is the median time from when an op could start to when it starts.
+    F0 ends at 10 and F1 starts at 13, so F1 waits 3. F2 needs W0, which ends at 40, and starts at
     45.
     """
     text = "schedule test\nF0 compute\nW0 h2d\nF1 compute\nF2 compute after=W0\n"

@@ -1,5 +1,5 @@
-"""Checkpoints: resume is bit-identical to never having stopped, under any plan of the workload; and
-which checkpoints are kept.
+"""Tests of checkpoints: resuming gives the bits of a run that never stopped, under any plan of the
+workload; and which checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
     tmp_path: Path,
     workload: dict[str, Any],
 ) -> None:
-    """Losses, norms, weights and moments of every later step, from each plan to the next; saving in
-    between changes nothing either.
+    """A run that resumes under another plan has the losses, norms, weights and moments of a run
+    that never stopped. Saving does not change them either.
     """
     plans = {
         name: executable(policy, **workload, **knobs) for name, (policy, knobs) in PLANS.items()
@@ -66,7 +66,7 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
             for step in range(1, 4):
                 result = running.step(step)
                 losses.append((result.loss, result.gradient_norm))
-                if step == 2 and name != "double_buffer":  # that one never saves
+                if step == 2 and name != "double_buffer":  # this run never saves
                     save(running.executor, run_of(step), tmp_path / name)
             expected[name] = (losses, everything(running))
     assert all(found == expected["double_buffer"] for found in expected.values())
@@ -81,7 +81,7 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
 def test_a_running_executor_goes_back(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """An update that it owes at that moment is not applied to what was restored."""
+    """Restoring into a running executor discards its deferred update."""
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder)
@@ -161,7 +161,9 @@ def test_of_equally_good_ones_the_newer_is_kept(
 def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """Otherwise the next resume would take the newest, which is not this run's."""
+    """After a run goes back to an earlier step, its next checkpoint replaces those that it left
+    behind. Otherwise the next resume would take one of them.
+    """
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder, keep_last=9)
@@ -169,7 +171,7 @@ def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
         assert checkpoints.steps() == [1, 2]
         everything_at_1 = everything(running)
         running.step(2)
-        checkpoints.save(running.executor, run_of(2, 0.5))  # in the place of the other one
+        checkpoints.save(running.executor, run_of(2, 0.5))  # replaces the earlier run's checkpoint
         assert everything(running) != everything_at_1
     assert checkpoints.steps() == [1, 2]
     assert verify(checkpoints.path(2)).run.loss == 0.5
@@ -178,7 +180,7 @@ def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
         checkpoints.restore(running.executor, SETTINGS, step=1)
         assert Checkpoints(folder).steps() == [1, 2]
         checkpoints.save(running.executor, run_of(1))
-        assert checkpoints.steps() == [1, 2], "nothing was saved: step 1 is what is there"
+        assert checkpoints.steps() == [1, 2], "saving step 1 again changed the checkpoints"
 
 
 @pytest.mark.parametrize("left", [".saving-step-00000003-x", ".removing-step-00000001"])

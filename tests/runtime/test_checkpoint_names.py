@@ -1,5 +1,5 @@
-"""What a checkpoint has in parts is put together once, when its first part is written; everything
-else streams from where it lies.
+"""Tests of tensors that a checkpoint holds in parts: each is put together once, when its first part
+is written. All other tensors are streamed from where they are.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(fam
         for tensor in layer.tensors
     }
     saved = names.saved(sources)
-    assert not log, "nothing is read before it is written"
+    assert not log, "a tensor was read before it was written"
     streamed = [
         key for key, found in saved.items() if any(found is source for source in sources.values())
     ]
@@ -74,7 +74,7 @@ def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(fam
         log.append(("written", key))
     reads = [name for what, name in log if what == "read"]
     assert sorted(reads) == sorted(tensor.name for tensor in layer.tensors), (
-        "each tensor is read once"
+        "a tensor was not read exactly once"
     )
     assert sum(found.bytes for found in saved.values()) == sum(
         found.bytes for found in sources.values()

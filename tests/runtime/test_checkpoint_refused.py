@@ -1,4 +1,6 @@
-"""Checkpoints that are damaged or of another run are refused by name, and nothing is changed."""
+"""Tests of refused checkpoints: one that is damaged or belongs to another run is refused by name,
+and nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """The manifest with a `change`, and a checksum that says that this is right."""
+    """Applies `change` to the manifest and writes a checksum that matches it."""
     content = json.loads((folder / "manifest.json").read_text())["content"]
     change(content)
     text = json.dumps(content, separators=(",", ":"))
@@ -164,7 +166,9 @@ def test_of_two_spoiled_checkpoints_none_is_offered(
 def test_an_earlier_checkpoint_that_resuming_would_refuse_is_not_offered(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """A link leads to the right bytes, but a file outside the folder is never read."""
+    """The error names only earlier checkpoints that can be resumed. A link to a file outside the
+    folder is never read, even if its bytes are right.
+    """
     plan, folder = saved
     flip(state_file(folder / "step-00000002"), -1)
     elsewhere(folder / "step-00000001")

@@ -1,5 +1,5 @@
-"""Writing a checkpoint: what is on the disk when, and what a crash, a full disk or an interruption
-leaves behind.
+"""Tests of writing a checkpoint: in which order it reaches the disk, and what a crash, a full disk
+or an interruption leaves.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each file, then the folder's list of names, then the rename, then the list of names that the
-    rename has changed.
+    """A checkpoint is on the disk before it is renamed to its final name. First each file is
+    synced, then the folder, and after the rename the folder above.
     """
     events: list[tuple[str, str]] = []
     sync, rename = os.fsync, Path.rename
@@ -46,7 +46,7 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     aside = next(path for event, path in events if event == "rename")
     place = events.index(("rename", aside))
     before, after = events[:place], events[place + 1 :]
-    assert before.index(("sync", str(tmp_path))) == 0, "the folder was made"
+    assert before.index(("sync", str(tmp_path))) == 0, "the new folder was not synced first"
     assert before[-1] == ("sync", aside)
     assert {Path(path).name.partition(".json")[0].lstrip(".") for event, path in before[1:-1]} == {
         "state-00001.safetensors",
@@ -92,8 +92,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     foreseen: bool,
 ) -> None:
-    """Refused before a byte is written where the disk says how much is free; where it lies, at the
-    byte that does not fit. Training may go on.
+    """A save that does not fit leaves earlier checkpoints unchanged, and training may go on. It is
+    refused before writing if the disk reports its free space, and otherwise fails at the byte that
+    does not fit.
     """
     plan, _ = saved
     checkpoints = Checkpoints(small_disk / "checkpoints", keep_last=9)

@@ -1,5 +1,5 @@
-"""The checksum: one number for one set of weights, wherever they lie; another one when a bit has
-changed.
+"""Tests of the checksum: it is the same for the same weights wherever they are stored, and changes
+with any bit.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def deterministic() -> Iterator[None]:
 def test_every_plan_tells_the_same_numbers_step_by_step(
     executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]
 ) -> None:
-    """Plans that update at once and plans that leave it to the next step; after draining too, in
-    the middle and at the end.
+    """All plans report the same checksums in every step, whether they update at once or defer the
+    update. The same holds after a flush, in the middle and at the end.
     """
-    told = []
+    results = []
     for policy, knobs in PLANS:
         with session(executable(policy, layers=3, **{**changes, **knobs})) as running:
             first = running.executor.checksum()
@@ -57,11 +57,11 @@ def test_every_plan_tells_the_same_numbers_step_by_step(
             numbers += [running.executor.checksum(), running.step(4).checksum]
             running.executor.flush_update()
             numbers.append(running.executor.checksum())
-            assert first == numbers[0], "the first step saw what was loaded"
-            assert numbers[3] == numbers[4], "the fourth saw what the third left"
-            assert len({*numbers}) == 5, "every step moved the weights"
-            told.append(numbers)
-    assert told == [told[0]] * len(PLANS)
+            assert first == numbers[0], "the first step did not use the loaded weights"
+            assert numbers[3] == numbers[4], "the fourth step did not use the weights of the third"
+            assert len({*numbers}) == 5, "a step did not change the weights"
+            results.append(numbers)
+    assert results == [results[0]] * len(PLANS)
 
 
 def test_it_costs_nothing_where_bits_are_not_promised(

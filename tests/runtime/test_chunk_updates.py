@@ -1,4 +1,6 @@
-"""Chunk updates: which sizes are timed, on what, and that they are updates."""
+"""Tests of the timing of chunk updates: which sizes are timed, on which data, and that real updates
+run.
+"""
 
 from __future__ import annotations
 

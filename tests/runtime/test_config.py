@@ -1,5 +1,5 @@
-"""Config: one struct documents and checks every field, whatever it comes from; a mistake is one
-line.
+"""Tests of the config: one struct checks every field, whatever it is read from, and a mistake gives
+an error of one line.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ DEFAULTS: dict[str, Any] = {
     "logging.project": "megatrain",
     "logging.name": "",
 }
-"""what a run does that says nothing: no code of others is run, and the model is written at the
-end"""
+"""the values that a run has if its config names none: no foreign code is run, and the model is
+written at the end"""
 BOUNDS: dict[str, tuple[float, float]] = {
     "training.steps": (1, 2**40),
     "training.seed": (0, 2**32 - 1),
@@ -234,7 +234,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "saving.keep_last": (1, 2**40),
     "saving.keep_best": (0, 2**40),
 }
-"""the least and the most that a number may be"""
+"""the smallest and the largest value of each number"""
 
 
 def test_a_change_of_a_default_changes_other_people_s_runs() -> None:
@@ -302,7 +302,7 @@ def test_evaluation_data_is_named_in_one_way(ways: dict[str, Any]) -> None:
             "evaluation_data",
             "evaluation_split",
         } or ways.keys() == other.keys():
-            DataOptions(data="a", **{**other, **ways})  # a split of other data
+            DataOptions(data="a", **{**other, **ways})  # a split of other evaluation data
         else:
             with pytest.raises(
                 UserError,

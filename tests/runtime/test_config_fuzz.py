@@ -1,7 +1,8 @@
-"""Every key of every family's config changed, one at a time: a tiny model trains as transformers'
-does, or is refused before anything is allocated.
+"""Fuzz tests of model configs: each changes one key of one family's config.
 
-Never another number, another exception than UserError, or a failure in the first step.
+A tiny model with the changed config trains as transformers' does, or is refused with a UserError
+before anything is allocated. Another loss, another exception or a failure in the first step is an
+error.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from megatrain.simulator.model.specs import ModelSpec
 
 BOUND = 1e-5
 SAMPLE = 16
-"""of all changes, how many the usual suite tries"""
+"""how many of all changes an ordinary test run tries"""
 
 
 def outcome(change: Change, folder: Path, run: Callable[..., Any]) -> str:
-    """`refused`, `equal`, or what is wrong."""
+    """Returns `refused`, `equal`, or a description of what is wrong."""
     (folder / "config.json").write_text(json.dumps(change.config()))
     try:
         model = ModelSpec.load(str(folder))
-        exported_config(folder, model, init="model")  # as the trainer does before it allocates
+        exported_config(folder, model, init="model")  # the trainer does this before it allocates
         running = run(model, batch=2, device_limit_bytes=2**28)
     except UserError as error:
         return "" if "\n" in str(error) else f"refused: {error}"
@@ -113,5 +114,5 @@ def test_every_changed_key_trains_like_transformers_or_is_refused(
     wrong = [text for text in found.values() if text != "equal" and not text.startswith("refused")]
     assert not wrong, "\n".join(wrong)
     assert sum(text == "equal" for text in found.values()) > len(found) // 3, (
-        "most of what is changed still trains"
+        "too few of the changed configs still train"
     )

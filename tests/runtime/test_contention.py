@@ -1,5 +1,5 @@
-"""Contention: rates of a window and of its parts, what is derived from them, and that every number
-comes with its spread.
+"""Tests of contention: rates of a window and of its parts, the shares derived from them, and the
+spread of every number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def test_spread_is_the_interquartile_range_over_the_median() -> None:
 
 
 def test_steady_work_has_one_rate_and_a_stall_shows_in_its_part() -> None:
-    """Ten units a second for eight seconds; then the same with a pause in the third second."""
+    """Steady work has the same rate in the window and all its parts, and a pause lowers the rate of
+    its part only. The work is ten units a second for eight seconds, and the pause is in the third
+    second.
+    """
     stamps = [number / 10 for number in range(81)]
     assert contention._rates(stamps, 0.0, 8.0) == pytest.approx([10.0] * 9)
     paused = [stamp for stamp in stamps if not 2.05 < stamp < 2.95]
@@ -42,8 +45,9 @@ def test_a_unit_longer_than_the_common_window_is_timed_from_its_second_on() -> N
 
 
 def test_shares_come_from_units_of_work_a_second() -> None:
-    """Machine B of h200.md: beside both directions of the link the cores keep 0.64, where the
-    pairs' product would leave 0.58.
+    """A lane's share is its rate next to the other lanes divided by its rate alone. On machine B of
+    h200.md the cores keep 0.64 next to both directions of the link, where the product of the pairs
+    would be 0.58.
     """
     speeds = {
         ("h2d",): {"h2d": 55.4},
@@ -62,8 +66,9 @@ def test_shares_come_from_units_of_work_a_second() -> None:
 
 
 def test_what_its_spread_hides_is_no_contention() -> None:
-    """An update beside loads of 0.80, its parts 52 % apart, is hidden; the cores beside the link of
-    0.804, 22 % apart, are not (H200 machines).
+    """A slowdown that is smaller than the spread of the measurement counts as none. In these
+    figures of H200 machines, the link's share is 0.80 with a spread of 52 %, and the cores' is
+    0.804 with a spread of 22 %.
     """
     speeds = {
         ("h2d",): {"h2d": 50.0},
@@ -94,8 +99,9 @@ def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
 
 
 def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
-    """Forwards of 10 ms, both ways 30; updates of 1 and 4 ms that each wait 1 ms: half and a fifth
-    of their speed. A forward loses all that the update gets.
+    """The wait of an update and the loss of compute are derived from their rates alone and
+    together. Forwards take 10 ms, and forward with backward 30 ms. Updates of 1 and 4 ms each wait
+    1 ms, so they run at 1/2 and 4/5 of their speed.
     """
     layer = contention._ConcurrentUpdate(alone=250, update=200, compute=100 * (1 - 0.8))
     both_ways = contention._ConcurrentUpdate(
@@ -158,16 +164,20 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
     found = contention.measure_contention(
         templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted
     )
-    assert len(updates) >= 5 * len(LANES), "alone, and beside each other lane"
+    assert len(updates) >= 5 * len(LANES), (
+        "a lane was not measured both alone and with each other lane"
+    )
     assert found.spread.keys() == {
         f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other
     }
     assert max(found.spread.values()) > 0
-    assert found.turns is None, "what only a GPU has"
+    assert found.turns is None, "only a GPU has these"
 
 
 def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
-    """On the CPU, where they mean nothing: the code that measures them on a GPU."""
+    """The code that measures interleaving on a GPU also runs on the CPU, where its numbers have no
+    meaning.
+    """
     templates, arenas, layer, largest, _ = tiny
     threads = dict.fromkeys(LANES, 1)
     work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"))
@@ -179,7 +189,9 @@ def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
 
 
 def test_a_lane_that_fails_ends_the_others() -> None:
-    """As where a small GPU's memory runs out: the rest would wait for it for ever."""
+    """A lane that fails ends the others, which would otherwise wait for it forever. This happens if
+    a small GPU runs out of memory.
+    """
 
     def fail() -> None:
         raise MemoryError("no room")

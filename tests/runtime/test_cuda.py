@@ -1,5 +1,5 @@
-"""On a GPU: the same bits whatever the schedule and on whichever side the optimizer runs, and
-memory that was foretold. Skipped where there is none.
+"""Tests on a GPU: every schedule and either place of the optimizer give the same bits, and memory
+is as predicted. They are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ EVERY = [
         for index, placement in enumerate(PLACEMENTS)
     ),
 ]
-"""policies, each with knobs"""
+"""policies, each with its knobs"""
 STEPS = 10
 Master = tuple[str, str, torch.Tensor]
-"""layer, tensor, its fp32 master on the CPU"""
+"""layer, tensor, and the tensor's fp32 master on the CPU"""
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -128,7 +128,7 @@ def test_every_schedule_gives_the_reference_s_bits(
     ]
     assert clipping != "global" or all(
         norm is not None and norm > settings.max_norm for _, norm in wanted
-    ), "clipping is active"
+    ), "clipping is not active"
     for policy, knobs in EVERY:
         results, trained = execute(
             make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}), settings, steps
@@ -146,7 +146,7 @@ def test_every_schedule_gives_the_reference_s_bits(
 def execute(
     plan: Plan, settings: AdamW, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]
 ) -> tuple[list[tuple[float, float | None]], list[Master]]:
-    """Losses and norms, and the masters that the steps leave."""
+    """Returns losses and norms, and the masters after the steps."""
     with Executor(
         plan,
         config_of(plan.model),
@@ -255,13 +255,13 @@ SPECIAL = [
     0x7FC0_0000,
     0xFFC1_2345,
 ]
-"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities,
-NaNs"""
+"""zeros, denormals, the smallest normal value, ties between bf16 values, the largest value,
+infinities, NaNs"""
 
 
 def any_floats(count: int) -> torch.Tensor:
-    """fp32 [n] on the GPU: an eighth special values, a half every bit pattern, the rest what
-    training sees.
+    """Returns fp32 [n] on the GPU. One eighth are special values, half are random bit patterns, and
+    the rest are values as in training.
     """
     kind, bits = torch.rand(count), torch.randint(0, 2**32, (count,))
     bits = torch.where(
@@ -274,7 +274,7 @@ def any_floats(count: int) -> torch.Tensor:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """With all NaNs alike."""
+    """Whether two tensors have the same bits. All NaNs count as equal."""
     return torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
         ours.view(torch.int32)[~ours.isnan()], theirs.view(torch.int32)[~theirs.isnan()]
     )
@@ -340,7 +340,9 @@ def test_the_fused_update_gives_pytorch_s_bits(
 def test_the_fused_sum_of_squares_gives_pytorch_s_bits(
     triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
 ) -> None:
-    """On the GPU and on the CPU; 5,000 rows are folded in more than one piece."""
+    """The fused sum of squares gives PyTorch's bits, on the GPU and on the CPU. 5,000 rows are
+    summed in more than one piece.
+    """
     torch.manual_seed(count)
     values = any_floats(count)
     gradient = torch.where(values.abs() < 1e15, values, 0).to(dtype)
@@ -354,7 +356,7 @@ def test_the_fused_sum_of_squares_gives_pytorch_s_bits(
 
 @pytest.mark.usefixtures("triton_kernels")
 def test_steps_compile_the_fused_update_once() -> None:
-    """Neither the step's number nor a layer's length makes another kernel."""
+    """Another step number or another layer length does not compile another kernel."""
     from megatrain.runtime.optimizer.kernels import device
 
     def step(count: int, number: int) -> None:
@@ -386,7 +388,9 @@ def test_steps_compile_the_fused_update_once() -> None:
 
 @pytest.fixture(scope="module")
 def machine() -> HardwareSpec:
-    """Calibrated in a hurry: only its bytes are asked for."""
+    """Returns a machine that was calibrated with short measurements. Tests use only its bytes and
+    which numbers it has.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "_SECONDS", 0.2)
         patch.setattr(contention, "_WINDOW_SECONDS", 0.05)
@@ -394,8 +398,8 @@ def machine() -> HardwareSpec:
 
 
 def test_every_number_of_a_gpu_has_its_spread(machine: HardwareSpec) -> None:
-    """What the CPU's calibration has not: turns, both directions of the link at once, events,
-    registration.
+    """Numbers that only a GPU's calibration has also have a spread: interleaving, both directions
+    of the link at once, events, and registration.
     """
     table = machine.costs
     assert table is not None
@@ -445,7 +449,7 @@ def test_the_device_s_peak_is_foretold(
     interval: int,
     accumulation: int,
 ) -> None:
-    """Not under-predicted, and within 3 %."""
+    """The predicted peak of device memory is at least the measured one, and at most 3 % more."""
     device, work = torch.device("cuda", 0), msgspec.structs.replace(WORK, accumulation=accumulation)
     limits = {"device_limit_bytes": machine.device_bytes, "host_limit_bytes": machine.host_bytes}
     plan = make_plan(

@@ -1,5 +1,5 @@
-"""On a GPU: documents that flash attention is told by their lengths are those that a mask keeps
-apart, with nothing to wait for. Else skipped.
+"""Tests on a GPU: flash attention with the documents' lengths separates documents as a mask does,
+without waiting. They are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ CUTS = [
     [(17,) * 15 + (1,), (128, 128)],
     [(3, 200, 53), (1,) * 256],
 ]
-"""lengths of the documents of two rows, for one micro-batch after the other"""
+"""lengths of the documents of two rows, for each micro-batch"""
 
 
 def documents_of(cuts: list[tuple[int, ...]], device: str = "cpu") -> torch.Tensor:
-    """[batch, sequence]; the last of a row that has several is padding."""
+    """Returns document numbers of [batch, sequence]. In a row of more than two documents, the last
+    is padding.
+    """
     rows = [
         torch.cat([torch.full((length,), number) for number, length in enumerate(row)])
         for row in cuts
@@ -70,7 +72,7 @@ def documents_of(cuts: list[tuple[int, ...]], device: str = "cpu") -> torch.Tens
 def both_ways(
     function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The output and the inputs' gradients."""
+    """Returns the output and the gradients of the inputs."""
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     output = function(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
@@ -86,11 +88,10 @@ def both_ways(
 def test_the_kernel_keeps_documents_apart_as_a_mask_does(
     heads: int, pairs: int, size: int, depth: int, window: int, compiled: bool
 ) -> None:
-    """Grouped heads, heads that are padded, values narrower than keys, windows, empty documents.
-    The yardstick is a mask, in fp32.
+    """Attention with lengths is within 1 % of fp32 attention with a mask. The cases have grouped
+    heads, heads that are padded, values narrower than keys, windows and empty documents.
 
-    From what was kept of a forward the backward has the same bits. One graph takes any number of
-    documents.
+    The backward pass from a kept output has the same bits. One graph takes any number of documents.
     """
     torch.manual_seed(0)
     wide = [
@@ -109,8 +110,8 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
         return 2 * attend(module, query, key, value, bounds, results=left, **others)[0], left
 
     def go_on(query: Any, key: Any, value: Any, bounds: Any, kept: Attention) -> torch.Tensor:
-        # twice: compiled, an output that is an input's own memory would have no gradient; in a
-        # layer a product follows
+        # The factor of 2 keeps the compiled output from being an input's memory, which would have
+        # no gradient. In a layer, a matrix product follows.
         return 2 * attend(module, query, key, value, bounds, kept=kept, **others)[0]
 
     torch._dynamo.reset()
@@ -129,7 +130,7 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
         )
         kept: list[torch.Tensor] = []
 
-        def yardstick(*tensors: torch.Tensor, mask: torch.Tensor = seen[:, None]) -> torch.Tensor:
+        def reference(*tensors: torch.Tensor, mask: torch.Tensor = seen[:, None]) -> torch.Tensor:
             query, *rest = tensors
             key, value = (tensor.repeat_interleave(heads // pairs, 1) for tensor in rest)
             scores = (query @ key.transpose(2, 3) * size**-0.5).masked_fill(~mask, -torch.inf)
@@ -150,14 +151,14 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
         ours = both_ways(computed, inputs, gradient)
         for name, right, found in zip(
             ("output", "query", "key", "value"),
-            both_ways(yardstick, wide, gradient.float()),
+            both_ways(reference, wide, gradient.float()),
             ours,
             strict=True,
         ):
             error = (found.float() - right).norm() / right.norm()
-            assert error < 0.01, f"{cuts}, {name}: {error:.4f} of the norm off"
+            assert error < 0.01, f"{cuts}, {name}: the error is {error:.4f} of the norm"
         assert [tuple(tensor.shape) for tensor in kept] == [(2, 256, heads, depth), (2, heads, 256)]
-        if size == depth:  # what is kept is of models whose keys and values are alike
+        if size == depth:  # attention is only kept in models whose keys and values have one size
             again = both_ways(taken, inputs, gradient)
             assert all(map(torch.equal, again, ours)), cuts
     if compiled:
@@ -166,7 +167,7 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
 
 
 def drawn(plan: Plan, number: int) -> list[Batch]:
-    """Micro-batches of other documents each."""
+    """Returns the micro-batches of a step, each with other documents."""
     work, generator = plan.workload, torch.Generator().manual_seed(number)
     pairs = [
         torch.randint(plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator)
@@ -180,7 +181,7 @@ def drawn(plan: Plan, number: int) -> list[Batch]:
 
 @contextlib.contextmanager
 def opened(plan: Plan) -> Iterator[tuple[Executor, ModelState]]:
-    """With random weights in it."""
+    """Opens an executor with random weights."""
     with Executor(
         plan,
         config_of(plan.model),
@@ -194,7 +195,7 @@ def opened(plan: Plan) -> Iterator[tuple[Executor, ModelState]]:
 
 
 def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of three steps, and the masters that they leave."""
+    """Returns the losses of three steps, and the masters after them."""
     with opened(plan) as (executor, state):
         losses = [
             executor.step(drawn(plan, number), rate=1e-2, number=number).loss
@@ -209,7 +210,9 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def test_this_machine_takes_lengths(make_plan: Callable[..., Plan]) -> None:
-    """Else what follows tries the mask against the mask."""
+    """This machine's kernel takes lengths. Otherwise the tests below would compare the mask with
+    itself.
+    """
     plan = make_plan("overlapped", **SIZES)
     assert lengths.takes_lengths(plan.model, plan.workload, torch.device("cuda", 0))
     assert not lengths.takes_lengths(
@@ -248,7 +251,7 @@ def test_keeping_attention_changes_no_bit(
 
 
 def gradients(plan: Plan) -> tuple[float, torch.Tensor]:
-    """The loss of a step, and all gradients as one vector."""
+    """Returns the loss of a step, and all gradients as one vector."""
     with opened(plan) as (executor, _):
         loss = executor.step(drawn(plan, 0), rate=0.0, number=1).loss
         flat = [
@@ -266,7 +269,9 @@ def test_lengths_are_as_near_to_fp32_as_the_mask_is(
     compiled: bool,
     changes: dict[str, Any],
 ) -> None:
-    """Loss and all gradients of a whole model, in bf16, against fp32 with the mask."""
+    """The loss and gradients of a whole bf16 model with lengths are about as close to fp32 as those
+    with a mask.
+    """
     model = make_plan(**SIZES).model
     model = msgspec.structs.replace(model, config={**model.config, **changes})
     sizes = {
@@ -282,9 +287,9 @@ def test_lengths_are_as_near_to_fp32_as_the_mask_is(
     ours_error, masked_error = (
         float((found - exact).norm() / exact.norm()) for found in (ours, masked)
     )
-    assert not torch.equal(ours, masked), "two kernels"
+    assert not torch.equal(ours, masked), "both runs used the same kernel"
     assert ours_error < max(1.5 * masked_error, 0.01), (
-        f"gradients {ours_error:.4f} of the norm off, {masked_error:.4f} with a mask"
+        f"the error is {ours_error:.4f} of the norm, and {masked_error:.4f} with a mask"
     )
     assert abs(loss - exact_loss) < max(2 * abs(masked_loss - exact_loss), 2e-3 * exact_loss)
 
@@ -297,8 +302,8 @@ def test_nothing_waits_and_nothing_is_compiled_anew(
     placement: Placement,
     compiled: bool,
 ) -> None:
-    """From the third step on, whatever documents come; a step without any has the causal kernel,
-    which is another graph.
+    """From the third step on, no step waits or compiles a graph, whatever its documents are. A step
+    without documents uses the causal kernel, which is another graph.
     """
     play, played = LaneGroup.play, 0
 

@@ -1,4 +1,4 @@
-"""On a GPU: every family trains in bf16 as near to fp32 as transformers' own model does there."""
+"""Tests on a GPU: every family trains in bf16 as close to fp32 as transformers' own model does."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ from megatrain.simulator.schedule.plan import Plan
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 DESCRIBED = "5.23.0"
-"""the version of transformers that `constraints.txt` pins: others may lay out a family's tensors
-otherwise, which is refused by name"""
+"""the version of transformers that `constraints.txt` pins; another version may name a family's
+tensors differently, which is refused by name"""
 BATCH = 2
 
 
 def theirs(plan: Plan, model: Any, device: str) -> tuple[float, Tensors]:
-    """Loss and gradients of transformers' whole model on `device`, in the model's own dtype."""
+    """Returns the loss and gradients of transformers' whole model on `device`, in the model's own
+    dtype.
+    """
     model = model.to(device)
     batches = drawn(plan)
     loss = sum(
@@ -57,7 +59,7 @@ def theirs(plan: Plan, model: Any, device: str) -> tuple[float, Tensors]:
 
 
 def off(found: Tensors, exact: Tensors) -> float:
-    """The norm of all gradients' error, relative to their norm."""
+    """Returns the norm of the error of all gradients, relative to their norm."""
     error = sum(float((found[name].cpu() - exact[name]).square().sum()) for name in exact)
     return float((error / sum(float(each.square().sum()) for each in exact.values())) ** 0.5)
 
@@ -66,8 +68,8 @@ def off(found: Tensors, exact: Tensors) -> float:
 def test_bf16_is_as_near_to_fp32_as_transformers_is(
     make_plan: Callable[..., Plan], family: str
 ) -> None:
-    """Routers may choose another expert after another rounding, here and there, so the bounds leave
-    room for one token.
+    """The gradients in bf16 are about as close to fp32 as transformers' are. Rounding may make a
+    router choose another expert, so the bounds allow for one such token.
     """
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
@@ -99,6 +101,6 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(
         ours = gradients_of(SimpleNamespace(plan=plan, executor=executor))
     error, their_error = off(ours, exact), off(their, exact)
     assert error < max(2 * their_error, 0.02), (
-        f"gradients {error:.4f} of the norm off, transformers' {their_error:.4f}"
+        f"the error is {error:.4f} of the norm, and {their_error:.4f} in transformers"
     )
     assert abs(loss - exact_loss) < max(3 * abs(their_loss - exact_loss), 5e-3 * exact_loss)

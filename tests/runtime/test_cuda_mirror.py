@@ -1,5 +1,5 @@
-"""On a GPU: values for the host overtake the copies that are enqueued behind them. Skipped where
-there is none.
+"""Tests on a GPU of copying scalars to the host: they overtake copies that were enqueued after
+them. They are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
-PIECE, PIECES = (
-    2**26,
-    32,
-)  # 2 GiB: 38 ms at 55 GB/s, in pieces of 1.2 ms, one of which may be under way
+PIECE, PIECES = (2**26, 32)  # 2 GiB, 38 ms at 55 GB/s, in pieces of 1.2 ms; one may be in progress
 
 
 def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> None:
@@ -33,7 +30,7 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
     )
     values = torch.zeros(4, device=device)
     mirror, done = HostScalarCopy(values, torch.cuda.Stream()), torch.cuda.Event()
-    for number in (1, 2, 3):  # the first time kernels are loaded
+    for number in (1, 2, 3):  # the first turn loads kernels
         values.add_(1)
         mirror.send()
         with torch.cuda.stream(other):
@@ -44,14 +41,16 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
         still_copying = not done.query()
         assert mirror.landed.tolist() == [number] * 4
         torch.cuda.synchronize()
-    assert still_copying, "the mirror waited for the copies that were queued before it"
+    assert still_copying, "the mirror waited for the copies that were enqueued after it"
 
 
 def test_what_was_enqueued_before_is_what_lands() -> None:
-    """Behind 10**8 cycles, some 50 ms, on the current stream; sending does not wait for them."""
+    """The copied values include work that was enqueued earlier on the current stream, here after
+    10**8 cycles or some 50 ms. Sending does not wait for it.
+    """
     values = torch.zeros(4, device="cuda")
     mirror = HostScalarCopy(values, torch.cuda.Stream())
-    values.fill_(0)  # its kernel is loaded
+    values.fill_(0)  # loads its kernel
     torch.cuda.synchronize()
     torch.cuda._sleep(10**8)
     values.fill_(5)
@@ -98,4 +97,4 @@ def test_after_a_step_the_host_has_the_device_s_values(
             for buffer, mirror in mirrors.items():
                 landed = mirror.landed.clone()
                 assert torch.equal(landed, executor._binder._floats(buffer).cpu()), buffer
-                assert landed[0] != 0, "a loss or a factor"
+                assert landed[0] != 0, "the loss or factor is zero"

@@ -1,5 +1,5 @@
-"""On a GPU: nothing in a step waits for a value, a steady step allocates nothing, a full device is
-told, memory comes back, both sides count alike.
+"""Tests of steps on a GPU: no step waits for a value, steady steps allocate nothing, a full device
+is reported, memory is released, and checksums are equal on both sides.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLANS = [
 
 
 def opened(plan: Plan) -> Executor:
-    """With random weights in it."""
+    """Returns an executor with random weights."""
     executor = Executor(
         plan,
         config_of(plan.model),
@@ -78,8 +78,8 @@ def batches(plan: Plan, number: int) -> list[Batch]:
 
 @pytest.fixture
 def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """While lanes play, from the third time on: before, kernels are compiled and libraries
-    start.
+    """Makes waiting for the device an error while lanes run, from the third step on. Earlier steps
+    compile kernels and start libraries.
     """
     play, played = LaneGroup.play, dict[int, int]()
 
@@ -108,8 +108,8 @@ def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
     accumulation: int,
     kernels: str,
 ) -> None:
-    """The executor itself raises where a step beyond the second calls cudaMalloc; here for eight
-    steps, one drain among them.
+    """Eight steps with a flush between them neither wait nor allocate. The executor itself raises
+    if a step after the second calls cudaMalloc.
     """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
     plan = make_plan(
@@ -142,8 +142,8 @@ def test_one_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
 
 
 def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[..., Plan]) -> None:
-    """With either of PyTorch's allocators: plain segments take the memory in one call, expandable
-    ones in several.
+    """A step that keeps allocating device memory is an error with both of PyTorch's allocators.
+    Plain segments take the memory in one call, expandable ones in several.
     """
     plan = make_plan("overlapped", **SIZES, **LIMITS)
     last = 3 + _SETTLING_STEPS + 1
@@ -162,8 +162,8 @@ def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[.
 
 
 def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[..., Plan]) -> None:
-    """Pools fit, activations do not: another tensor holds the rest of the device. Afterwards the
-    same process trains.
+    """If the pools fit but the activations do not, the step is refused in one line and all memory
+    is released. Another tensor fills the device here. Afterwards the same process trains again.
     """
     device = torch.device("cuda", 0)
     plan = make_plan(
@@ -203,7 +203,7 @@ def test_a_failed_registration_leaves_no_error_behind() -> None:
     with (
         ThreadPoolExecutor(1) as pool,
         pytest.raises(RuntimeError, match="cudaHostRegister failed"),
-    ):  # in a thread, as `allocate` does
+    ):  # in a thread, as in `allocate`
         pool.submit(memory._prepare, pages).result()
     assert float(torch.ones(3, device="cuda").sum()) == 3
     memory.close()
@@ -220,22 +220,24 @@ def test_a_checksum_is_the_same_on_both_sides(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_plans_tell_the_same_checksum_step_by_step(make_plan: Callable[..., Plan]) -> None:
-    """Weights on the host, on the device, updated at once or later."""
+    """All plans report the same checksums, with weights on the host or on the device and updates at
+    once or deferred.
+    """
     from megatrain.runtime.machine import make_deterministic
 
     make_deterministic()
     try:
-        told = []
+        results = []
         for policy, changes in PLANS[:-2]:
             plan = make_plan(policy, **SIZES, **LIMITS, **changes)
             with opened(plan) as executor:
-                told.append(
+                results.append(
                     [
                         executor.step(batches(plan, number), rate=1e-3, number=number).checksum
                         for number in range(1, 5)
                     ]
                 )
-        assert len(set(told[0])) == 4
-        assert told == [told[0]] * len(told)
+        assert len(set(results[0])) == 4
+        assert results == [results[0]] * len(results)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,5 +1,5 @@
-"""Default set: which layers are measured where no model is named, that they fit, and that the help
-says so.
+"""Tests of the default set of calibration: which layers are measured if no model is named, that
+they fit, and that the help lists them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def test_widths_ascend_and_heads_are_grouped_queries_of_128(chosen: DefaultSet) 
 def test_what_is_chosen_fits(
     make_plan: Callable[..., Plan], chosen: DefaultSet, policy: str, device: int, host: int
 ) -> None:
-    """Pools, what a layer saves and some of its temporaries: on the device. The optimizer of the
-    first, with gradients of two micro-batches: on the host.
+    """The chosen layers fit the smallest machine that gets them. The device holds the pools, a
+    layer's saved activations and its temporaries, and the host the optimizer of the first model
+    with gradients of two micro-batches.
     """
     points = [(chosen.batch, chosen.sequence), *chosen.grid]
     for name in chosen.models:
@@ -68,10 +69,10 @@ def test_what_is_chosen_fits(
         for batch, sequence in points:
             plan = make_plan(policy, model=model, batch=batch, sequence=sequence, chunk_bytes=2**27)
             taken = [buffer for buffer in lower(plan).buffers if buffer.place == "device"]
-            beside = model.max_saved_bytes(
+            temporary = model.max_saved_bytes(
                 batch * sequence, sequence, "bf16"
             ) + model.transient_bytes(batch * sequence, sequence, "bf16")
-            assert sum(buffer.allocated for buffer in taken) + beside < 0.9 * device, (
+            assert sum(buffer.allocated for buffer in taken) + temporary < 0.9 * device, (
                 name,
                 batch,
                 sequence,
@@ -93,21 +94,21 @@ def test_what_is_chosen_fits(
 def test_the_help_names_the_sets() -> None:
     parser = argparse.ArgumentParser(prog="megatrain calibrate")
     command.describe(parser)
-    told = " ".join(parser.format_help().split())
+    text = " ".join(parser.format_help().split())
     points = ", ".join(
         f"{batch}x{sequence}" for batch, sequence in ((LARGE.batch, LARGE.sequence), *LARGE.grid)
     )
-    assert f"{', '.join(LARGE.models)} at {points}" in told
+    assert f"{', '.join(LARGE.models)} at {points}" in text
     assert [4 * part for part in (SMALL.batch, *(batch for batch, _ in SMALL.grid))] == [
         LARGE.batch,
         *(batch for batch, _ in LARGE.grid),
     ]
-    assert f"{', '.join(SMALL.models)} at a quarter of these batches" in told
+    assert f"{', '.join(SMALL.models)} at a quarter of these batches" in text
     widths, points = (
         ", ".join(name.removeprefix("llama-") for name in CPU.models),
         ", ".join(f"{b}x{s}" for b, s in ((CPU.batch, CPU.sequence), *CPU.grid)),
     )
-    assert f"Llama layers {widths} wide in {CPU.dtype} at {points}" in told
+    assert f"Llama layers {widths} wide in {CPU.dtype} at {points}" in text
 
 
 def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:

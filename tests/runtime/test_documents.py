@@ -1,5 +1,5 @@
-"""Documents packed into rows train as they would alone, whatever keeps them apart: lengths told to
-the kernel, here a stand-in of it, or a mask.
+"""Tests of packed documents: they train as they would alone, whether the kernel gets their lengths
+or a mask. On the CPU, a stand-in for the kernel takes the lengths.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import reference_lengths
 import torch
+from family_sample import others_nightly
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -48,15 +49,17 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 HELPED = ("gpt_oss", "opt", "llama4_text")
-"""families whose models do not show the positions to their masks, or count chunks from a row's
-start"""
+"""families whose models do not pass the positions to their masks, or count chunks from the start of
+a row"""
 ROWS = torch.tensor([[0] * 24, [0] * 24])
 ALL_HERE = {"weights": "all", "gradients": "all"}
 
 
 @pytest.fixture(params=["lengths", "mask"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What keeps documents apart. Families whose scores are written out have a mask both times."""
+    """Returns how documents are separated: by lengths or by a mask. Families whose attention scores
+    are written out use a mask in both cases.
+    """
     if request.param == "lengths":
         reference_lengths.install(monkeypatch)
     return str(request.param)
@@ -70,7 +73,9 @@ def batches_of(plan: Plan, *packings: torch.Tensor) -> list[Batch]:
 
 
 def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
-    """Theirs sees each document by itself, without a mask, positions or padding."""
+    """Returns transformers' loss with each document on its own, without a mask, positions or
+    padding.
+    """
     trained = [labelled(batch) for batch in batches]
     loss = torch.zeros(())
     for batch in trained:
@@ -86,9 +91,11 @@ def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("family", DOCUMENTED)
+@pytest.mark.parametrize("family", others_nightly(DOCUMENTED))
 def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], family: str) -> None:
-    """Recomputed in blocks of three layers, over two micro-batches that are packed otherwise."""
+    """Packed rows have the loss and gradients of their documents alone. Blocks of three layers are
+    recomputed, and the two micro-batches are packed differently.
+    """
     with run(model_of(family), documents=True, accumulation=2) as running:
         batches = batches_of(running.plan, PACKED, LEFT)
         model = whole_model(running.plan, config_of(running.plan.model))
@@ -98,7 +105,9 @@ def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], fam
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", CAN_SAVE_ATTENTION)
 def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family: str) -> None:
-    """Layer 0 is recomputed whole, 1 and 2 with their attention kept, 3 is stored."""
+    """Packed rows train as their documents alone if attention is kept. Layer 0 is recomputed whole,
+    layers 1 and 2 keep their attention, and layer 3 is saved.
+    """
     model_spec = model_of(family, sliding_window=0, use_sliding_window=False)
     placement = Placement(saved_attention="1-2", saved_activations="3", **ALL_HERE)
     with run(
@@ -111,7 +120,9 @@ def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family
 
 @pytest.mark.usefixtures("way")
 def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[..., Plan]) -> None:
-    """Calibration builds the layers of a shortened model with the whole model's config."""
+    """A shortened model with the config of the whole model takes documents. Calibration builds such
+    models.
+    """
     model = model_of("qwen2")
     plan = make_plan(
         "resident",
@@ -130,12 +141,12 @@ def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[...
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("family", DOCUMENTED)
+@pytest.mark.parametrize("family", others_nightly(DOCUMENTED))
 def test_packed_rows_after_saving_and_loading(
     run: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    """A step on packed rows, saved; what transformers loads of it has the loss and gradients that
-    we have.
+    """After a step on packed rows and an export, transformers' model has the same loss and
+    gradients.
     """
     with run(model_of(family), documents=True) as running:
         plan, config = running.plan, config_of(running.plan.model)
@@ -150,12 +161,14 @@ def test_packed_rows_after_saving_and_loading(
         )
 
 
-@pytest.mark.parametrize("family", [family for family in DOCUMENTED if family not in LINEAR])
+@pytest.mark.parametrize(
+    "family", others_nightly(family for family in DOCUMENTED if family not in LINEAR)
+)
 def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(
     run: Callable[..., Any], family: str
 ) -> None:
-    """By its position ids: documents alone are other matrix products, which in bf16 round
-    differently. With the mask that theirs has too.
+    """A packed row in bf16 has the loss and gradients that transformers computes for the packed
+    row. Documents alone would have other matrix products, which round differently in bf16.
     """
     with run(model_of(family), dtype="bf16", documents=True) as running:
         model, batch = (
@@ -180,8 +193,13 @@ def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(
         )
 
 
-@pytest.mark.parametrize("family", DOCUMENTED)
-@pytest.mark.parametrize("documents", [LEFT, RIGHT], ids=["left", "right"])
+@pytest.mark.parametrize(
+    ("family", "documents"),
+    [
+        *(pytest.param(family, LEFT, id=f"left-{family}") for family in DOCUMENTED),
+        *others_nightly(DOCUMENTED, RIGHT),
+    ],
+)
 def test_padding_is_transformers_attention_mask(
     run: Callable[..., Any], family: str, documents: torch.Tensor
 ) -> None:
@@ -210,8 +228,8 @@ def test_padding_is_transformers_attention_mask(
 def test_every_plan_gives_the_same_bits(
     way: str, executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
 ) -> None:
-    """Layers recomputed, stored, and with their attention kept; slots and policies; micro-batches
-    with documents and without.
+    """Plans that recompute, save or keep attention, with other slots and policies, have the same
+    bits. One micro-batch has documents and one has none.
     """
     found = []
     changes = {
@@ -254,7 +272,7 @@ def test_every_plan_gives_the_same_bits(
 def test_rows_of_one_document_have_the_causal_kernel(
     monkeypatch: pytest.MonkeyPatch, executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """Where the data has no documents: no lengths, no mask, and the bits of a plan without
+    """Data without documents uses no lengths and no mask, and has the bits of a plan without
     documents.
     """
     called, bits = reference_lengths.install(monkeypatch), []
@@ -269,7 +287,9 @@ def test_rows_of_one_document_have_the_causal_kernel(
 def test_documents_told_by_lengths_make_no_mask(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
-    """As many places as documents need, rounded up; windows neither."""
+    """Documents that are given by lengths have no mask, also with windows. The number of lengths is
+    rounded up.
+    """
     called = reference_lengths.install(monkeypatch)
     model = model_of("qwen2") if not kept else model_of("qwen2", use_sliding_window=False)
     with run(
@@ -282,17 +302,17 @@ def test_documents_told_by_lengths_make_no_mask(
         masked = [handed["attention_mask"] for handed in functional_layers._causal]
         assert all(mask is None for mask in masked)
         running.executor.step([with_documents(running.plan, PACKED)], rate=0.0, number=1)
-        assert set(called) == {9}, "6 documents of 2 rows: room for 8"
+        assert set(called) == {9}, "6 documents in 2 rows need room for 8"
         running.executor.step([with_documents(running.plan, ROWS)], rate=0.0, number=2)
         assert set(called) == {9, 3}
         assert len(called) == 2 * (4 if kept else 8), (
-            "once for a layer whose attention is kept, else twice"
+            "attention must run once in a layer that keeps it, and otherwise twice"
         )
 
 
 def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a layer is timed. With windows, whose mask is spared, lengths say so; without, the
-    causal kernel needs none.
+    """Without documents, each row is one document, as in the timing of a layer. With windows,
+    lengths say so instead of a mask. Without windows, the causal kernel needs neither.
     """
     reference_lengths.install(monkeypatch)
     for family, spared in (("qwen2", True), ("llama", False)):
@@ -315,7 +335,9 @@ def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.Mon
 def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
-    """Numbered from 0 in each row, the last of a row perhaps padding."""
+    """The bounds are the starts of the documents, and the unused rest is empty. Documents are
+    numbered from 0 in each row, and the last of a row may be padding.
+    """
     longest = max(map(sum, rows))
     filled = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
     numbers = [
@@ -348,7 +370,9 @@ def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
 def test_every_family_is_asked_whether_a_gpu_takes_lengths(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Whatever its config.json calls its heads, and whether it names them at all."""
+    """Every family's head sizes are passed to the check of the GPU's kernel, whatever its
+    config.json calls them, or if it names none.
+    """
     asked: list[tuple[int, ...]] = []
     make = torch.empty
     monkeypatch.setattr(
@@ -382,8 +406,8 @@ def test_every_family_is_asked_whether_a_gpu_takes_lengths(
 def test_compiled_there_is_one_graph_for_any_number_of_documents(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """A kind of layer; nothing is compiled anew for another layer, another micro-batch, or more
-    documents.
+    """A compiled model has one graph for each kind of layer. Another layer, another micro-batch or
+    more documents need no other graph.
     """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
@@ -431,8 +455,8 @@ def test_compiled_there_is_one_graph_for_any_number_of_documents(
 @pytest.mark.parametrize("left", [-1, 127])
 @pytest.mark.parametrize("pairs", [4, 8])
 def test_the_kernel_takes_what_it_is_given(left: int, pairs: int) -> None:
-    """On tensors without memory, forward and backward: the ops are there, and take and leave what
-    is said.
+    """The forward and backward ops exist and return tensors of the stated shapes. The tensors have
+    no memory here.
     """
     query, key, value = (
         torch.empty(2048, count, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -1,5 +1,5 @@
-"""Evaluation: the loss that a step on the same batches would have, bit for bit, whatever the plan;
-it leaves everything as it was.
+"""Tests of evaluation: it returns the loss that a step on the same batches would have, bit for bit,
+under any plan. It changes nothing but applying a deferred update.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from family_sample import others_nightly
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
@@ -54,9 +55,11 @@ def test_the_loss_is_the_next_step_s_and_nothing_changes(
             results.append((result.loss, result.gradient_norm))
         deferred = running.executor._deferred is not None
         running.executor.evaluate(running.batches(9))
-        assert running.executor._deferred is None, "an evaluation applies the deferred update"
+        assert running.executor._deferred is None, (
+            "the evaluation did not apply the deferred update"
+        )
         assert results == wanted.results
-        assert running.masters() == wanted.masters, "weights went another way"
+        assert running.masters() == wanted.masters, "the evaluation changed the weights"
         assert deferred == (clipping == "global" and policy == "overlapped")
 
 
@@ -135,12 +138,12 @@ def of_family(
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 def test_every_family_s_loss_is_the_step_s(
     executable: Callable[..., Plan], session: Callable[..., Any], family: str, documents: bool
 ) -> None:
     if documents and family in CANNOT_SEPARATE_DOCUMENTS:
-        pytest.skip("it keeps no documents apart")
+        pytest.skip("this family cannot separate documents")
     changes = {"num_key_value_heads": 2} if family == "mimo_v2_flash" else {}
     plan = of_family(executable, family, changes, documents=documents)
     packed = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [-1] * 4])
@@ -150,22 +153,22 @@ def test_every_family_s_loss_is_the_step_s(
             for batch in running.batches(1)
         ]
         found = running.executor.evaluate(batches)
-        assert not running.executor.functional_layers._arguments, "every micro-batch has ended"
+        assert not running.executor.functional_layers._arguments, "a micro-batch is still open"
         assert (
             found.loss
             == running.executor.evaluate(batches).loss
             == running.executor.step(batches, rate=1e-2, number=1).loss
         )
         assert found.labelled == 2 * (28 if documents else 32)
-        assert not running.executor.functional_layers._arguments, "every micro-batch has ended"
+        assert not running.executor.functional_layers._arguments, "a micro-batch is still open"
 
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_routers_loss_is_left_out(
     executable: Callable[..., Plan], session: Callable[..., Any], documents: bool
 ) -> None:
-    """It is part of a step's loss; evaluation tells the language model's, the same number as for a
-    model that has no routers' loss.
+    """Evaluation returns the loss of the language model alone, as for a model without a routers'
+    loss. A step's loss includes the routers' loss.
     """
     evaluated, stepped = [], []
     for routed in (False, True):

@@ -1,5 +1,5 @@
-"""Executor: what it refuses, what it allocates, how it ends when an op fails or the user
-interrupts, and what it reports of a step.
+"""Tests of the executor: what it refuses, what it allocates, how a step ends if an op fails or the
+user interrupts it, and what a step returns.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ def test_what_a_slot_held_before_changes_no_bit(
     policy: str,
     changes: dict[str, Any],
 ) -> None:
-    """Also in the padding between tensors, which a norm adds up and an update reads."""
+    """Old contents of a slot change no result. This includes the padding between tensors, which a
+    norm sums and an update reads.
+    """
     plan = executable(policy, **changes)
     with session(plan) as undisturbed:
         want = undisturbed.bits()
@@ -250,17 +252,21 @@ def test_a_failing_op_is_named_and_ends_the_step(
         ) as failure:
             running.step()
         assert isinstance(failure.value.__cause__, ZeroDivisionError)
-        assert not ended, "what comes after the failure has run"
+        assert not ended, "an op after the failure was run"
         lanes = [thread for thread in threading.enumerate() if thread.name.startswith("lane-")]
-        assert len(lanes) == len(running.executor.schedule.lanes), "lanes wait for the next step"
+        assert len(lanes) == len(running.executor.schedule.lanes), (
+            "a lane ended, but must wait for the next step"
+        )
         task.run = works
         running.step()
-        assert ended, "a step after the failure runs to its end"
+        assert ended, "the step after the failure did not run all ops"
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A shell's background job, as of a nightly run, begins with Ctrl-C ignored."""
+    """Makes Ctrl-C raise KeyboardInterrupt. A background job of a shell, such as a nightly run,
+    starts with Ctrl-C ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -282,14 +288,14 @@ def test_ctrl_c_in_a_step_ends_it_promptly(
         count = len(ran)
         assert count < len(running.tasks)
         time.sleep(0.25)
-        assert len(ran) == count, "a lane ran on behind the interruption"
+        assert len(ran) == count, "a lane went on after the interruption"
 
 
 def test_ctrl_c_while_the_lanes_start_does_not_hang(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It falls between the first lane's start and the second's: the first waits for ops of a lane
-    that never plays.
+    """Ctrl-C between the start of two lanes does not hang, although the first lane waits for ops of
+    a lane that never starts.
     """
     play = Lane.play
 
@@ -334,8 +340,8 @@ def test_a_loss_that_is_no_number_is_an_error(
 def test_a_layer_whose_gradient_is_not_finite_is_not_updated(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
-    """The loss is finite: the step fails all the same, its layer is as it was, and the others are
-    updated, whatever the policy.
+    """A step whose loss is finite but one of whose gradients is not raises an error. That layer is
+    left unchanged, and the others are updated, whatever the policy.
     """
     plan = executable(policy, clipping=clipping, weights_ahead=1)
     with session(plan) as running:
@@ -368,8 +374,8 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
-    """Activations turn into NaN in the third step: loss and norm say so, and no update of it is
-    applied.
+    """If activations become NaN in a step, the error names the step and its loss, and none of its
+    updates is applied.
     """
     plan = executable(policy, clipping=clipping)
     with session(plan) as good:
@@ -428,8 +434,8 @@ def test_the_measured_timeline_is_one_of_the_schedule(
 def test_the_loss_is_the_mean_over_labelled_tokens(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """Zero weights predict every token alike: a loss of ln(vocabulary), however the labels spread
-    over the micro-batches.
+    """The loss is the mean over the labelled tokens of all micro-batches. With zero weights every
+    token is equally likely, so the loss is ln(vocabulary).
     """
     with session(
         executable(accumulation=2, clipping="none", dtype="fp32"),

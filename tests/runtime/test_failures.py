@@ -1,5 +1,5 @@
-"""How a step ends that cannot go on: Ctrl-C, no memory, a norm that is no number. The error says
-what it was; nothing stays behind; the process can go on.
+"""Tests of steps that fail: Ctrl-C, no memory, or a norm that is not finite. The error names the
+cause, nothing is left behind, and the process can train again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
         task.run = fail
         with pytest.raises(UserError) as refusal:
             running.step(2)
-        told = str(refusal.value)
+        message = str(refusal.value)
         total, largest = (
             running.executor.allocated("device"),
             max(
@@ -56,15 +56,17 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
                 key=running.executor.pool_bytes.__getitem__,
             ),
         )
-        assert told.startswith(
+        assert message.startswith(
             f"device memory, {op} on lane {lane}: found no memory left besides pools of "
         )
-        assert largest in told
+        assert largest in message
         assert total > 0
-        assert "Tried to allocate 20.00 MiB" in told
-        assert "long story" not in told
-        assert "; fix: close other programs that use the device; or plan again with " in told
-        assert refusal.value.__context__ is None, "it would keep the step's activations alive"
+        assert "Tried to allocate 20.00 MiB" in message
+        assert "long story" not in message
+        assert "; fix: close other programs that use the device; or plan again with " in message
+        assert refusal.value.__context__ is None, (
+            "the context would keep the step's activations alive"
+        )
         assert refusal.value.__cause__ is None
         task.run = works
     with session(executable(policy)) as another:
@@ -74,7 +76,9 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
 def test_a_host_without_room_is_told_likewise(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """Really: the allocator is asked for 2^55 bytes."""
+    """A failed allocation on the host is refused in the same way as on the device. The test really
+    asks the allocator for 2^55 bytes.
+    """
     with session(executable()) as running:
         running.tasks["UC2"].run = lambda: torch.empty(2**55, dtype=torch.uint8)
         with pytest.raises(
@@ -124,8 +128,8 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
     policy: str,
     kernels: str,
 ) -> None:
-    """The loss is finite, one layer's sum of squares is not. Weights and moments stay, bit for bit,
-    and training goes on as if the step had not been.
+    """If one layer's sum of squares is infinite but the loss is finite, the step changes no weight
+    and no moment. Training goes on as if the step had not been tried.
     """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
     plan = executable(policy)
@@ -171,7 +175,7 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
 PROGRAM = """
 import json, os, signal, sys, threading, time
 import msgspec, torch
-# a shell that starts a process in the background has it ignored
+# a background process of a shell starts with SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from megatrain.runtime.memory import arenas
 from megatrain.runtime.batch import Batch
@@ -193,21 +197,21 @@ class Registrar:
 torch.cuda.cudart = Registrar
 arenas.HostMemory = lambda **_: HostMemory(registered=True)
 plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
-told, ran = {}, []
+facts, ran = {}, []
 try:
     cpu, config = torch.device("cpu"), config_of(plan.model)
     with Executor(plan, config, AdamW(), cpu, schedule=lower(plan)) as executor:
         for task in executor.tasks.values():
             task.run = lambda: (time.sleep(0.2), ran.append(1))
-        told["registered before"] = len(registered)
+        facts["registered before"] = len(registered)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        told["tasks"] = len(executor.tasks)
+        facts["tasks"] = len(executor.tasks)
         executor.step([Batch(*torch.zeros(2, 2, 16, dtype=torch.int64))], rate=0.0, number=1)
 except KeyboardInterrupt:
-    told |= {"ran": len(ran), "registered": len(registered)}
+    facts |= {"ran": len(ran), "registered": len(registered)}
     names = [thread.name for thread in threading.enumerate()]
-    told["lanes"] = [name for name in names if name.startswith("lane-")]
-    print(json.dumps(told))
+    facts["lanes"] = [name for name in names if name.startswith("lane-")]
+    print(json.dumps(facts))
     sys.exit(130)
 """
 
@@ -215,8 +219,8 @@ except KeyboardInterrupt:
 def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
     executable: Callable[..., Plan],
 ) -> None:
-    """SIGINT in the middle of a step, in a process of its own: no hang, nothing registered, no
-    lane, the status that the program says.
+    """SIGINT in a step ends the process with the status of its program. It does not hang, all
+    memory is unregistered, and all lanes have ended.
     """
     import msgspec
 
@@ -228,8 +232,8 @@ def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
         check=False,
     )
     assert ended.returncode == 130, ended.stderr.decode()
-    told = json.loads(ended.stdout)
-    assert told["registered before"] > 0
-    assert told["registered"] == 0
-    assert told["lanes"] == []
-    assert 0 < told["ran"] < told["tasks"]
+    facts = json.loads(ended.stdout)
+    assert facts["registered before"] > 0
+    assert facts["registered"] == 0
+    assert facts["lanes"] == []
+    assert 0 < facts["ran"] < facts["tasks"]

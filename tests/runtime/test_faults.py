@@ -1,5 +1,5 @@
-"""Runs that are really killed, in training and in saving: what comes after is bit-identical to a
-run that was left alone.
+"""Tests of runs that are really killed while they train or save: after resuming, the results have
+the bits of a run that was not killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, EVERY = 12, 3
 
 
 class Driver:
-    """Starts runs, one at a time (`fault_driver.py`)."""
+    """Starts runs one at a time, through `fault_driver.py`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
@@ -52,7 +52,7 @@ class Driver:
         return int(self._answer())
 
     def start(self, checkpoints: Path, log: Path, **options: Any) -> int:
-        """A run; its process id."""
+        """Starts a run and returns its process id."""
         given = {
             "folder": str(checkpoints),
             "log": str(log),
@@ -64,7 +64,7 @@ class Driver:
         return self._ask(json.dumps(given))
 
     def wait(self) -> int:
-        """The run's exit status; of one that was killed, minus the signal."""
+        """Returns the run's exit status, which is minus the signal if it was killed."""
         return self._ask("")
 
     def close(self) -> None:
@@ -82,8 +82,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture(scope="module")
 def undisturbed(driver: Driver) -> dict[str, str]:
-    """What a run says that nobody kills and that never saves but at its end: by `step N`, loss and
-    norm; by `finished`, a digest of all state.
+    """Returns the log of a run that is not killed and saves only at its end. `step N` maps to loss
+    and norm, and `finished` to a digest of all state.
     """
     log = driver.folder / "undisturbed"
     driver.start(driver.folder / "undisturbed-checkpoints", log, every=10**6)
@@ -108,20 +108,20 @@ def said(words: list[list[str]]) -> dict[str, str]:
 def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.0005)
 
 
 def reached(log: Path, before: int, word: str) -> bool:
-    """This run, whose log begins at line `before`, has said `word`."""
+    """Whether this run has logged `word`. Its part of the log begins at line `before`."""
     return any(line[0] == word for line in lines(log)[before:])
 
 
 def kill_and_resume(
     driver: Driver, folder: Path, undisturbed: dict[str, str], kills: int
 ) -> Counter[str]:
-    """Kills `kills` runs in turn at random moments, each of which goes on where the one before it
-    saved; where they were.
+    """Kills `kills` runs in turn at random moments, each of which resumes from the checkpoint of
+    the one before. Returns how often a run was killed after each log word.
     """
     generator, log, checkpoints = random.Random(7), folder / "log", folder / "checkpoints"
     died: Counter[str] = Counter()
@@ -138,7 +138,7 @@ def kill_and_resume(
         saved = max([int(line[1]) for line in words[:before] if line[0] == "saved"], default=0)
         resumed = int(words[before][1])
         assert words[before][0] == "resumed"
-        assert resumed >= saved, "a checkpoint that was saved was lost"
+        assert resumed >= saved, "a saved checkpoint was lost"
         assert resumed % EVERY == 0
         folders = (
             sorted(path for path in checkpoints.iterdir() if path.name.startswith("step-"))
@@ -147,7 +147,7 @@ def kill_and_resume(
         )
         for path in folders:
             assert verify(path).run.step == int(path.name.removeprefix("step-")), (
-                "half a checkpoint has a checkpoint's name"
+                "an incomplete checkpoint has the name of a complete one"
             )
     last = max((int(line[1]) for line in lines(log) if line[0] == "step"), default=0)
     driver.start(checkpoints, log, steps=max(last, STEPS))
@@ -156,17 +156,15 @@ def kill_and_resume(
     for line in lines(log):
         if line[0] == "step":
             steps.setdefault(line[1], set()).add(" ".join(line[2:]))
-    assert all(len(values) == 1 for values in steps.values()), (
-        "a step that was done twice came out otherwise"
-    )
-    if last > STEPS:  # then there is more to compare with
+    assert all(len(values) == 1 for values in steps.values()), "a repeated step had another result"
+    if last > STEPS:  # the runs went further than the run in `undisturbed`
         driver.start(folder / "again", folder / "again.log", steps=last, every=10**6)
         assert driver.wait() == 0
         undisturbed = said(lines(folder / "again.log"))
     found = said(lines(log))
     assert found == undisturbed
     assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")], (
-        "a save that was cut off left something"
+        "an interrupted save left a file"
     )
     return died
 
@@ -187,8 +185,8 @@ def test_twenty_kills(driver: Driver, undisturbed: dict[str, str], tmp_path: Pat
 def test_a_signal_ends_the_step_and_saves(
     driver: Driver, undisturbed: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    """Nothing is lost at all: the last step that was done is the one that is saved, and the run
-    goes on from it.
+    """A signal ends the run after the current step, which is saved. Nothing is lost, and a new run
+    resumes from that step.
     """
     log = tmp_path / "log"
     process = driver.start(tmp_path / "checkpoints", log, every=10**6)

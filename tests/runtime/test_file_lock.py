@@ -1,5 +1,5 @@
-"""A lock on a file: one process at a time, entered again by its holder, and no trace of it
-afterwards.
+"""Tests of the file lock: one process holds it at a time, its holder may enter it again, and it
+leaves no file behind.
 """
 
 from __future__ import annotations

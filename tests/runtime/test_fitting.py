@@ -1,4 +1,4 @@
-"""What does not fit is refused by arithmetic, before a weight is read."""
+"""Tests of plans that do not fit: they are refused by arithmetic before a weight is read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_plans_limit_counts_to_the_byte(make_plan: Callable[..., Plan], plac
 
 
 def test_the_predicted_peak_counts_too(make_plan: Callable[..., Plan]) -> None:
-    """Activations and workspace are no pools."""
+    """The predicted peak is checked too, because activations and workspace are not in the pools."""
     plan = make_plan("overlapped")
     prediction = Prediction(
         step_seconds=1,

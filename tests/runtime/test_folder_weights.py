@@ -1,5 +1,5 @@
-"""Which weights a folder means: those that transformers' `from_pretrained` reads from it, or a
-refusal that names the file or the tensor.
+"""Tests of which weights are read from a folder: those that transformers' `from_pretrained` reads,
+or a refusal that names the file or the tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def save(model: ModelSpec, folder: Path, seed: int = 0, shard: str = "5GB") -> N
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Tensors of `model.safetensors` set or, with None, taken away."""
+    """Sets tensors of `model.safetensors`, or removes those that are None."""
     tensors: dict[str, Any] = {**load_file(folder / WHOLE), **changes}
     save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -43,7 +43,7 @@ def change(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 def compare(model: ModelSpec, folder: Path) -> list[str]:
-    """Asserts that what is read is what transformers loads; returns the notes."""
+    """Asserts that the weights read are those that transformers loads, and returns the notes."""
     notes: list[str] = []
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with folder_weights(folder, notes.append) as read:
@@ -70,7 +70,9 @@ def tied(make_model: Callable[..., ModelSpec]) -> ModelSpec:
 def test_a_whole_file_is_read_whatever_an_index_says(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
-    """Old shards lie there with their index; the model was saved again as one file."""
+    """If a model was saved again as one file, that file is read, and the old shards and their index
+    are ignored.
+    """
     model = make_model(hidden=32, head_dim=8)
     save(model, tmp_path / "shards", seed=1, shard="30KB")
     save(model, tmp_path / "model")
@@ -112,7 +114,9 @@ def test_a_pickle_that_transformers_reads_is_refused_though_another_safetensors_
         {name: tensor + 1 for name, tensor in load_file(tmp_path / WHOLE).items()},
         tmp_path / "pytorch_model.bin",
     )
-    assert not compare(model, tmp_path), "which one is read where both are there"
+    assert not compare(model, tmp_path), (
+        "safetensors and a pickle: another file than transformers' was read"
+    )
     (tmp_path / WHOLE).rename(tmp_path / "consolidated.safetensors")
     refuse(
         tmp_path,
@@ -158,7 +162,9 @@ def test_a_head_alone_is_the_embedding_too(tied: ModelSpec, tmp_path: Path) -> N
 def test_a_head_of_its_own_is_refused_where_the_config_ties_it(
     tied: ModelSpec, tmp_path: Path
 ) -> None:
-    """transformers leaves the two apart."""
+    """A head that differs from the embedding is refused if the config ties them. transformers would
+    keep them apart.
+    """
     save(tied, tmp_path)
     table = load_file(tmp_path / WHOLE)[EMBEDDING]
     table[-1, -1] += 1
@@ -184,7 +190,7 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(
 def test_a_tensor_that_is_missing_is_named(
     make_model: Callable[..., ModelSpec], tmp_path: Path, is_tied: bool, gone: str
 ) -> None:
-    """transformers draws it at random."""
+    """A missing tensor is refused by name. transformers would draw it at random."""
     save(make_model(hidden=32, head_dim=8, tied=is_tied), tmp_path)
     change(tmp_path, **{gone: None})
     refuse(

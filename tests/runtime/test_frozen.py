@@ -1,5 +1,5 @@
-"""Parameters without gradient: frozen ones, as `requires_grad = False` is in PyTorch, and such as
-take no part in the loss.
+"""Tests of parameters without a gradient: frozen ones, as with PyTorch's `requires_grad = False`,
+and those that do not affect the loss.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def is_frozen(layer: str, tensor: str) -> bool:
 
 
 def in_pytorch(plan: Plan, steps: int) -> tuple[list[tuple[float, float]], Any]:
-    """transformers' model and PyTorch's AdamW, with `requires_grad = False`: losses and norms, and
-    the model.
+    """Trains transformers' model with PyTorch's AdamW and `requires_grad = False`. Returns losses
+    and norms, and the model.
     """
     model = whole_model(plan, config_of(plan.model))
     groups: dict[float, list[torch.nn.Parameter]] = {0.0: [], SETTINGS.weight_decay: []}
@@ -94,8 +94,8 @@ def test_frozen_tensors_are_as_in_pytorch(
     policy: str,
     knobs: dict[str, Any],
 ) -> None:
-    """Their weights stay to the bit, also with decay; no norm has them; all else is trained as
-    PyTorch trains it. So it goes on from a checkpoint.
+    """Frozen tensors stay unchanged to the bit, also with decay, and are not part of the norm. All
+    others train as in PyTorch, also after resuming from a checkpoint.
     """
     sizes = {
         "dtype": "fp32",
@@ -118,7 +118,7 @@ def test_frozen_tensors_are_as_in_pytorch(
         )
     with session(
         plan, settings=SETTINGS
-    ) as running:  # other weights, until the checkpoint's are read
+    ) as running:  # other weights, which the checkpoint replaces
         restore(running.executor, tmp_path / "saved", {})
         results += [
             running.executor.step(drawn(plan, number), rate=RATE, number=number)
@@ -172,7 +172,7 @@ def test_frozen_tensors_have_no_moments(
 
 @pytest.fixture
 def unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama's up projections take no part in the loss."""
+    """Makes the up projections of Llama not affect the loss."""
     monkeypatch.setattr(
         modeling_llama.LlamaMLP,
         "forward",
@@ -185,8 +185,8 @@ def unused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_takes_no_part_in_the_loss_has_no_gradient(
     run: Callable[..., Any], dtype_bound: tuple[str, float]
 ) -> None:
-    """Theirs is None; ours are zeros, over two micro-batches and in slots where another layer's lay
-    before.
+    """A tensor that does not affect the loss has a gradient of zeros, where PyTorch has None. This
+    holds with two micro-batches, and in slots that held another layer before.
     """
     dtype, bound = dtype_bound
     with run(model_of("llama"), dtype=dtype, accumulation=2) as running:
@@ -208,8 +208,8 @@ def test_what_takes_no_part_in_the_loss_has_no_gradient(
 def test_what_takes_no_part_in_the_loss_is_not_trained_under_any_plan(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """Without decay: with it such a matrix decays, which PyTorch leaves out where a gradient is
-    None.
+    """A tensor that does not affect the loss stays unchanged under every plan without decay. With
+    decay it shrinks, whereas PyTorch skips tensors whose gradient is None.
     """
     found = []
     for policy, knobs in PLANS:

@@ -1,5 +1,5 @@
-"""Groups: matrices decay, the rest does not unless a pattern says so; a layer is cut into the
-fewest stretches, wherever a chunk begins and ends.
+"""Tests of parameter groups: matrices decay, and other tensors only if a pattern says so. A chunk
+of a layer is split into the fewest ranges of one group each.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def test_norms_biases_and_embeddings_do_not_decay(
 
 
 def test_a_qwen2_layer_takes_few_launches(make_plan: Callable[..., Plan]) -> None:
-    """Three projections with biases, the rest of the matrices together, both norms together: eight
-    of twelve tensors.
+    """The twelve tensors of a Qwen2 layer need eight launches. Three projections alternate with
+    their biases. The other matrices need one launch, and so do the two norms.
     """
     layer = make_plan(family="qwen2").model.stack["0"]
     assert len(layer.tensors) == 12

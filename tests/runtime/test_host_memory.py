@@ -1,5 +1,5 @@
-"""Memory of a run: allocated, touched and registered once, before the first step; told as it goes;
-released whatever happens. Registering is recorded.
+"""Tests of a run's memory: it is allocated, touched and registered once before the first step,
+progress is reported, and it is always released. Registrations are recorded here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLASSES = ("weights", "master_low", "moments", "gradients")
 
 
 class Registrar:
-    """In the place of libcudart: what is registered now, and what was asked for."""
+    """Replaces libcudart: records what is registered now and how many calls were made."""
 
     def __init__(self) -> None:
         self.now: dict[int, int] = {}
@@ -66,7 +66,7 @@ class Registrar:
 
 @pytest.fixture
 def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
-    """Host arenas register with it, in pieces of at least 8 KiB."""
+    """Makes host arenas register with the returned recorder, in pieces of at least 8 KiB."""
     made = Registrar()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(arenas_module, "HostMemory", lambda **_: HostMemory(registered=True))
@@ -84,8 +84,8 @@ def _as_on_a_gpu(self: Any, pool: str, parts: list[int]) -> torch.UntypedStorage
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept: bool) -> None:
-    """Python's own mapping is shared, of which the kernel makes no huge pages, whatever it is
-    advised.
+    """Host memory is advised for huge pages and is not copied by a fork. It is private, because the
+    kernel makes no huge pages of Python's shared mappings.
     """
     memory = ReusablePinnedPool(registered=False) if kept else HostMemory(registered=False)
     storage = memory.allocate([2**24], lambda _: None)
@@ -99,15 +99,19 @@ def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept:
     )
     memory.close()
     if flags is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this kernel has no huge pages, or does not tell")
-    assert {"hg", "dc"} <= flags, "proc(5): huge pages advised; not copied by a fork"
+        pytest.skip("this kernel has no huge pages, or does not report them")
+    assert {"hg", "dc"} <= flags, (
+        "not advised for huge pages (hg), or copied by a fork (dc); see proc(5)"
+    )
     assert "sh" not in flags
 
 
 def test_a_kernel_that_takes_no_advice_gives_memory_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """EINVAL, of one without huge pages; and a system that does not know the word."""
+    """Memory is allocated although the kernel has no huge pages (EINVAL) or the system lacks the
+    advice MADV_DONTFORK.
+    """
 
     class Mapped(mmap.mmap):
         def madvise(self, *_: Any) -> None:
@@ -161,20 +165,20 @@ def test_progress_goes_up_to_all_of_it(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
-    plan, told = executable(policy), []
+    plan, reports = executable(policy), []
     with Executor(
         plan,
         config_of(plan.model),
         AdamW(),
         CPU,
-        on_allocate=lambda done, total: told.append((done, total)),
+        on_allocate=lambda done, total: reports.append((done, total)),
     ) as executor:
         total = executor.allocated("host") + executor.allocated("device")
-        assert told[-1] == (total, total)
-        assert {one[1] for one in told} == {total}
-        assert [one[0] for one in told] == sorted({one[0] for one in told})
-        assert len(told) > len(executor.pool_bytes), (
-            "pools of several pieces are told of more than once"
+        assert reports[-1] == (total, total)
+        assert {one[1] for one in reports} == {total}
+        assert [one[0] for one in reports] == sorted({one[0] for one in reports})
+        assert len(reports) > len(executor.pool_bytes), (
+            "pools of several pieces must report progress more than once"
         )
 
 
@@ -202,7 +206,7 @@ def test_a_failing_registration_names_the_pool_and_leaves_nothing(
 def test_an_exception_while_memory_is_allocated_releases_it(
     executable: Callable[..., Plan], registrar: Registrar, error: type[BaseException]
 ) -> None:
-    """Ctrl-C, or a callback that fails."""
+    """Ctrl-C and a failing callback release the memory that was allocated so far."""
     plan = executable()
 
     def interrupt(done: int, total: int) -> None:
@@ -235,7 +239,9 @@ def test_memory_is_released_although_the_device_has_failed(
 def test_a_steady_step_that_takes_memory_is_an_error(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """The first two may; after one that was not like the others, or that failed, two more may."""
+    """The first two steps may allocate memory, and later ones may not. After a step with other
+    shapes or a failed one, two more steps may.
+    """
     with session(executable()) as running:
         memory = running.executor._arenas.host_memory
 
@@ -263,8 +269,9 @@ def test_a_steady_step_that_takes_memory_is_an_error(
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Plays one step that a `AllocationGuard` watches, with PyTorch's counters raised as named:
-    `took` and, before the step, `freed` in bytes, `retried` in times.
+    """Returns a function that runs one step under an `AllocationGuard` and increases PyTorch's
+    counters. `took` and `freed` are bytes, taken in and freed before the step, and `retried` is a
+    count.
     """
     reserved = {"allocated": 7 * 2**20, "freed": 2**20}
     stats = {"reserved_bytes": {"all": reserved}, "num_alloc_retries": 0}
@@ -291,8 +298,8 @@ def test_a_retried_allocation_is_an_error_at_once(watched: Callable[..., None]) 
 def test_device_memory_taken_again_and_again_is_an_error(
     watched: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each steady step that takes memory counts once, however many bytes it takes, and is
-    logged.
+    """Every steady step that takes device memory is logged and counts once, however many bytes it
+    takes. After too many it is an error.
     """
     for number in range(1, 9):
         watched(took=2**20 * number)
@@ -304,7 +311,7 @@ def test_device_memory_taken_again_and_again_is_an_error(
         )
     with pytest.raises(AssertionError, match="device_bytes"):
         watched(took=1)
-    watched(took=2**20)  # an error begins a new warm-up
+    watched(took=2**20)  # after an error, a new warm-up begins
 
 
 def test_memory_that_was_freed_may_be_taken_again(
@@ -329,7 +336,9 @@ def test_a_step_of_other_shapes_may_take_memory(
 def test_steady_steps_do_not_grow_the_process(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """A model of 9 million parameters has 100 MB of state. A round is five steps."""
+    """Five steady steps do not grow the process by more than 2 % of its state. The model of 9
+    million parameters has 100 MB of state.
+    """
     plan = executable(
         "k_buffer",
         dtype="fp32",
@@ -348,8 +357,8 @@ def test_steady_steps_do_not_grow_the_process(
         for number in (1, 2, 3):
             running.step(number)
         growth = []
-        # malloc's arenas grow for a while, once for each thread. What a step keeps grows in every
-        # round, so one quiet round proves that steps keep nothing.
+        # malloc's arenas grow for a while, once for each thread. Memory that steps keep would grow
+        # in every round, so one round without growth proves that they keep none.
         for first in range(4, 44, 5):
             before = held_bytes()
             for number in range(first, first + 5):
@@ -357,11 +366,11 @@ def test_steady_steps_do_not_grow_the_process(
             growth.append(held_bytes() - before)
             if growth[-1] < 2**21:
                 break
-        assert growth[-1] < 2**21, f"2 % of the state; {growth}"
+        assert growth[-1] < 2**21, f"grew by more than 2 % of the state: {growth}"
 
 
 def held_bytes() -> int:
-    """Memory of this process alone, without what malloc holds in reserve."""
+    """Returns the memory of this process alone, without malloc's reserve."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -400,8 +409,8 @@ def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradien
     accumulation: int,
     dtype: str,
 ) -> None:
-    """On the host and the device together, so no class of data is in both; what else the host has
-    is staging: slabs, scalars, parked activations.
+    """Each layer's state is stored once, in 12 bytes a parameter on the host and device together.
+    What else is on the host is staging: slabs, scalars and offloaded inputs.
     """
     plan = executable(
         policy,
@@ -423,7 +432,9 @@ def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradien
             homes.pop(pool) for pool in ("host.gradients", "device.gradients") if pool in homes
         ]
         assert sum(homes.values()) == 12 * layer.elements
-        assert len({pool.partition(".")[2] for pool in homes}) == len(homes), "kept twice"
+        assert len({pool.partition(".")[2] for pool in homes}) == len(homes), (
+            "a class of data is stored twice"
+        )
         assert gradients in ([], [gradient_bytes(plan, layer.name) * layer.elements])
     host = [buffer for buffer in schedule.buffers if buffer.place == "host"]
     staging = {buffer.pool for buffer in host} - {f"host.{name}" for name in CLASSES}
@@ -436,4 +447,4 @@ def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradien
     }
     assert sum(buffer.allocated for buffer in host) - sum(
         buffer.bytes for buffer in host
-    ) < 4096 * max(len(host), 1), "rounded to pages, no more"
+    ) < 4096 * max(len(host), 1), "allocated more than the buffers rounded up to pages"

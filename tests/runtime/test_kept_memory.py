@@ -1,5 +1,5 @@
-"""Memory that outlives an executor: the same pages again, zeroed, and more only where there is no
-room.
+"""Tests of memory that outlives an executor: the same pages are used again and zeroed, and new ones
+are allocated only if those do not suffice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
 def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(
     executable: Callable[..., Plan],
 ) -> None:
-    """Twice on the same pages, of plans that use them otherwise: the same bits as on new ones."""
+    """Executors on reused pages compute the same bits as on new ones, also if their plans use the
+    pages differently.
+    """
     memory, plans = (
         ReusablePinnedPool(registered=False),
         [executable("k_buffer"), executable("overlapped", chunk_bytes=2**16)],

@@ -1,8 +1,8 @@
-"""The fused kernels give the bits of the PyTorch code, and where they cannot be had nothing
-changes.
+"""Tests of the fused kernels: they give the bits of the PyTorch code, which is used where they are
+not available.
 
-Triton's are tried where Triton is installed, in its interpreter, with `TRITON_INTERPRET=1 pytest
-tests/runtime/test_kernels.py`; on a GPU in `test_cuda.py`.
+Triton's kernels are tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
+pytest tests/runtime/test_kernels.py`. `test_cuda.py` tests them on a GPU.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ SPECIAL = [
     0x7FFF_FFFF,
     0xFFC1_2345,
 ]
-"""zeros, denormals, the least normal value, ties between bf16 values, the largest, infinities,
-NaNs"""
+"""zeros, denormals, the smallest normal value, ties between bf16 values, the largest value,
+infinities, NaNs"""
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 LENGTHS = st.integers(1, 300) | st.sampled_from([4095, 4096, 4097, 12_289, 33_000])
 
@@ -87,8 +87,8 @@ def using(chosen: Kernels | None) -> Iterator[None]:
 
 
 def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.Tensor:
-    """fp32 [n]: a quarter special values and every bit pattern if `wild`, otherwise what training
-    sees.
+    """Returns fp32 [n]. If `wild`, a quarter are special values and the rest random bit patterns.
+    Otherwise they are values as in training.
     """
     if not wild:
         return (
@@ -102,7 +102,7 @@ def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.T
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """With all NaNs alike."""
+    """Returns the bits of values, the same for all NaNs."""
     return torch.where(
         values.isnan(), torch.tensor(0x7FC0_0000, dtype=torch.int32), values.view(torch.int32)
     ).tolist()
@@ -142,7 +142,9 @@ def test_an_update_s_bits_are_pytorch_s(
     copied: bool,
     number: int,
 ) -> None:
-    """Of a run of elements anywhere in its tensors; those before and behind it stay."""
+    """An update of any range of elements gives PyTorch's bits. The elements before and after the
+    range stay unchanged.
+    """
     whole, part = count + offset + 5, slice(offset, offset + count)
     generator = torch.Generator().manual_seed(seed)
     master, gradient, first, second = (any_floats(generator, whole, wild=wild) for _ in range(4))
@@ -210,7 +212,7 @@ def test_a_sum_of_squares_has_pytorch_s_bits(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gradient = any_floats(generator, count + offset, wild=wild).to(dtype)[offset:]
-    if wild and seed % 2:  # otherwise the sum of every bit pattern is a NaN
+    if wild and seed % 2:  # otherwise the sum of random bit patterns is a NaN
         gradient = torch.where(gradient.abs() < 1e15, gradient, torch.zeros((), dtype=dtype))
     with using(fused):
         ours = sum_of_squares(
@@ -241,7 +243,9 @@ def test_sums_of_ratios_have_pytorch_s_bits(
     threads: bool,
     number: int,
 ) -> None:
-    """Of any rows of 64; what stands before and behind their sums stays."""
+    """Sums over any rows of 64 elements give PyTorch's bits. The values before and after the sums
+    stay unchanged.
+    """
     part, generator = slice(64 * offset, 64 * (offset + rows)), torch.Generator().manual_seed(seed)
     gradient, second = (
         any_floats(generator, 64 * (rows + 5), wild=wild).to(dtype),
@@ -280,7 +284,9 @@ def test_scales_have_pytorch_s_bits(fused: Kernels, counts: list[int], seed: int
 
 
 def test_more_rows_than_a_row_has_elements(fused: Kernels) -> None:
-    """Row sums are folded in more than one piece then."""
+    """A tensor with more rows than a row has elements gives PyTorch's bits. Its row sums are folded
+    in more than one piece.
+    """
     sums = torch.rand(2**14, generator=torch.Generator().manual_seed(0))
     wanted = optimizer._fold(sums.clone().view(1, -1))[0]
     assert torch.equal(fused.fold(sums), wanted)
@@ -309,7 +315,7 @@ def test_sums_of_gradients_have_pytorch_s_bits(
     )
     for workers in (
         (ALONE, three_threads) if fused is host_kernels() else (ALONE,)
-    ):  # Triton's interpreter is for one thread
+    ):  # Triton's interpreter runs in one thread
         results = []
         for chosen in (fused, None):
             total = before.clone()
@@ -352,7 +358,7 @@ def test_tensors_of_unequal_length_are_refused() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty one, and no library loaded yet."""
+    """Returns an empty cache folder. No library is loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MEGATRAIN_KERNELS", raising=False)
     host_kernels.cache_clear()
@@ -388,7 +394,7 @@ def test_a_damaged_library_is_compiled_again(cache: Path, damage: Callable[[byte
     (library,) = cache.iterdir()
     whole, again = library.read_bytes(), library.with_name("aside")
     again.write_bytes(damage(whole))
-    again.replace(library)  # not in place: this process has it mapped
+    again.replace(library)  # a new file, because this process has the old one mapped
     host_kernels.cache_clear()
     assert works(host_kernels())
     assert host._intact(library)
@@ -463,8 +469,8 @@ def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(
 
 
 def test_callers_take_turns_and_shares_add_up() -> None:
-    """Two of Python's threads, one team: every update is whole before its call returns, also after
-    the team is gone.
+    """Several Python threads can share one team of worker threads. Every update is complete when
+    its call returns, also after the team is closed.
     """
     alone = host_kernels()
     assert alone is not None
@@ -492,7 +498,7 @@ def test_callers_take_turns_and_shares_add_up() -> None:
 @pytest.mark.skipif(host_kernels() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_team_has_as_many_threads_as_it_was_asked_for_until_it_is_closed(threads: int) -> None:
-    """The caller's is one of them."""
+    """A team has the threads that were asked for, including the caller's, until it is closed."""
     alone = host_kernels()
     assert alone is not None
     running = Path("/proc/self/task")

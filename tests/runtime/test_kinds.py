@@ -1,5 +1,5 @@
-"""The runtime binds every kind of op that `Schedule.check` knows the operands of, and exports its
-main classes.
+"""Tests that the runtime binds every kind of op whose operands `Schedule.check` knows, and that it
+exports its main classes.
 """
 
 from __future__ import annotations

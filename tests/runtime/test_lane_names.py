@@ -1,5 +1,5 @@
-"""A profiler that records every thread finds each op under its id. The usual one records the thread
-that started it, and so no lane, whatever a lane does.
+"""Tests of op names in profiles: a profiler that records all threads lists each op under its id.
+PyTorch's default records only the thread that started it, and so no lane.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def test_ops_are_named_where_a_profiler_records_all_threads(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
     if "profile_all_threads" not in (inspect.getdoc(_ExperimentalConfig.__init__) or ""):
-        pytest.skip("this torch cannot")
+        pytest.skip("this version of torch cannot profile all threads")
     with session(executable(layers=2)) as running:
         running.step(1)
         with profile(

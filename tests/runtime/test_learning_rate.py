@@ -1,5 +1,5 @@
-"""Learning rates: transformers' values after the warm-up, which is one step ahead of theirs; whole
-at the ends.
+"""Tests of learning rates: after the warm-up they are transformers' values. The warm-up is one step
+ahead of transformers', so that the first step has a rate above zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOOR = {
 
 
 def theirs(name: str) -> list[float]:
-    """The rate of each step under transformers' schedule."""
+    """Returns the rate of each step under transformers' schedule."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     schedule: Any = get_scheduler(
         name,
@@ -53,7 +53,7 @@ def test_rates_are_those_of_transformers(name: str, ours: dict[str, Any]) -> Non
     rates, wanted = [schedule.at(number, STEPS) for number in range(1, STEPS + 1)], theirs(name)
     assert rates[WARM_UP:] == pytest.approx(wanted[WARM_UP:], rel=1e-12)
     assert len(set(rates)) > 3
-    if name != "warmup_stable_decay":  # there the warm-up begins at the floor
+    if name != "warmup_stable_decay":  # its warm-up begins at the floor
         assert rates[: WARM_UP - 1] == pytest.approx(wanted[1:WARM_UP], rel=1e-12)
 
 

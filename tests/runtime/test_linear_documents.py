@@ -1,5 +1,5 @@
-"""Linear attention and state-space mixers over packed rows: a layer gives each document what it
-gives it alone, whatever the documents' lengths.
+"""Tests of linear attention and state-space mixers over packed rows: a layer computes for each
+document what it computes for the document alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTHS = [[70, 1, 2, 3, 64, 60], [200], [1] * 8 + [128, 64], [4, 60, 136]]
 
 @pytest.fixture(params=LINEAR)
 def layer(request: pytest.FixtureRequest) -> Any:
-    """What has a state in the first layer of transformers' model."""
+    """Returns the mixer with a state in the first layer of transformers' model."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -45,7 +45,9 @@ def row_and_documents(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_each_document_is_as_it_is_alone(layer: Any) -> None:
-    """Forward and the gradient of its input: no row of another document's, and to 1e-5 its own."""
+    """The output and input gradient of each document are within 1e-5 and 2e-5 of those of the
+    document alone.
+    """
     rows, documents = row_and_documents()
     weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
     rows.requires_grad_()
@@ -66,8 +68,8 @@ def test_each_document_is_as_it_is_alone(layer: Any) -> None:
 
 
 def test_no_document_sees_another_one(layer: Any) -> None:
-    """Where one document is replaced, even by rows a thousand times as large, the others stay as
-    they are.
+    """Replacing one document, even by values a thousand times as large, does not change the output
+    of the others.
     """
     rows, documents = row_and_documents()
     other = torch.where((documents == 0)[..., None], 1000 * rows.flip(1), rows)
@@ -93,7 +95,9 @@ def test_a_row_of_one_document_is_a_row_without_documents(layer: Any) -> None:
 
 
 def test_what_is_kept_for_the_backward_pass_is_as_much_as_without_documents(layer: Any) -> None:
-    """So that predictions of memory hold."""
+    """The backward pass keeps as much memory as without documents, so that predictions of memory
+    are right.
+    """
     rows, documents = row_and_documents()
     sizes = []
     for arguments in ({}, {ARGUMENT: positions(documents)}):

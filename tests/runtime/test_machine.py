@@ -1,4 +1,4 @@
-"""What is asked of the machine, and told to it."""
+"""Tests of what the runtime asks of the machine and sets on it."""
 
 from __future__ import annotations
 

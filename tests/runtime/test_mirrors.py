@@ -1,5 +1,5 @@
-"""What the binder sends to the host: nothing without a GPU; with one, what ops of the host read,
-behind each op of the device that writes it.
+"""Tests of the values that the binder copies to the host. Without a GPU there are none. With one,
+values that ops on the host read are copied after each op that writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLANS = [
     ("double_buffer", {"accumulation": 2}, {"device.losses:0": "H.m0", "device.losses:1": "H.m1"}),
     ("resident", {}, {}),
 ]
-"""policy, changes, buffer -> the op that writes it"""
+"""policy, changes, and for each buffer the op that writes it"""
 
 
 @pytest.mark.parametrize(("policy", "changes"), [plan[:2] for plan in PLANS])
@@ -58,7 +58,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
     changes: dict[str, Any],
     sent: dict[str, str],
 ) -> None:
-    heard: list[str] = []
+    events: list[str] = []
     streams: list[object] = []
 
     class Recorder:
@@ -67,10 +67,10 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             self.place, self.landed = values.data_ptr(), torch.zeros_like(values)
 
         def send(self) -> None:
-            heard.append(f"send {self.place}")
+            events.append(f"send {self.place}")
 
         def wait(self) -> None:
-            heard.append(f"wait {self.place}")
+            events.append(f"wait {self.place}")
 
     monkeypatch.setattr(binding, "HostScalarCopy", Recorder)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
@@ -90,7 +90,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
         )
         place = {buffer: own.flat(buffer, torch.float32, 1).data_ptr() for buffer in sent}
         assert binder._mirrors.keys() == sent.keys()
-        assert len(set(streams)) == bool(sent), "one stream for all of them"
+        assert len(set(streams)) == bool(sent), "the copies must share one stream"
         readers = 0
         for op in executor.schedule.ops:
             if op.lane == "cpu" and (read := [buffer for buffer in op.reads if buffer in sent]):
@@ -99,9 +99,9 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
                     assert (
                         binder._values(op, buffer, 1).data_ptr()
                         == binder._mirrors[buffer].landed.data_ptr()
-                    ), "what landed, not the device's"
+                    ), "the op reads the device's value instead of its copy"
             monkeypatch.setitem(
-                binder._kinds, op.kind, lambda op: functools.partial(heard.append, op.id)
+                binder._kinds, op.kind, lambda op: functools.partial(events.append, op.id)
             )
             binder.bind(op)()
             waited = [
@@ -109,10 +109,10 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
                 for buffer in op.reads
                 if op.lane == "cpu" and buffer in sent
             ]
-            assert heard == [
+            assert events == [
                 *waited,
                 op.id,
                 *(f"send {place[buffer]}" for buffer, writer in sent.items() if writer == op.id),
             ]
-            heard.clear()
+            events.clear()
         assert (readers > 0) == bool(sent)

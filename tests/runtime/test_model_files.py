@@ -1,5 +1,5 @@
-"""Weights in and out: a transformers folder loads, trains' masters export to a folder that
-transformers loads, failures leave nothing behind.
+"""Tests of loading and exporting weights: a transformers folder loads, masters are exported to a
+folder that transformers loads, and failures leave nothing behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def save_model(plan: Plan, folder: Path, shard: str = "5GB") -> Any:
-    """transformers' model of `plan`, fp32, with weights of its own, saved to `folder`."""
+    """Saves transformers' model of `plan` in fp32, with random weights, to `folder`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).eval()
     with torch.no_grad():
@@ -37,7 +37,7 @@ def save_model(plan: Plan, folder: Path, shard: str = "5GB") -> Any:
 
 @pytest.fixture
 def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
-    """A plan, and a folder with its weights."""
+    """Returns a plan, and a folder with its weights."""
     plan = executable(dtype="fp32")
     save_model(plan, tmp_path / "model")
     return plan, tmp_path / "model"
@@ -58,8 +58,8 @@ def test_an_export_has_the_logits_of_what_was_loaded(
     tied: bool,
     dtype: str,
 ) -> None:
-    """Identical, not close: in fp32 to the model that was saved, in bf16 to that model rounded
-    (ties away from zero, unlike torch's conversion).
+    """The logits of an export equal those of the loaded model exactly. In bf16 the expected model
+    is rounded with ties away from zero, unlike torch's conversion.
     """
     plan = executable(policy, family=family, tied=tied, dtype=dtype)
     model = save_model(plan, tmp_path / "in")

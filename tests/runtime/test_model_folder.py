@@ -1,5 +1,5 @@
-"""Which files of a model's folder are read: safetensors inside it, one shard at a time, no pickle,
-no code; what goes out with an export.
+"""Tests of which files of a model's folder are read and exported: only safetensors inside the
+folder, one shard at a time, no pickle and no code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 @pytest.fixture
 def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
-    """A bf16 plan, and a folder with fp32 weights for it."""
+    """Returns a bf16 plan, and a folder with fp32 weights for it."""
     plan = executable()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32).save_pretrained(
@@ -54,8 +54,8 @@ def test_an_export_has_the_dtype_that_is_asked_for(
     computed: str,
     dtype: Any,
 ) -> None:
-    """fp32 is the master, bf16 the master rounded, whatever the layers compute in; and the logits
-    are those of just these weights.
+    """An export in fp32 has the masters, and one in bf16 the rounded masters, whatever dtype the
+    layers compute in. Its logits are those of these weights.
     """
     plan = executable("overlapped", dtype=computed)
     with session(plan) as running:
@@ -336,8 +336,8 @@ def test_a_revision_of_a_hub_name_is_asked_for(
 
 
 def test_offline_the_cache_alone_is_asked(tmp_path: Path) -> None:
-    """Really: a snapshot that lies in the cache is found without a network, and one that does not
-    is one line.
+    """Offline, a model in the cache is found without a network, and one that is not there gives an
+    error of one line.
     """
     snapshot = (
         tmp_path
@@ -380,8 +380,8 @@ def test_offline_the_cache_alone_is_asked(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
-    """Really not: a port that nobody listens at, in a process of its own since the address is read
-    when the library is imported.
+    """A hub that cannot be reached gives an error of one line. No server listens at the port. The
+    test runs in a process of its own, because the library reads the address when it is imported.
     """
     program = (
         "from megatrain.runtime.files.model_folder import model_folder\ntry:\n   "
@@ -449,8 +449,8 @@ print(json.dumps({"peak": peak, "final": final, "written": size, "writing": writ
 def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """An fp32 model of 230 MB in shards of 36 MB or one tensor: of all resident memory, mapped
-    files included.
+    """Loading uses at most one shard of memory besides the final state, and saving none. The fp32
+    model has 230 MB in shards of 36 MB, and mapped files count.
     """
     plan = executable(
         hidden=640,
@@ -510,6 +510,6 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
     assert found["final"] == 12 * sum(layer.elements for layer in plan.model.stack.values())
     assert found["peak"] <= found["final"] + max(sizes) + 2**26, (
         found
-    )  # some pieces of 16 MiB under way
+    )  # a few pieces of 16 MiB may be in progress
     assert found["written"] > 100_000_000
     assert found["writing"] < 2**23, found

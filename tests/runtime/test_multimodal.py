@@ -1,5 +1,5 @@
-"""The language model of a multimodal folder: trained as inside transformers' whole model, and
-exported back into it.
+"""Tests of the language model of a multimodal folder: it trains as inside transformers' whole
+model, and is exported back into it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
 TRAINED = 3
-"""steps"""
+"""number of exports that are compared, with a step before each but the first"""
 
 
 @pytest.fixture
 def inside(
     tmp_path: Path, make_plan: Callable[..., Plan], session: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A session that has loaded the language model of `tmp_path / "whole"`; `inside(kind)`."""
+    """Returns `inside(kind)`, which saves a multimodal model to `tmp_path / "whole"` and opens a
+    session with its language model.
+    """
 
     def make(kind: str) -> Any:
         tiny_multimodal.save(kind, tmp_path / "whole")
@@ -56,8 +58,8 @@ def inside(
 
 
 def reloaded(folder: Path) -> Any:
-    """In evaluation mode, which without dropout computes the same: Gemma 3 wants to be told in
-    training which tokens are images.
+    """Returns the exported model, as transformers loads it. It is in evaluation mode, because Gemma
+    3 in training mode needs to know which tokens are images. Without dropout both compute the same.
     """
     model, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
@@ -68,8 +70,8 @@ def reloaded(folder: Path) -> Any:
 def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
     inside: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
-    """Unchanged, it is the folder that it came from; trained, its loss and gradients are those of
-    the whole model that transformers loads.
+    """Exporting the untrained model gives the folder that it came from. After training, loss and
+    gradients are those of the whole model that transformers loads.
     """
     folder = tmp_path / "whole"
     with inside(kind) as running:
@@ -102,7 +104,7 @@ def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
     assert others
     buffers = {name for name in first if name.endswith("layer_scalar")}
     assert {name for name in first if torch.equal(first[name], last[name])} == others | buffers, (
-        "all of the language model is trained and nothing else"
+        "a tensor of the language model was not trained, or another one was"
     )
 
 
@@ -141,7 +143,9 @@ def test_an_export_in_bf16_leaves_the_other_tensors_as_they_are(
 
 
 def test_from_random_weights_it_is_exported_alone(tmp_path: Path) -> None:
-    """Its vision tower would know nothing of it."""
+    """A language model that starts from random weights is exported without the other parts, since
+    the vision tower was not trained with it.
+    """
     tiny_multimodal.save("gemma3", tmp_path)
     config = exported_config(tmp_path, ModelSpec.load(str(tmp_path)), init="random")
     assert config.model_type == "gemma3_text"
@@ -163,8 +167,8 @@ def test_a_note_says_what_is_not_trained(tmp_path: Path) -> None:
 
 
 def test_gemma_3_s_text_config_may_leave_out_what_has_a_default() -> None:
-    """As it is published."""
-    told = {
+    """Gemma 3's text config may omit keys that have a default, as the published one does."""
+    given = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
         "model_type": "gemma3_text",
@@ -174,13 +178,13 @@ def test_gemma_3_s_text_config_may_leave_out_what_has_a_default() -> None:
     model = ModelSpec.from_config(
         {
             "model_type": "gemma3",
-            "text_config": {**told, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+            "text_config": {**given, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
         },
         "config.json",
     )
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(
-            AutoConfig.for_model("gemma3", text_config=told)
+            AutoConfig.for_model("gemma3", text_config=given)
         ).model.language_model
     assert (model.tied, model.parameters) == (
         True,

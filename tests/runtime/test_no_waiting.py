@@ -1,5 +1,5 @@
-"""Inside a step nothing asks a tensor for its value: on a GPU that would wait for everything that
-was enqueued before.
+"""Tests that no step reads a tensor's value: on a GPU that would wait for all work that was
+enqueued before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__
 
 @pytest.fixture
 def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While lanes play, whichever thread it is."""
+    """Makes reading a tensor's value an error in all threads while lanes run."""
     play = LaneGroup.play
 
     def refuse(name: str) -> Callable[..., Any]:
@@ -127,8 +127,9 @@ def test_one_that_does_is_found(
 def test_a_coefficient_that_is_no_number_changes_no_bit_without_kernels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Not even of a negative zero, nor with a gradient that is infinite; several blocks, the last
-    one short; the copy gets the old weights.
+    """An update with a coefficient of NaN changes no bit, not even of a negative zero or with an
+    infinite gradient. It takes several blocks, the last of them short, and the copy gets the old
+    weights.
     """
     monkeypatch.setattr(optimizer, "kernels", lambda _: None)
     monkeypatch.setattr(optimizer.Workers, "cpu_block", 64)

@@ -1,5 +1,5 @@
-"""Optimizer: the two planes lose nothing, the arithmetic is AdamW's and clip_grad_norm_'s, and
-neither blocks nor threads change a bit.
+"""Tests of the optimizer: the two planes are exact, the arithmetic is that of PyTorch's AdamW and
+clip_grad_norm_, and blocks and threads change no bit.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megatrain.runtime.optimizer.adamw import (
     update,
 )
 
-LARGEST_SPLIT = 0x7F7F_7FFF  # 3.39e38: beyond it bf16 rounds to infinity
+LARGEST_SPLIT = 0x7F7F_7FFF  # 3.39e38; larger values round to infinity in bf16
 BITS = (
     st.integers(0, LARGEST_SPLIT)
     | st.integers(0, LARGEST_SPLIT).map(lambda bits: (bits & 0x7FFF_0000) | 0x8000)
     | st.integers(0, 0x00FF_FFFF)
 )
-"""of a non-negative fp32: any; a tie between two bf16 values; a denormal or nearly"""
+"""bits of a non-negative fp32 value: any, a tie between two bf16 values, or a denormal or nearly
+one"""
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def three_threads() -> Iterator[WorkerThreads]:
 
 @pytest.fixture(params=["kernels", "eager"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernels of this machine, if it has any, and with PyTorch alone."""
+    """Runs a test with the kernels of this machine, if it has any, and with PyTorch alone."""
     monkeypatch.setenv("MEGATRAIN_KERNELS", request.param)
 
 
@@ -91,9 +92,11 @@ def test_split_and_join_are_exact_and_the_high_plane_is_nearest(bits: list[int])
     nearest = (master.double() - master.bfloat16().double()).abs()
     assert torch.equal(
         (master.double() - high.double()).abs(), nearest
-    )  # as near as round to even, hence at most half a unit off
+    )  # as close as rounding to even, so at most half a unit off
     tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
-    assert bool((high.double().abs() > master.double().abs())[tie].all()), "ties go away from zero"
+    assert bool((high.double().abs() > master.double().abs())[tie].all()), (
+        "ties must round away from zero"
+    )
     assert torch.equal(high[~tie].view(torch.int16), master.bfloat16()[~tie].view(torch.int16))
 
 
@@ -112,8 +115,8 @@ def test_a_high_plane_keeps_its_shape() -> None:
 def test_twenty_steps_are_torch_s_adamw(
     in_planes: bool, weight_decay: float, max_norm: float | None
 ) -> None:
-    """Tolerance: 1e-6 of a weight of about 1, for 20 steps of fp32 operations that round in another
-    order; the planes cost nothing more.
+    """Twenty steps match torch's AdamW. The tolerance is 1e-6 of a weight of about 1, because fp32
+    operations round in another order. Two planes need no larger tolerance.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1000, generator=generator)
@@ -139,12 +142,12 @@ def test_twenty_steps_are_torch_s_adamw(
             weights, low, moments, gradient, settings=settings, rate=1e-2, number=number, clip=clip
         )
     master = weights if low is None else join(weights, low)
-    assert float((theirs.detach() - start).abs().max()) > 0.1, "the weights have moved"
+    assert float((theirs.detach() - start).abs().max()) > 0.1, "the weights have not moved"
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-6, atol=1e-6)
     state = torch_optimizer.state[theirs]
     torch.testing.assert_close(
         moments[0], state["exp_avg"], rtol=1e-5, atol=1e-7
-    )  # a sum of either sign: what cancels leaves its rounding
+    )  # terms of both signs cancel and leave rounding errors
     torch.testing.assert_close(moments[1], state["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
@@ -231,8 +234,8 @@ def test_an_error_in_a_share_is_raised(three_threads: WorkerThreads) -> None:
 
 @pytest.mark.usefixtures("both_ways")
 def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
-    """At rate 1e-5 a step of AdamW moves a weight of 1 by 1e-5, and bf16 values around 1 lie 4e-3
-    to 8e-3 apart.
+    """Updates that are smaller than bf16 resolves add up. At rate 1e-5 a step of AdamW moves a
+    weight of 1 by 1e-5, and bf16 values around 1 are 4e-3 to 8e-3 apart.
     """
     settings, gradient, start = (
         AdamW(betas=(0.0, 0.0)),
@@ -256,7 +259,7 @@ def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
         )
         pure.copy_(wide)
     torch.testing.assert_close(start - join(high, low), torch.full((64,), 1e-3), rtol=0.02, atol=0)
-    assert torch.equal(pure.float(), start), "pure bf16 would not have moved at all"
+    assert torch.equal(pure.float(), start), "pure bf16 must not move at all"
 
 
 # ---- accumulation, norm, clip ----
@@ -282,7 +285,10 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
     assert (whole.dtype, whole.shape) == (torch.float32, ())
     assert float(whole) == pytest.approx(float(gradient.double().square().sum()), rel=1e-6)
     assert torch.equal(gradient, before)
-    for block in (1024, 2048):  # rows are folded whole: four times as much is a multiple of 4096
+    for block in (
+        1024,
+        2048,
+    ):  # rows are folded whole, and four times each block is a multiple of 4096
         monkeypatch.setattr(Workers, "cpu_block", block)
         monkeypatch.setattr(WorkerThreads, "cpu_block", block)
         assert torch.equal(sum_of_squares(gradient), whole)
@@ -292,7 +298,9 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
 def stable_adamw(
     weights: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, settings: AdamW
 ) -> tuple[torch.Tensor, list[float]]:
-    """Algorithm 2 of arXiv 2304.13013 in fp64, as it stands there; the RMS of each step."""
+    """Returns the final weights by Algorithm 2 of arXiv 2304.13013 in fp64, and the RMS of each
+    step.
+    """
     theta, v, u = weights.double(), torch.zeros(1).double(), torch.zeros(1).double()
     beta1, beta2 = settings.betas
     found = []
@@ -312,8 +320,8 @@ def stable_adamw(
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
-    """Two tensors of a layer, each with an RMS of its own; the first is padded, and its padding is
-    no part of the mean.
+    """Clipping by the update computes StableAdamW. The layer has two tensors, each with an RMS of
+    its own. The padding of the first is not part of its mean.
     """
     generator, settings, sizes = (
         torch.Generator().manual_seed(5),
@@ -360,7 +368,7 @@ def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
             )
     for index, (part, start) in enumerate(zip(where, starts, strict=True)):
         theirs, found = stable_adamw(start, gradients[index], 1e-2, decay, settings)
-        assert max(found) > 1.5, "clipping is active"
+        assert max(found) > 1.5, "clipping is not active"
         assert [float(scale[index]) for scale in scales] == pytest.approx(
             [1 / max(1.0, rms) for rms in found], rel=1e-5
         )
@@ -370,7 +378,9 @@ def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float) -> None:
-    """3e38: its square is not finite."""
+    """A ratio that is not finite in one tensor stops the update of its whole layer. The square of
+    3e38 is not finite.
+    """
     gradient, sums = torch.ones(192), torch.empty(3)
     gradient[70] = bad
     optimizer.ratio_sums(gradient, torch.ones(192), sums, settings=AdamW(), number=1)
@@ -381,7 +391,7 @@ def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float)
 
 @pytest.mark.usefixtures("both_ways")
 def test_a_second_moment_that_is_no_number_is_seen() -> None:
-    """It is not taken for less than epsilon^2."""
+    """A second moment of NaN gives NaN, and does not count as smaller than epsilon^2."""
     second, sums = torch.ones(64), torch.empty(1)
     second[5] = math.nan
     optimizer.ratio_sums(torch.ones(64), second, sums, settings=AdamW(), number=1)
@@ -390,7 +400,7 @@ def test_a_second_moment_that_is_no_number_is_seen() -> None:
 
 @pytest.mark.usefixtures("both_ways")
 def test_a_gradient_of_zeros_is_not_scaled() -> None:
-    """Whatever epsilon: its square may be less than the least fp32."""
+    """A gradient of zeros has the scale 1, even if epsilon's square is too small for fp32."""
     sums = torch.empty(1)
     optimizer.ratio_sums(
         torch.zeros(64), torch.zeros(64), sums, settings=AdamW(epsilon=1e-30), number=1
@@ -437,7 +447,7 @@ def test_sums_of_ratios_hang_on_no_block(
     [(0.0, 1.0), (1e-4, 1.0), (0.1, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-7, 1e-6)],
 )
 def test_the_clip_coefficient_is_torch_s(scale: float, max_norm: float) -> None:
-    """For small norms as well, where the 1e-6 that torch adds counts."""
+    """The clip coefficient is torch's, also for small norms, where torch's 1e-6 matters."""
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(size, generator=generator) * scale for size in (3, 5000, 64)]
     factor, norm = clip_coefficient([sum_of_squares(gradient) for gradient in gradients], max_norm)
@@ -452,7 +462,7 @@ def test_the_clip_coefficient_is_torch_s(scale: float, max_norm: float) -> None:
 
 
 def test_a_norm_as_small_as_the_epsilon_is_clipped_as_torch_clips_it() -> None:
-    """1e-6 is added to the norm: it halves the factor of a gradient of that norm."""
+    """For a norm of 1e-6 the coefficient is one half, because torch adds 1e-6 to the norm."""
     gradient = torch.full((4,), 5e-7)
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = gradient.clone()

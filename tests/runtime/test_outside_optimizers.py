@@ -1,5 +1,6 @@
-"""Optimizers from files: with no, one and two moments every plan has the reference's bits, is saved
-and resumed; what the runtime cannot use is refused before anything is allocated.
+"""Tests of optimizers from files: with no, one and two moments every plan has the reference's bits
+and can be saved and resumed. An optimizer that cannot be used is refused before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SETTINGS = AdamW(
         GroupSettings(match="*k_proj*", rate_factor=0),
     ),
 )
-"""tensors decay differently, one kind has half the rate and one is frozen"""
+"""tensors decay differently, one kind has half the rate, and one is frozen"""
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "overlapped": ("overlapped", {}),
     "overlapped, placed": (
@@ -52,7 +53,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def deterministic_mode() -> Iterator[None]:
-    """One thread a matrix product, as in the lanes."""
+    """Makes PyTorch use one thread for matrix products, as lanes do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,7 +62,7 @@ def deterministic_mode() -> Iterator[None]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[int, str]:
-    """The path of an optimizer by its number of moments."""
+    """Writes one optimizer for each number of moments, and returns their paths."""
     for moments, text in TEXTS.items():
         (tmp_path / f"optimizer_{moments}.py").write_text(text, encoding="utf-8")
     return {moments: str(tmp_path / f"optimizer_{moments}.py") for moments in TEXTS}
@@ -72,7 +73,9 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Saves an optimizer with no moments and this body of `update`; returns its path."""
+    """Returns a function that saves an optimizer with the given body of `update`, by default
+    without moments, and returns its path.
+    """
 
     def saved(body: str, moments: int = 0) -> str:
         path = tmp_path / f"written_{len(list(tmp_path.iterdir()))}.py"
@@ -118,16 +121,16 @@ def test_every_plan_has_the_reference_s_bits(
                     layer.name: {t.name: draw(layer.name, t.name, t.shape) for t in layer.tensors}
                     for layer in plan.model.stack.values()
                 }
-                yardstick = Reference(
+                reference = Reference(
                     plan.model, plan.workload, config_of(plan.model), SETTINGS, first, CPU
                 )
                 results = [
-                    yardstick.step(running.batches(number), rate=1e-2, number=number)
+                    reference.step(running.batches(number), rate=1e-2, number=number)
                     for number in (1, 2)
                 ]
                 expected = {
                     (layer, tensor): values
-                    for layer, tensors in yardstick.masters.items()
+                    for layer, tensors in reference.masters.items()
                     for tensor, values in tensors.items()
                 }
             made = [running.step(number) for number in (1, 2)]
@@ -229,7 +232,7 @@ def test_a_clip_factor_of_nan_leaves_everything_as_it_was(
     assert torch.equal(updated(float("nan")), master)
     assert torch.equal(state, before)
     assert not torch.equal(updated(0.5), master)
-    assert torch.equal(gradient, kept), "an optimizer overwrites a copy"
+    assert torch.equal(gradient, kept), "the update overwrote the gradient instead of a copy"
 
 
 def test_blocks_change_no_bit(files: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:

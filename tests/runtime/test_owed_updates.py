@@ -1,5 +1,5 @@
-"""Nobody outside the executor sees weights or moments that lack the last update, and looking at
-them changes no bit.
+"""Tests of deferred updates: every reader of weights or moments sees all updates applied, and
+reading changes no bit.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def test_every_reader_sees_every_step(
 def test_reading_between_steps_changes_no_bit(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of the weights nor of the checksum of a step, which is of the weights that its
-    forward pass saw.
+    """Reading the weights between steps changes neither them nor the checksum of a step. That
+    checksum is of the weights that the forward pass used.
     """
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     plan = executable("overlapped", layers=3, clipping="global")
     found = []
     for reads_after in ((), (1, 2, 3, 4), (2,), (3, 4)):
         with session(plan) as running:
-            told = []
+            results = []
             for number in (1, 2, 3, 4):
                 result = running.step(number)
-                told.append((result.loss, result.gradient_norm, result.checksum))
+                results.append((result.loss, result.gradient_norm, result.checksum))
                 if number in reads_after:
                     running.masters()
-            found.append((told, running.masters()))
+            found.append((results, running.masters()))
     assert found == [found[0]] * 4
 
 
@@ -97,9 +97,9 @@ def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_s
         executor = running.executor
         for number in (1, 2, 3):
             before = executor.checksum()
-            told = running.step(number).checksum
-            as_they_lie = checksum(running.plan, executor.schedule, executor._arenas)
-            assert told == as_they_lie == before
+            reported = running.step(number).checksum
+            unflushed = checksum(running.plan, executor.schedule, executor._arenas)
+            assert reported == unflushed == before
             assert executor.checksum() != before
 
 

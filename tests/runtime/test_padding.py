@@ -1,5 +1,5 @@
-"""Between the tensors of a layer lies padding, which is no part of a gradient, whatever lay there
-before.
+"""Tests of the padding between the tensors of a layer: its contents are not part of any
+gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatrain.simulator.schedule.plan import Plan
 def test_what_lay_in_gradient_buffers_changes_nothing(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str
 ) -> None:
-    """Norms of 36 elements are padded to 64."""
+    """Old contents of gradient buffers change no result. The model's norms have 36 elements and are
+    padded to 64.
+    """
     plan = executable(policy, layers=2, hidden=36, accumulation=2, clipping="global")
     layers = list(plan.model.stack.values())
     assert all(

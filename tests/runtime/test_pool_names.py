@@ -1,4 +1,4 @@
-"""The trained bits do not depend on the names of pools."""
+"""Tests that the names of pools do not change the trained bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Before anything is allocated a model's tensors are compared with those of transformers' model,
-and one layer of each kind is run without memory.
+"""Tests of preflight: before anything is allocated, a model's tensors are compared with those of
+transformers' model, and one layer of each kind is run without memory.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def test_what_transformers_cannot_run_is_one_line(
 def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(
     make_model: Callable[..., ModelSpec],
 ) -> None:
-    """A damaged checkpoint may contain one: keys that a spec never has are not dropped there."""
+    """A config that transformers reads but cannot write gives an error of one line. A damaged
+    checkpoint may hold one, because its unknown keys are not dropped.
+    """
     model = make_model()
     damaged = msgspec.structs.replace(model, config={**model.config, "quantization_config": True})
     with pytest.raises(UserError, match=r"model small: config: found AttributeError: .*to_dict"):
@@ -121,7 +123,9 @@ def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(
 def test_an_embedding_that_is_normalised_is_refused_where_the_description_lacks_its_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NanoChat's norm has no weight, so that no tensor tells."""
+    """A family whose description lacks the norm of its embedding is refused. NanoChat's norm has no
+    weight, so comparing tensors would not show it.
+    """
     monkeypatch.setitem(
         FAMILIES._loaded,
         "nanochat",
@@ -153,8 +157,8 @@ def test_a_model_that_does_not_call_its_layers_is_refused_in_one_line() -> None:
 def test_arguments_of_every_layer_are_made_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A list that is too short for the last layer, in a family whose description does not look at
-    it.
+    """A list in the config that is too short for the last layer is refused before anything is
+    allocated, even if the family's description does not check its length.
     """
     with pytest.raises(
         UserError,
@@ -193,7 +197,7 @@ ONCE = dict.fromkeys(
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls of every refusal, from whichever module they are made."""
+    """Counts the calls of each refusal, from whichever module they are made."""
     calls: Counter[str] = Counter()
     for name in ONCE:
         function = getattr(sys.modules[preflight.__module__], name)
@@ -239,7 +243,9 @@ def test_every_refusal_runs_once_where_an_executor_is_made_directly(
 def test_a_run_that_will_be_deterministic_is_refused_what_is_not(
     executable: Callable[..., Plan],
 ) -> None:
-    """The process is not in that mode yet."""
+    """A run that will be deterministic is refused a kernel that is not, although the process is not
+    yet in deterministic mode.
+    """
     plan = executable(attention="cudnn")
     with pytest.raises(UserError, match="workload: attention: found cudnn in deterministic mode"):
         preflight(plan, AdamW(), torch.device("cpu"), deterministic=True)

@@ -1,4 +1,6 @@
-"""What a process takes for a while, as the system counts it; nothing where the system does not."""
+"""Tests of the memory that a process takes for a while, as the system counts it. The result is
+empty where the system does not count it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ MIB = 2**20
 
 @pytest.fixture
 def counted() -> None:
-    """By the system: a page that a process wrote to, since it asked to begin anew."""
+    """Skips a test if the system's count of touched pages cannot be reset."""
     with growth() as grown:
         pass
     if not grown:
@@ -23,14 +25,16 @@ def counted() -> None:
 
 
 def touch(size: int) -> None:
-    """Takes `size` bytes, writes to each and gives them back."""
+    """Takes `size` bytes, writes to each, and releases them."""
     taken = b"\1" * size
     del taken
 
 
 @pytest.mark.usefixtures("counted")
 def test_growth_is_the_most_that_a_block_took_though_it_gave_it_back() -> None:
-    """And nothing of what was taken before it."""
+    """The growth of a block is the most memory that it took, even if it was released. Memory that
+    was taken before does not count.
+    """
     touch(256 * MIB)
     with growth() as grown:
         touch(64 * MIB)

@@ -1,6 +1,6 @@
-"""A planted race: a dependency taken out of a schedule is reported by `check`, and in a run it
-changes bits as soon as the op that was to be waited for is late. With the dependency in place no
-delay, on whichever lane, changes any.
+"""Tests with a planted race: if a dependency is removed from a schedule, `check` reports it, and a
+run has other bits once the op that should be waited for is late. With all dependencies, no delay on
+any lane changes a bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATE_SECONDS = 0.05
 
 
 def without(schedule: Schedule, op: str, dependency: str) -> Schedule:
-    """`schedule`, in which `op` no longer waits for `dependency`."""
+    """Returns `schedule` in which `op` no longer waits for `dependency`."""
     ops = [
         msgspec.structs.replace(
             each, after=tuple(other for other in each.after if (each.id, other) != (op, dependency))
@@ -33,7 +33,7 @@ def without(schedule: Schedule, op: str, dependency: str) -> Schedule:
 
 
 def delay(tasks: Mapping[str, Task], seconds: Mapping[str, float]) -> None:
-    """Makes each named op begin its work that much later."""
+    """Delays the start of each named op by its number of seconds."""
 
     def late(run: Callable[[], object], wait: float) -> Callable[[], object]:
         return lambda: (time.sleep(wait), run())
@@ -43,7 +43,7 @@ def delay(tasks: Mapping[str, Task], seconds: Mapping[str, float]) -> None:
 
 
 def first_with_dependency(schedule: Schedule, wanted: Callable[[Op, Op], bool]) -> tuple[str, str]:
-    """The first (op, dependency) of which `wanted` is true."""
+    """Returns the first (op, dependency) for which `wanted` is true."""
     return next(
         (op.id, other)
         for op in schedule.ops
@@ -53,8 +53,8 @@ def first_with_dependency(schedule: Schedule, wanted: Callable[[Op, Op], bool]) 
 
 
 def touching(buffer: str, first: str, second: str) -> Callable[[Op, Op], bool]:
-    """Dependencies of an op of kind `second` on one of kind `first` for the sake of a buffer of the
-    pool.
+    """Returns a function that tells whether an op of kind `second` depends on one of kind `first`
+    and shares a buffer of the pool with it.
     """
 
     def wanted(op: Op, other: Op) -> bool:
@@ -122,8 +122,8 @@ def test_a_dependency_removed_is_reported_and_changes_bits(
 def test_no_dependency_can_be_spared(
     executable: Callable[..., Plan], policy: str, changes: dict[str, Any]
 ) -> None:
-    """Policies derive the fewest dependencies, so without any one of them something is a race
-    (`sequential` has more, on purpose).
+    """Removing any one dependency causes a race, because policies derive the fewest. `sequential`
+    has more on purpose.
     """
     schedule = lower(executable(policy, weight_slots=2, chunk_bytes=2**20, **changes))
     assert any(op.after for op in schedule.ops)
@@ -149,9 +149,7 @@ def test_delays_on_all_lanes_change_no_bit(
         want = undisturbed.bits()
     for seed in range(3):
         source = random.Random(seed)
-        slow = source.choice(
-            list(lower(plan).lanes)
-        )  # one lane as a whole, and single ops of all of them
+        slow = source.choice(list(lower(plan).lanes))  # one whole lane, and single ops of all lanes
         seconds = {
             op.id: source.random() * (0.004 if op.lane == slow else 0.001)
             for op in lower(plan).ops
@@ -159,4 +157,4 @@ def test_delays_on_all_lanes_change_no_bit(
         }
         with session(plan) as delayed:
             delay(delayed.tasks, seconds)
-            assert delayed.bits() == want, f"seed {seed}, {slow} slow"
+            assert delayed.bits() == want, f"seed {seed}, {slow} is slow"

@@ -1,5 +1,5 @@
-"""Checkpoints, plans and configs from anywhere: read, or refused as a UserError in one line. No
-traceback, no hang.
+"""Fuzz tests of reading checkpoints, plans and configs: each is read, or refused with a UserError
+of one line. There is no other exception and no hang.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ ODD = st.sampled_from(
 
 
 def places(value: Any) -> Iterator[tuple[Any, ...]]:
-    """The path of every value inside `value`."""
+    """Yields the path of every value inside `value`."""
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -92,7 +92,7 @@ def places(value: Any) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def spoiled(draw: st.DrawFn, good: Any) -> Any:
-    """`good` with up to three values replaced, removed or added."""
+    """Draws `good` with up to three values replaced, removed or added."""
     value = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, 3))):
         *way, last = draw(st.sampled_from(list(places(value)) or [("x",)]))
@@ -124,7 +124,7 @@ def spoiled(draw: st.DrawFn, good: Any) -> Any:
 
 @st.composite
 def spoiled_text(draw: st.DrawFn, good: bytes) -> bytes:
-    """`good` with some bytes changed or cut off; or any bytes."""
+    """Draws `good` with some bytes changed or cut off, or random bytes."""
     if draw(st.integers(0, 4)) == 0:
         return draw(st.binary(max_size=100))
     data = bytearray(good)
@@ -136,7 +136,9 @@ def spoiled_text(draw: st.DrawFn, good: bytes) -> bytes:
 
 
 def accepted(read: Callable[[], object]) -> bool:
-    """Whether `read` takes it. Anything but a UserError of one line is a failure."""
+    """Returns whether `read` accepts its input. Any error but a UserError of one line fails the
+    test.
+    """
     try:
         read()
     except UserError as error:
@@ -149,7 +151,9 @@ def accepted(read: Callable[[], object]) -> bool:
 
 
 def fuzz(test: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """300 cases always, 5,000 nightly."""
+    """Returns two tests of a function: one with 300 cases, and one with 5,000 for the nightly
+    run.
+    """
     quick, thorough = (
         hypothesis.settings(max_examples=count, database=None)(
             hypothesis.given(data=st.data())(test)
@@ -254,7 +258,7 @@ test_any_plan, test_any_plan_nightly = fuzz(read_a_plan)
 def running(
     plan: Plan, session: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Checkpoints]]:
-    """A session, and its checkpoints, of which there is one."""
+    """Opens a session and its checkpoints, of which there is one."""
     states = random.getstate(), torch.get_rng_state()
     with session(plan) as made:
         checkpoints = Checkpoints(tmp_path_factory.mktemp("fuzzed"))
@@ -275,8 +279,8 @@ def running(
 
 
 def read_a_checkpoint(running: tuple[Any, Checkpoints], data: st.DataObject) -> None:
-    """A manifest that was altered, by accident or with a seal that says that it is right, is
-    refused or restores the state that it is of.
+    """Checks that a changed manifest is refused or restores the checkpoint of step 1. It is changed
+    with and without a matching checksum.
     """
     session, checkpoints = running
     good = (checkpoints.folder / "good.json").read_bytes()

@@ -1,5 +1,5 @@
-"""The yardstick is right: it trains as transformers' own loss, torch.optim.AdamW and
-clip_grad_norm_ do.
+"""Tests of the reference that other tests compare with: it trains as transformers' own loss,
+torch.optim.AdamW and clip_grad_norm_ do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
-    """The reference and an ordinary model on the same random weights."""
+    """Returns the reference and an ordinary model with the same random weights."""
     weights, config = random_weights(0), config_of(plan.model)
     masters = {
         layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
@@ -49,11 +49,11 @@ def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
 def test_the_reference_trains_as_plain_pytorch(
     make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int
 ) -> None:
-    """Five steps in fp32. Tolerance: 1e-5 of losses and norms, 2e-6 of weights, which move by 5e-4
-    and more.
+    """Five steps in fp32 match plain PyTorch. The tolerance is 1e-5 for losses and norms and 4e-6
+    for weights, which move by at least 5e-4.
 
-    Epsilon is that of a clipped gradient's elements: with 1e-8, AdamW makes of a gradient that is
-    all rounding an update as large as any.
+    Epsilon is as large as the elements of a clipped gradient. With 1e-8, AdamW would turn a
+    gradient of rounding errors into a full update.
     """
     plan = make_plan(
         family=family,
@@ -115,7 +115,7 @@ def test_the_reference_trains_as_plain_pytorch(
     for name, parameter in reference.model.named_parameters():
         torch.testing.assert_close(
             parameter, model.get_parameter(name), rtol=0, atol=4e-6
-        )  # 0.4 % of a rate: where a gradient is near zero, AdamW divides rounding by rounding
+        )  # 0.04 % of the rate: near zero, AdamW divides rounding errors by each other
         assert float((parameter - start[name]).detach().abs().max()) > 5e-4, (
             f"{name} has hardly moved"
         )

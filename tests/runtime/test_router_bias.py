@@ -1,5 +1,5 @@
-"""The bias by which a router chooses: a buffer that a model folder has, and that training leaves as
-it is.
+"""Tests of the bias by which a router chooses experts: a buffer of the model folder that training
+does not change.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatrain.simulator.schedule.plan import Plan
 def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    """Training leaves it as it is, so no checkpoint holds it: loading the model, which goes before
-    every restore, does.
+    """A checkpoint does not hold a router's bias, because training does not change it. Resuming is
+    right, because the model's folder is loaded before every restore.
     """
     model = ModelSpec.from_config(
         tiny_config(family, num_hidden_layers=3, num_key_value_heads=8).to_dict(), family, family
@@ -53,6 +53,6 @@ def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
     with session(plan, weights=weights) as running:
         restore(running.executor, tmp_path / "saved", {})
         assert (running.step(3).loss, running.bits(0)) == expected
-    with session(plan) as running:  # without it the same checkpoint goes another way
+    with session(plan) as running:  # another bias gives another loss from the same checkpoint
         restore(running.executor, tmp_path / "saved", {})
         assert running.step(3).loss != expected[0]

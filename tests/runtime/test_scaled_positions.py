@@ -1,4 +1,4 @@
-"""Positions that are scaled by a document's length: each document of a packed row has the
+"""Tests of positions that are scaled by a document's length: each document of a packed row has the
 frequencies of its own length, as if it were alone.
 """
 
@@ -28,7 +28,8 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.scaled_positions import ScaledPositions, document_lengths
 
 LIMIT = 8
-"""tokens up to which positions are not scaled: the documents of `PACKED` have 9, 1, 14, 12 and 7"""
+"""number of tokens up to which positions are not scaled; the documents of `PACKED` have 9, 1, 14,
+12 and 7"""
 LONG = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": LIMIT}
 HALF = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0]
 LONGROPE = {
@@ -61,8 +62,8 @@ SCALED = [
 
 
 def alone(model: Any, batches: list[Batch]) -> torch.Tensor:
-    """The loss of transformers' model on each document by itself. A single token before each undoes
-    the scaling that the one before has left.
+    """Returns the loss of transformers' model with each document on its own. A single token before
+    each document resets the scaling that the previous one left.
     """
     trained, loss = [labelled(batch) for batch in batches], torch.zeros(())
     for batch in trained:
@@ -116,7 +117,9 @@ def test_whole_rows_are_scaled_as_transformers_does(
 
 @pytest.mark.parametrize("changes", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
 def test_each_length_has_its_own_frequencies_whatever_came_before(changes: dict[str, Any]) -> None:
-    """Also a document of just the original length, next to a longer one and after one."""
+    """A document has the frequencies of its length, whatever documents are before it or next to it.
+    One case has just the original length.
+    """
     config, x = config_of(model_of("llama", **changes)), torch.zeros(1, 1, 1)
     scaled = ScaledPositions.around(LlamaRotaryEmbedding(config))
     assert isinstance(scaled, ScaledPositions)

@@ -1,5 +1,5 @@
-"""What the runtime refuses to execute: one line, from `train` and `calibrate` alike; and that a
-plan alone rebuilds transformers' config.
+"""Tests of what the runtime refuses to execute, in one line and from `train` and `calibrate` alike,
+and that a plan alone rebuilds transformers' config.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_what_cannot_be_executed_is_refused_before_anything_is_read(
     message: str,
 ) -> None:
     plan = make_plan(model=make_model(**changes))
-    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)  # it can be planned
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)  # the planner accepts it
     plan.save(tmp_path / "plan.toml")
     with pytest.raises(UserError, match=message) as caught:
         Trainer(
@@ -124,7 +124,9 @@ def test_a_plan_alone_rebuilds_the_model(
 def test_a_multimodal_folder_is_refused_by_name(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
-    """One whose language model nobody has compared with transformers' inside of it."""
+    """A multimodal folder is refused by name if its language model has not been compared with
+    transformers' inside the whole model.
+    """
     text = make_model(family="llama")
     transformers.LlavaConfig(text_config=dict(text.config)).save_pretrained(tmp_path)
     with pytest.raises(
@@ -138,7 +140,9 @@ def test_a_multimodal_folder_is_refused_by_name(
 
 
 def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
-    """GPT-2's class has 0.1 where its config.json says nothing."""
+    """A dropout that config.json leaves out has the default of the family's class, which is 0.1 for
+    GPT-2.
+    """
     given = {
         "model_type": "gpt2",
         "n_embd": 64,
@@ -172,7 +176,9 @@ def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
 
 
 def test_a_dropout_of_null_is_refused_by_its_key() -> None:
-    """Some config classes take null, of which no attention function makes a probability."""
+    """A dropout of null is refused by its key. Some config classes accept null, but no attention
+    function does.
+    """
     given = {
         "model_type": "falcon_h1",
         "hidden_size": 64,

@@ -1,5 +1,5 @@
-"""Templates: stateless layers are transformers' own, the chunked head and the embedding have
-autograd's gradients, slots may be reused.
+"""Tests of stateless layers: they are transformers' own, the head in chunks and the embedding have
+autograd's gradients, and slots may be reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOTS = ("device.weights:0", "device.weights:1")
 
 @pytest.fixture
 def slots() -> Iterator[Arenas]:
-    """Two slots of 1 MiB in one arena."""
+    """Returns arenas with two slots of 1 MiB."""
     buffers = tuple(Buffer(id=slot, bytes=2**20, data="weights", dtype="bf16") for slot in SLOTS)
     arenas = Arenas(
         Schedule(policy="test", buffers=buffers, ops=()),
@@ -42,7 +42,7 @@ def made(plan: Plan) -> FunctionalLayers:
 
 
 def whole_model(plan: Plan, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model with weights that no two tensors share, norms and biases included."""
+    """Returns transformers' model. No two of its tensors are equal, norms and biases included."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(plan.model), dtype=dtype).train()
     with torch.no_grad():
@@ -96,8 +96,8 @@ def test_a_decoder_layer_is_transformers_own(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], family: str) -> None:
-    """The whole forward pass, loss included: causal attention, positions and the shift of labels
-    are nobody's invention.
+    """Embedding, layers and head together give the loss of the whole model. This checks causal
+    attention, positions and the shift of the labels.
     """
     plan = make_plan(family=family, dtype="fp32")
     model, templates = whole_model(plan), made(plan)
@@ -126,8 +126,8 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
 def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
     make_plan: Callable[..., Plan], chunk: int, dtype: torch.dtype
 ) -> None:
-    """Tolerance: in fp32 1e-5; in bf16 2e-2 of the largest, since a chunk's gradient is rounded to
-    8 bits.
+    """The head in chunks has the gradients of the whole head. The tolerance is 1e-5 in fp32 and
+    2e-2 of the largest value in bf16, since a chunk's gradient is rounded to 8 bits.
     """
     plan = make_plan(dtype="fp32" if dtype == torch.float32 else "bf16", loss_chunk=chunk)
     model, x = whole_model(plan, dtype), hidden(plan).to(dtype)
@@ -156,7 +156,7 @@ def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
         torch.testing.assert_close(
             got.float(), want.float(), rtol=relative, atol=relative * float(want.abs().max())
         )
-    assert not dx[0, 3:9].count_nonzero(), "an ignored label has no gradient"
+    assert not dx[0, 3:9].count_nonzero(), "an ignored label has a gradient"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,7 +166,7 @@ def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
     plan = make_plan(dtype="fp32" if dtype == torch.float32 else "bf16", batch=4, sequence=256)
     ids = torch.randint(
         3, (4, 256), generator=torch.Generator().manual_seed(0)
-    )  # each token some 340 times: bf16 sums would be far off
+    )  # each token occurs about 340 times, so bf16 sums would be wrong
     gradient = hidden(plan).to(dtype)
     table = torch.zeros(plan.model.vocabulary, plan.model.hidden, requires_grad=True)
     torch.nn.functional.embedding(ids, table).backward(gradient.float())
@@ -185,8 +185,8 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
     dtype: torch.dtype,
     slot_of_backward: str,
 ) -> None:
-    """Recompute in one slot, overwrite it, have the layer in another (or the same) again: the same
-    gradients, bit for bit.
+    """Gradients have the same bits if the slot is overwritten after recompute and the layer is
+    loaded again into the same or the other slot.
     """
     plan = make_plan(family=family, dtype="fp32" if dtype == torch.float32 else "bf16")
     templates, layer, x, upper = (
@@ -215,8 +215,8 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
 def test_backward_reads_the_slot_that_it_is_told(
     make_plan: Callable[..., Plan], slots: Arenas
 ) -> None:
-    """The counterpart: with another layer in the slot the gradients are others, so weights are not
-    kept from the recompute.
+    """The backward pass uses the weights in its slot and not those of recompute. With another layer
+    in the slot, the gradients differ.
     """
     plan = make_plan(dtype="fp32")
     templates, layer, x = made(plan), plan.model.stack["0"], hidden(plan)

@@ -1,5 +1,5 @@
-"""A safetensors file may come from anywhere: what is not exactly one is refused in one line, and a
-pickle is never opened.
+"""Tests of reading safetensors files from any source: a file that is not exactly valid is refused
+in one line, and a pickle is never opened.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 
 class Runs:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -202,7 +202,9 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, bad: str) -> Non
 
 
 def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path) -> None:
-    """A sparse file: it takes no room, and reading it would take 100 MB."""
+    """A header of more than 100 MB is refused without reading it. The file is sparse, so it takes
+    no space on disk.
+    """
     with (tmp_path / "f").open("wb") as file:
         file.write((LARGEST_HEADER_BYTES + 1).to_bytes(8, "little"))
         file.truncate(LARGEST_HEADER_BYTES + 100)
@@ -269,8 +271,8 @@ HEADER = (
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """Bytes; or a header, sound or not, with data of about its size; or a good file with some bytes
-    changed.
+    """Draws random bytes, a valid or invalid header with about as much data as it states, or a good
+    file with some bytes changed.
     """
     kind = draw(st.integers(0, 2))
     if kind == 0:

@@ -1,5 +1,5 @@
-"""Trackers: each hears of steps and evaluations with their numbers, and is closed; one that is not
-installed is said before anything starts.
+"""Tests of trackers: each gets the numbers of steps and evaluations and is closed, and one that is
+not installed is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVALUATION = EvaluationResult(number=7, loss=1000.0, tokens=3, seconds=1.0)
 
 
 class Fake:
-    """A module and its run."""
+    """A tracker's module and its run."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -94,7 +94,7 @@ def test_a_tracker_gets_every_number(
 
 
 class Remembering:
-    """A tracker's package: a new run unless one is named that it has."""
+    """A tracker's package that starts a new run, unless a run that it has is named."""
 
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.asked = name, dict[str, list[int]](), list[dict[str, Any]]()
@@ -109,7 +109,7 @@ class Remembering:
         **given: Any,
     ) -> Any:
         assert project == "mine"
-        assert given.keys() <= ({"id"} if self.name == "wandb" else set())  # trackio knows no id
+        assert given.keys() <= ({"id"} if self.name == "wandb" else set())  # trackio has no ids
         key = given.get("id") if self.name == "wandb" else name
         if not (resume == "allow" and key in self.runs):
             key = f"run{len(self.runs)}"
@@ -141,7 +141,7 @@ def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(
     train(5)
     train(9)
     assert package.runs == {"run0": [1, 5, 9]}
-    train(1)  # begun anew: nothing of the other run belongs here
+    train(1)  # a new training; must not continue the other run
     train(3)
     assert package.runs == {"run0": [1, 5, 9], "run1": [1, 3]}
     (tmp_path / "tracker.json").write_text("{}")

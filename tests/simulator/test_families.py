@@ -15,6 +15,7 @@ from decoder_layers import (
     register_one_kernel,
     turns_of,
 )
+from family_sample import SAMPLE
 from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -316,11 +317,19 @@ SAVED += [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    SAVED,
-    ids=[f"{family}{index}" for index, (family, _) in enumerate(SAVED)],
+    ("family", "changes", "dtype"),
+    [
+        pytest.param(
+            family,
+            changes,
+            dtype,
+            id=f"{family}{index}-{dtype}",
+            marks=[] if dtype == "bf16" or family in SAMPLE else [pytest.mark.nightly],
+        )
+        for index, (family, changes) in enumerate(SAVED)
+        for dtype in ("bf16", "fp32")
+    ],
 )
 def test_saved_bytes_are_what_autograd_keeps(
     family: str, changes: dict[str, Any], dtype: Dtype

@@ -26,6 +26,7 @@ from decoder_layers import (
     register_one_kernel,
     turns_of,
 )
+from family_sample import others_nightly
 from tiny_families import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -171,7 +172,7 @@ def one_kernel_attention() -> None:
     register_one_kernel()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 def test_bytes_are_predicted_as_closely_as_before(family: str) -> None:
     """Predicted over counted bytes are those in `family_bytes.toml`."""
     assert list(shares(family)) == [

@@ -1,4 +1,6 @@
-"""Small tokenizers with and without a chat template, and data files to read with them."""
+"""Fixtures of the data tests: small tokenizers with and without a chat template, and data files for
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ MARKED = (
     " %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-EMPTY_THOUGHT = (  # as in Qwen3: the last assistant turn alone has a thought before it
+EMPTY_THOUGHT = (  # as in Qwen3, only the last assistant turn begins with a thought
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last"
     " %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if"
     " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -48,8 +50,8 @@ TEXT = ["hello world, you are the one", "the other one is you", "are the words i
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A model folder with a byte-level BPE of some 300 ids; the ids of its special tokens are 0 to
-    3.
+    """Returns a function that makes a model folder with a byte-level BPE of about 300 ids. The ids
+    of its special tokens are 0 to 3.
     """
     made: dict[tuple, Path] = {}
 
@@ -81,7 +83,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """A JSONL file of rows; a string is a line as it stands."""
+    """Returns a function that writes rows to a JSONL file. A string is written as a line without
+    change.
+    """
 
     def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
         path = tmp_path / name
@@ -96,7 +100,7 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..., Any]:
-    """(training corpus, evaluation corpus, notes)"""
+    """Returns a function that opens data: (training corpus, evaluation corpus, notes)."""
 
     def make(
         data: Path,

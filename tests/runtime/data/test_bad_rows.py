@@ -1,4 +1,4 @@
-"""Bad rows: a list of kinds that stays short, and counts that add up."""
+"""Tests of bad rows: the list of their kinds stays short, and all rows are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HERE = Path("rows.jsonl")
 
 
 def spelt(number: int) -> str:
-    """The number in letters: reasons that differ in digits alone are of one kind."""
+    """Returns the number in letters, because reasons that differ only in digits are one kind."""
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 

@@ -1,5 +1,5 @@
-"""Text as bytes: a document a file, cut at its most bytes, packed without borders, and errors of
-one line.
+"""Tests of text as bytes: each file is a document, the corpus is cut at its maximum of bytes,
+documents are packed without borders, and errors are one line.
 """
 
 from __future__ import annotations

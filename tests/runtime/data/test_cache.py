@@ -1,5 +1,5 @@
-"""Cache: what was written comes back, mapped; a file with any changed byte, or cut anywhere, does
-not; nothing half written stays.
+"""Tests of the token cache: what was written is read back as a memory map, a file that is changed
+or cut anywhere is not used, and no partial file is left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cache of tokens changes nothing: it is used again for the same input, and for no other."""
+"""Tests that cached tokens change nothing: a cache is used for the same input only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_other_files_options_and_tokenizers_have_a_cache_of_their_own(
     assert entries() == 1
     assert (
         entries(seed=3, packing="none", work=Workload(batch=1, sequence=64)) == 1
-    )  # not what tokens depend on
+    )  # tokens do not depend on these
     assert entries(loss="last") == 2
     assert entries(columns="messages") == 3
     assert entries(template="unmarked") == 4

@@ -1,5 +1,5 @@
-"""Chat: which tokens of a conversation have loss, for templates that treat earlier turns, ends,
-thoughts and tools in the ways that models' templates do.
+"""Tests of chat data: which tokens of a conversation have loss. Their templates treat earlier
+turns, ends of turns, thoughts and tools as templates of released models do.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ BODY = "{{ m.content }}<|im_end|>\n{% endfor %}"
 TEMPLATES = {
     "plain": HEAD + BODY + PROMPT,
     "counts": "{{ messages | length }} messages\n" + HEAD + BODY + PROMPT,
-    # a thought is written into the last turn alone
+    # Only the last turn has a thought.
     "last thought": (
         HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content"
         " }}\n</think>\n{% endif %}" + BODY + PROMPT
     ),
-    # the same, and the prompt opens the thought
+    # As above, and the prompt opens the thought.
     "opened thought": (
         HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content"
         " }}\n</think>\n{% endif %}" + BODY + OPENS_THOUGHT
     ),
-    # the prompt opens a thought that no turn has
+    # The prompt opens a thought that no turn has.
     "cut thought": HEAD + BODY + OPENS_THOUGHT,
-    # the last turn ends otherwise
+    # The last turn has another end.
     "other end": (
         HEAD
         + "{{ m.content }}{% if loop.last %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
         + PROMPT
     ),
-    # a token after the conversation, but not before the prompt
+    # A token ends the conversation, but is not before the prompt.
     "end of text": (
         HEAD
         + BODY
         + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{%"
         " endif %}"
     ),
-    # the next turn's beginning is what stops the model
+    # Only the beginning of the next turn stops the model.
     "no end": (
         "{% for m in messages %}{% if m.role == 'user' %}<s>{% else %}<|im_start|>{% endif %}{{"
         " m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     ),
-    # the prompt is written with the last message
+    # The last message writes the prompt.
     "inside": (
         HEAD + "{{ m.content }}<|im_end|>\n{% if loop.last and add_generation_prompt"
         " %}<|im_start|>assistant\n{% endif %}{% endfor %}"
     ),
-    # no prompt at all
+    # There is no prompt.
     "no prompt": (
         "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content"
         " }}<|end|>{% endif %}{% endfor %}"
@@ -73,14 +73,14 @@ TEMPLATES = {
         + BODY
         + PROMPT
     ),
-    # looks through all messages beforehand, with blanks around its statements
+    # A first loop reads all messages, with blanks around its statements.
     "two loops": (
         "{% for m in messages %}\n  {% set last = m.content %} \n{% endfor %}\n\n"
         + HEAD
         + BODY
         + PROMPT
     ),
-    # an answer of a tool is written into the call
+    # The answer of a tool is written into its call.
     "answer inside": (
         HEAD.replace("\n", "{% if m.role != 'tool' %}\n")
         + "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
@@ -112,7 +112,7 @@ TEMPLATES = {
         + BODY
         + PROMPT
     ),
-    # the message is put together before it is written
+    # The text is collected before it is written.
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
     "blank": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}{% if"
@@ -159,7 +159,9 @@ FOUR = [
 
 @pytest.fixture
 def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
-    """The text of each run of targets, or why there are none."""
+    """Returns a function that gives the text of each run of targets, or the reason why there are
+    none.
+    """
 
     def find(
         template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = ""
@@ -246,7 +248,7 @@ def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(
 
 
 def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[..., Any]) -> None:
-    """As transformers' markers count it."""
+    """A token across the end of the prompt belongs to the answer, as with transformers' markers."""
     assert targets("blank", Conversation(messages=[user("hello"), answer("world")])) == [
         " world<|end|>"
     ]
@@ -351,7 +353,7 @@ def test_the_last_turn_by_markers_is_the_last_assistant_message(
     assert targets("marked, twice", Conversation(messages=FOUR), "last") == [
         "assistant",
         " one<|end|>",
-    ]  # the blank is in the word's token
+    ]  # the token of the word includes the blank
 
 
 @pytest.mark.parametrize(
@@ -459,7 +461,7 @@ def test_a_long_conversation_has_the_targets_of_its_text_at_once(
     for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60)):
         monkeypatch.setattr(long_text, name, value)
     count = len(list(LongText(tokenizer).encode([("hello the " * 100, True)])))
-    assert count > 3  # windows are small
+    assert count > 3  # the text takes several windows
     (found,) = Chat(tokenizer, "assistant", "the model").encode([conversation])
     assert not isinstance(whole, str)
     assert not isinstance(found, str)

@@ -1,5 +1,5 @@
-"""Columns: which layout a row's columns are, what is taken from them, and why a row cannot be
-used.
+"""Tests of columns: which layout a row's columns have, which of them are used, and why a row cannot
+be used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Corpus, held against a slow oracle. In these documents a token's id is its place in all of them,
-so that a batch says itself where it comes from.
+"""Tests of the corpus against a slow, simple computation. A token's id is its position among all
+documents, so that batches show where they come from.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def documents_of(
 def epoch(
     corpus: Corpus, rows: int, number: int = 0
 ) -> list[tuple[list[int], list[int], list[int] | None]]:
-    """The rows (ids, labels, documents) of an epoch, of a corpus with one row a step."""
+    """Returns the rows (ids, labels, documents) of an epoch of a corpus with one row a step."""
     steps = [corpus.step(number * rows + index + 1)[0] for index in range(rows)]
     return [
         (
@@ -70,12 +70,12 @@ def test_text_loses_no_token_and_labels_are_the_next_ones(
     stream: dict[int, int] = {}
     for ids, labels, numbers in epoch(corpus, corpus.rows, number):
         real = [at for at in range(sequence) if numbers[at] >= 0] if numbers else range(sequence)
-        assert list(real) == list(range(len(real)))  # padding at the end alone
+        assert list(real) == list(range(len(real)))  # padding is only at the end
         for at in real:
             token = ids[at]
             if numbers is None:
                 if labels[at] == IGNORED and not token:
-                    continue  # padding, or the first token before one without loss
+                    continue  # padding, or the first token if the next has no loss
                 shown[token] += 1
                 stream[token] = labels[at]
                 continue
@@ -94,7 +94,7 @@ def test_text_loses_no_token_and_labels_are_the_next_ones(
             assert all(n == -1 for n in numbers[len(real) :])
     if packing == "plain":
         last = set(range(len(owner))) - set(shown) - {0}
-        assert len(last) <= 1  # the very last token of the stream is only a label
+        assert len(last) <= 1  # the last token of the stream is only a label
         if targets is None:
             assert sorted(shown.values()) == [1] * (len(owner) - 1)
         for token, label in stream.items():
@@ -105,11 +105,11 @@ def test_text_loses_no_token_and_labels_are_the_next_ones(
                 assert is_target[label]
                 assert (
                     label == token + 1 if inside else label == 0 or owner[label - 1] != owner[label]
-                )  # or the first of another
+                )  # or the label is the first token of another document
     else:
         assert shown == dict.fromkeys(range(len(owner)), 1)
         if packing == "documents":
-            assert corpus.rows == -(-len(owner) // sequence)  # padding in the last row alone
+            assert corpus.rows == -(-len(owner) // sequence)  # only the last row has padding
         assert corpus.padding == pytest.approx(1 - len(owner) / (corpus.rows * sequence))
 
 
@@ -220,7 +220,9 @@ def test_epochs_and_seeds_have_an_order_of_their_own() -> None:
 
 
 def test_a_document_whose_answer_is_cut_off_is_left_out() -> None:
-    """A target that is a document's first token is nobody's label."""
+    """Documents are refused if none has a target within the row. The first token of a document is
+    never a label, so it does not count as one.
+    """
     documents = documents_of([10, 10], whole=True, targets=[True] + [False] * 4 + [True] * 5)
     corpus = Corpus(documents, Workload(batch=1, sequence=6), seed=0)
     assert (corpus.rows, corpus.truncated_documents, corpus.truncated_tokens, corpus.left_out) == (

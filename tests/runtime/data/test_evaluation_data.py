@@ -1,4 +1,6 @@
-"""What is kept for evaluation: a fraction, the last documents, a file or a split of its own."""
+"""Tests of evaluation data: a fraction of the documents, the last ones, a separate file, or a
+separate split.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Readers: rows with their file and line, whatever the format; broken files are one line, broken
-rows are counted where they stand.
+"""Tests of readers: rows carry their file and line in every format, a broken file gives an error of
+one line, and broken rows are counted with their position.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Readers against whatever may stand in a file: rows, bad rows or a UserError of one line, never
-another exception, never without end.
+"""Fuzz tests of readers: any file gives rows, bad rows or a UserError of one line. There is no
+other exception and no endless loop.
 
-300 cases each time, 5,000 nightly.
+Each test has 300 cases, and 5,000 in the nightly run.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _arrow() -> bytes:
 
 
 def _damaged(whole: bytes) -> st.SearchStrategy[bytes]:
-    """Cut somewhere, or with some bytes overwritten."""
+    """Draws the content cut off somewhere, or with some bytes overwritten."""
 
     def overwrite(changes: list[tuple[int, int]]) -> bytes:
         content = bytearray(whole)
@@ -139,7 +139,7 @@ def check(path: Path, content: bytes) -> None:
 
 
 def extracted(row: dict) -> None:
-    """By the layout that would be recognized, and by all others."""
+    """Extracts the row by the layout that is recognized, and by all others."""
     for layout in (recognize(row), *LAYOUTS):
         if layout:
             with contextlib.suppress(Unusable):

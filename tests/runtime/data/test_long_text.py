@@ -1,5 +1,5 @@
-"""LongText: a text in overlapping windows has the ids of the text at once, whatever the tokenizer
-and wherever windows end; and memory stays bounded.
+"""Tests of LongText: a text that is tokenized in overlapping windows has the ids of the whole text,
+for any tokenizer and any window ends, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def metaspace(scheme: str, *, split: bool = True) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """Blanks are written as ▁ by the normaliser, and nothing is split: a whole text is one word."""
+    """Returns a tokenizer whose normalizer writes blanks as ▁ and that splits nothing, so a whole
+    text is one word.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -156,7 +158,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def pieces(
     tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int] | None = None
 ) -> list[Piece]:
-    """Of the text given in parts of these sizes."""
+    """Encodes the text in parts of these sizes."""
 
     def parts() -> Iterator[tuple[str, bool]]:
         at = 0
@@ -358,8 +360,9 @@ def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
     end: str,
     limit: int,
 ) -> None:
-    """Beyond the memory of a row of 8 MB, which fills every batch. A conversation is in memory as
-    its row, its messages, and its text with and without marks.
+    """A text row of 64 MiB takes at most 4 bytes of memory a byte, and a conversation 16. This is
+    in addition to the memory of a row of 8 MB, which fills every batch. A conversation is in memory
+    as its row, its messages, and its text with and without marks.
     """
     for file_name, count in (("short", 2**19), ("long", 2**22)):
         with (tmp_path / f"{file_name}.jsonl").open("w") as file:

@@ -1,4 +1,4 @@
-"""open_data, from files to batches: what it says, and what it refuses."""
+"""Tests of open_data, from files to batches: what it reports, and what it refuses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(
     path, template = jsonl([{"messages": CHAT}] * 20), tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
     counts = set()
-    for name in ("unmarked", None):  # whether or not the tokenizer has one
+    for name in ("unmarked", None):  # whether or not the tokenizer has a template
         corpus, _, notes = opened(path, template=name, chat_template=str(template))
         assert (
             f"recognized: messages, chat template {template}, loss on all assistant turns"
@@ -115,7 +115,7 @@ def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(
     template.write_text("{% for m in messages %}{{ m.content }}!<|end|>{% endfor %}")
     corpus, _, notes = opened(path, chat_template=str(template))
     assert "tokenized now" in notes[2]
-    assert {corpus.tokens - 20 * 2} == counts  # another token in each message
+    assert {corpus.tokens - 20 * 2} == counts  # each message has another token
     template.write_text("{% for m in messages %}{{ m.content } }{% endfor %}")
     with pytest.raises(
         UserError,
@@ -247,7 +247,7 @@ def test_rows_with_the_columns_of_another_layout_are_counted(
             {"other": 1},
         ]
     )
-    for _ in range(2):  # from the cache too
+    for _ in range(2):  # the second time from the cache
         notes = opened(path)[2]
         assert (
             f"4 bad rows left out, the first of each kind: {path}:51: no `text`; the row has the"
@@ -277,7 +277,7 @@ def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) ->
     batches = [corpus.step(number)[0] for number in range(1, corpus.rows + 1)]
     assert (
         sum(int(((batch.ids == 0) & (batch.documents >= 0)).sum()) for batch in batches) == 40
-    )  # each ends
+    )  # each document has an end
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: st
 
 
 def test_memory_does_not_grow_with_the_text(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Tokens stay in the file: the array is a map of it."""
+    """Tokens stay in their file, of which the array is a memory map."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in BOTTOM))
     corpus, _, _ = opened(path)

@@ -1,4 +1,6 @@
-"""Best fit, held against a search in plain Python, and how much padding it leaves."""
+"""Tests of best-fit packing against a simple search in Python, and of how much padding it
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def documents_of(lengths: list[int]) -> Documents:
 
 
 def searched(lengths: list[int], sequence: int) -> list[int]:
-    """Tokens in each row, by best-fit decreasing as its definition says."""
+    """Returns the number of tokens in each row by the definition of best-fit decreasing."""
     rows: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in range(len(rows)) if rows[row] + length <= sequence]

@@ -1,5 +1,5 @@
-"""Remarks and preview: a run begins with what its user might not expect of the data, each only
-where it holds, and a look at the first document.
+"""Tests of remarks and preview: a run begins with remarks on what is unexpected in the data, where
+there is anything, and shows the first document.
 """
 
 from __future__ import annotations

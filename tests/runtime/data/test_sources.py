@@ -1,4 +1,6 @@
-"""Sources: which files are read at a path, of which split, and that every other file is named."""
+"""Tests of sources: which files of a path and a split are read, and that all other files are
+named.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_a_folders_splits_are_told_by_names(
 ) -> None:
     folder = make(
         tmp_path / "eval", [*train, *validation, *test]
-    )  # names above the folder say nothing
+    )  # names of parent folders have no meaning
     assert names(find(folder)) == sorted(train)
     assert names(find(folder, ("dev",))) == sorted(validation)
     assert names(find(folder, ("missing", "test"))) == sorted(test)
@@ -151,7 +153,7 @@ def test_a_file_has_no_splits(tmp_path: Path) -> None:
 
 
 def save_to_disk(folder: Path, texts: list[str], shards: int = 2) -> None:
-    """As `datasets.save_to_disk` writes it."""
+    """Writes rows as `datasets.save_to_disk` does."""
     folder.mkdir(parents=True)
     names = [f"data-{shard:05}-of-{shards:05}.arrow" for shard in range(shards)]
     for shard, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: what their rows are for those who read them."""
+"""Tests of Parquet and Arrow files: which rows their readers get."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tokenization: ids and targets of every layout, by markers and by prefixes alike, and what a
-template or a tokenizer cannot do, by name.
+"""Tests of tokenization: ids and targets of every layout, the same by markers and by prefixes, and
+errors that name what a template or a tokenizer cannot do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def encoded(folder: Path, rows: list[dict[str, Any]], loss: Loss = "assistant") 
 
 
 def parts(folder: Path, ids: np.ndarray) -> list[tuple[bool, str]]:
-    """The text of each run of targets or others."""
+    """Returns the text of each run, and whether it is a run of targets."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     targets = ids >= TARGET
@@ -76,7 +76,7 @@ def test_text_ends_with_the_end_of_sequence_token(tokenizer_folder: Folder) -> N
 def test_text_begins_as_the_tokenizer_begins_a_text(tokenizer_folder: Folder) -> None:
     folder = tokenizer_folder(None, eos_token="<|end|>", bos_token="<s>")
     ((ids, _),) = encoded(folder, [{"text": "hello"}])
-    assert ids[0] != 3  # this one has a bos token, and puts none before a text
+    assert ids[0] != 3  # this tokenizer has a bos token but does not begin a text with it
 
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
@@ -117,7 +117,9 @@ def test_pieces_of_a_text_are_one_document(tokenizer_folder: Folder) -> None:
 def test_a_long_text_file_has_the_ids_of_its_text_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metaspace puts a blank before a text, and none before the rest of one."""
+    """A long text file has the ids of the whole text. Metaspace adds a blank before a text, but not
+    before its later pieces.
+    """
     monkeypatch.setattr(formats, "_PIECE_BYTES", 1000)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -152,7 +154,7 @@ def test_a_completion_has_loss_and_its_prompt_none(tokenizer_folder: Folder) -> 
     assert parts(tokenizer_folder(), one) == [
         (False, "hello"),
         (True, " world<|end|>"),
-    ]  # the blank goes with its word
+    ]  # the token of the word includes the blank
     assert parts(tokenizer_folder(), across)[-1] == (
         True,
         "hello<|end|>" if len(across) == 2 else "lo<|end|>",
@@ -362,7 +364,9 @@ def test_the_digest_is_of_what_the_tokenizer_is_made_of(
 def test_code_that_comes_with_a_tokenizer_is_not_run(
     tokenizer_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither silently nor after a question, unless asked for."""
+    """Code that comes with a tokenizer is not run unless the options allow it. An answer to a
+    question on the terminal does not allow it.
+    """
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder(), folder)
     (folder / "tokenizer.json").unlink()

@@ -1,8 +1,8 @@
-"""The chat templates of released models that TRL ships, against their training twins, in which
-TRL's authors marked what the model generates.
+"""Tests of the chat templates of released models that TRL contains: targets match those of their
+training variants, in which TRL's authors marked what the model generates.
 
-Only TRL's files are read. Where a twin writes another text than its original, the turns are found
-in the original's text by a pattern.
+Only TRL's files are read. If a training variant writes another text than the original, a pattern
+finds the turns in the original's text.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ PATTERNS = {
     "qwen3_5_nothink": CHATML.format(r"(?:<think>\n(?:\n</think>\n\n)?)?"),
     "qwen3_5_nothink, thoughts in the text": CHATML.format(
         ""
-    ),  # the message itself begins like the prompt's empty thought
+    ),  # the message begins like the prompt's empty thought
     "qwen3_5_think": CHATML.format(r"(?:<think>\n)?"),
     "qwen3_6": CHATML.format(r"(?:<think>\n)?"),
 }
-"""of the text of the original: where the model's turns are"""
+"""patterns that find the model's turns in the original's text"""
 NO_CALLS = ("cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5")
-"""have no tool calls; some of them refuse messages of tools"""
+"""templates without tool calls; some of them refuse messages of tools"""
 NULL_CALLS = ("deepseek_r1_distill",)
-"""write tool calls only where `content` is null, and transformers leaves out keys that are null"""
+"""templates that write tool calls only if `content` is null; transformers drops keys that
+are null"""
 
 NO_ENDS = ("glm4moe",)
-"""end no turn: the last one is followed by the token that would begin the next message, as in the
-twin"""
+"""templates that do not end a turn: the last turn is followed by the token that would begin the
+next message, as in the training variant"""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -122,7 +123,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """A token a byte, and one for each special token that the template names."""
+    """Returns a tokenizer with one token for each byte and for each special token of the
+    template.
+    """
     vocabulary = {
         character: number
         for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -141,7 +144,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
 def runs(
     tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]
 ) -> list[tuple[int, str]]:
-    """Where each run of targets ends, and its text. Runs that touch are one."""
+    """Returns the end and the text of each run of targets. Adjacent runs count as one."""
     places = [
         list(group) for _, group in itertools.groupby(range(len(ids)), lambda place: mask[place])
     ]
@@ -174,7 +177,7 @@ def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -
     assert not (tools and name in NO_CALLS + NULL_CALLS)
     ids = [int(token) & (TARGET - 1) for token in found]
     ours = runs(tokenizer, ids, (found >= np.uint32(TARGET)).tolist())
-    if name == "deepseekv3":  # takes the arguments as text
+    if name == "deepseekv3":  # its template takes arguments as text
         messages = with_texts(messages)
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     written = str(tokenizer.decode(ids))
@@ -190,7 +193,7 @@ def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -
     theirs: Any = twin.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert twin.decode(theirs["input_ids"]) == written  # another text would need a pattern
+    assert twin.decode(theirs["input_ids"]) == written  # for any other text, a pattern is needed
     marked = runs(twin, theirs["input_ids"], [bool(target) for target in theirs["assistant_masks"]])
     assert len(ours) == len(marked)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -205,15 +208,15 @@ def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -
     for (_, our), (_, their) in zip(ours, marked, strict=True):
         header, middle, after = their.partition(our)
         assert middle
-        assert after.strip() == ""  # a line's end after the token that stops the model
+        assert after.strip() == ""  # a newline after the token that stops the model
         assert any(
             header.strip() in prompt[-40:] for prompt in prompts
-        )  # the twin also has loss on the prompt
+        )  # the training variant also has loss on the prompt
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_as_json_text_are_those_of_an_object(name: str) -> None:
-    """OpenAI's format has them as text."""
+    """Arguments as JSON text, as in OpenAI's format, give the same tokens as an object."""
     conversation = CONVERSATIONS["a call"]
     chat = Chat(tokenizer_of((FOLDER / f"{name}.jinja").read_text()), "assistant", name)
     of_object, of_text = chat.encode(

@@ -1,4 +1,4 @@
-"""A folder to train in, and trainers for it."""
+"""Fixtures of the trainer's tests: a folder to train in, and trainers for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "".join(
 
 @pytest.fixture
 def place(executable: Callable[..., Plan], tmp_path: Path) -> Path:
-    """A folder with a plan, the model that it names, and a corpus."""
+    """Returns a folder with a plan, its model, and a corpus."""
     plan = executable(vocabulary=300, dtype="fp32", accumulation=2)
     config = config_of(plan.model)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
@@ -40,12 +40,12 @@ Prepare = Callable[..., Trainer]
 
 @pytest.fixture
 def prepare() -> Prepare:
-    """A trainer for a `place`."""
+    """Returns a function that makes a trainer for a `place`."""
 
     def make(
         place: Path, out: str | None = "run", *, callbacks: Sequence[Callback] = (), **fields: Any
     ) -> Trainer:
-        """`fields`: of the config, as on the command line."""
+        """Makes a trainer. `fields` are config fields, as on the command line."""
         given = {
             "training.steps": 5,
             "schedule.warm_up_steps": 2,
@@ -67,7 +67,7 @@ def prepare() -> Prepare:
 
 @pytest.fixture
 def run(prepare: Prepare) -> Prepare:
-    """One that has trained."""
+    """Returns a function that makes a trainer and trains with it."""
 
     def make(place: Path, out: str | None = "run", **fields: Any) -> Trainer:
         trainer = prepare(place, out, **fields)

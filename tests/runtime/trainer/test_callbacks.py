@@ -1,5 +1,5 @@
-"""Callbacks hear of everything in order; evaluation, checkpoints and a callback's own wishes come
-between steps.
+"""Tests of callbacks: they are called for every event in order. Evaluation, checkpoints and
+requests of callbacks come between steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT = "".join(
 
 
 class Recorder(Callback):
-    """Everything it is told, in order."""
+    """Records all events in order."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -79,7 +79,7 @@ def test_a_library_user_needs_few_lines(place: Path) -> None:
     )
     assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
     assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], (
-        "no run folder was asked for"
+        "a folder was made although no run folder was asked for"
     )
 
 
@@ -142,7 +142,9 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
 def test_which_checkpoints_can_be_the_best_is_said(
     place: Path, prepare: Any, evaluate: int, evaluated: str
 ) -> None:
-    """A checkpoint without an evaluation has no loss to compare."""
+    """A note says which checkpoints `keep_best` can choose from. A checkpoint without an evaluation
+    at its step has no loss to compare.
+    """
     (place / "held-out.txt").write_text(TEXT[:300])
     notes: list[str] = []
     recorder = Recorder()
@@ -226,7 +228,9 @@ def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(
 
 
 def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
-    """Also of rows and of a step that are not full."""
+    """An evaluation counts all labels of its data, also those of a row or a step that is not
+    full.
+    """
     (place / "held-out.txt").write_text(TEXT[:200])
     evaluation = (
         prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0)
@@ -301,8 +305,8 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
 
 
 def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) -> None:
-    """As one does that restores a checkpoint: the steps, their numbers and their data are those
-    that are left.
+    """A callback may set the first step, as one that restores a checkpoint does. The remaining
+    steps have the same numbers and data as in a whole run.
     """
     whole = Recorder()
     run(place, None, callbacks=[whole], rate=0.0)
@@ -342,26 +346,26 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
     assert trainer.executor._arenas._place == {}
     assert threading.active_count() == threads
     assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), (
-        "the others hear of the end"
+        "the other callbacks must get the end of the run"
     )
 
 
 def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     recorder = Recorder()
-    recorder.on_allocate = lambda done, total: told.append((done, total))  # type: ignore[method-assign]
+    recorder.on_allocate = lambda done, total: reports.append((done, total))  # type: ignore[method-assign]
     trainer = prepare(place, None, callbacks=[recorder], steps=1)
     trainer.fit()
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (sum(trainer.executor.pool_bytes.values()),) * 2
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[-1] == (sum(trainer.executor.pool_bytes.values()),) * 2
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
     place: Path, steps: int, executable: Any, prepare: Any
 ) -> None:
-    """Also where the plan leaves a step's update to the next step, and nothing is saved or
-    evaluated.
+    """The exported model and the weights that callbacks read have every update. This holds for
+    plans that defer a step's update, even if nothing is saved or evaluated.
     """
 
     class Reader(Callback):

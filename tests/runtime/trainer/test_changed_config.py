@@ -1,5 +1,5 @@
-"""A config.json that changes after it was planned: what decides a step is refused by its key, in a
-new run and a resumed one; what decides nothing is not.
+"""Tests of a config.json that changes after planning: a key that affects training is refused by
+name, in a new run and in a resumed one, and any other key may change.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def planned(place: Path, executable: Callable[..., Plan]) -> Callable[[dict[str, Any]], Path]:
-    """Writes this config.json and a plan for it to `place`."""
+    """Returns a function that writes this config.json and a plan for it to `place`."""
 
     def make(config: dict[str, Any]) -> Path:
         (place / "small" / "config.json").write_text(json.dumps(config))
@@ -169,7 +169,9 @@ def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
     changes: dict[str, Any],
     message: str,
 ) -> None:
-    """The folder and the plan agree with each other, and not with the checkpoint."""
+    """A checkpoint is refused if its model differs from that of the plan, even if the folder agrees
+    with the plan.
+    """
     place = planned(config)
     run(place, "begun", steps=1, export=False, init="random", **{"saving.every_steps": 1})
     model = ModelSpec.from_config(changed(config, changes), "config.json", "small")
@@ -198,7 +200,7 @@ def test_what_decides_nothing_may_change(
     (place / "small" / "config.json").write_text(json.dumps(changed(GIVEN, COSMETIC)))
     run(place, steps=1)
     exported = json.loads((place / "run" / "model" / "config.json").read_text())
-    assert exported["eos_token_id"] == [2, 3], "the folder's own keys go out with the weights"
+    assert exported["eos_token_id"] == [2, 3], "the export lacks the folder's own keys"
     assert exported["rope_parameters"]["rope_theta"] == 77_000.0
 
 
@@ -229,7 +231,7 @@ def test_a_plan_s_file_keeps_all_of_the_model(
     ],
 )
 def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
-    """In a plan, which TOML holds, a key that is null stays null, and one that is missing gets the
+    """A key that is null in config.json stays null in a plan's TOML, and a missing one gets the
     default of transformers' class.
     """
     sizes = {

@@ -1,5 +1,5 @@
-"""Tensors of a model's folder that are not the model's: a training and an export say so; a folder
-of other weights is refused before memory is allocated.
+"""Tests of tensors in a model's folder that do not belong to the model: training and export report
+them, and a folder with other weights is refused before memory is allocated.
 """
 
 from __future__ import annotations

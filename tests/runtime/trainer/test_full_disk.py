@@ -1,5 +1,5 @@
-"""A disk that really runs full while a run saves: the checkpoint before stays, and training stops
-or goes on, as the config says.
+"""Tests of a disk that really becomes full while a run saves: the earlier checkpoint stays, and
+training stops or goes on as the config says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatrain.simulator.base.errors import RunError
 
 
 class Filler(Callback):
-    """Leaves 100 KB on the disk after the first checkpoint, and frees it after the second."""
+    """Leaves 100 KB free on the disk after the first checkpoint, and releases the rest after the
+    second.
+    """
 
     def __init__(self, disk: Path) -> None:
         self.disk, self.notes = disk, list[str]()

@@ -1,5 +1,5 @@
-"""`no_dropout` in a plan's workload: a model is trained without the dropout of its config, and goes
-out with it.
+"""Tests of `no_dropout` in a plan's workload: a model is trained without the dropout of its config,
+and the exported config still has it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def test_without_it_the_refusal_names_the_option_and_with_it_nothing_is_drawn(fa
 
 @pytest.fixture
 def trained(place: Path, executable: Callable[..., Plan]) -> Callable[..., Path]:
-    """Trains gpt2 from one folder of weights with these keys in its config; returns the run's
-    folder.
+    """Returns a function that trains GPT-2 with these keys in its config, always from the same
+    weights, and returns the run's folder.
     """
 
     def make(name: str, no_dropout: bool, **keys: Any) -> Path:
@@ -110,7 +110,9 @@ def test_it_trains_as_a_config_without_dropout_and_goes_out_with_it(
 def test_a_plan_without_it_says_nothing_of_it(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """So that plans are as they were before there was such a thing."""
+    """A plan without `no_dropout` does not write the key, so that its file is the same as before
+    the key existed.
+    """
     executable().save(tmp_path / "plan.toml")
     assert "no_dropout" not in (tmp_path / "plan.toml").read_text()
     assert not Plan.load(tmp_path / "plan.toml").workload.no_dropout

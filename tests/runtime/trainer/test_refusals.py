@@ -1,4 +1,6 @@
-"""What the trainer refuses, it refuses in one line and before it writes anything."""
+"""Tests of what the trainer refuses: each refusal is one line and comes before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -117,11 +119,12 @@ def test_a_refusal_is_one_line_and_writes_nothing(
 def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
     place: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
-    """A plan for a calibrated machine brings its limit: a virtual machine may show less memory than
-    it can grow to.
+    """A machine that lacks something is refused before weights are read. A plan for a calibrated
+    machine has that machine's limit, because a virtual machine may show less memory than it can
+    get.
     """
     monkeypatch.setattr(trainer_module, "host_bytes", lambda: 2**20)
-    remove_weights(place)  # nothing asks for them
+    remove_weights(place)  # the refusal comes before they are read
     with pytest.raises(
         UserError,
         match=(
@@ -252,7 +255,7 @@ def test_other_data_and_a_checkpoint_that_lacks_a_file_are_refused_before_memory
 
 
 def resumed(place: Path, prepare: Any, **fields: Any) -> Trainer:
-    """A trainer that goes on with `run`."""
+    """Returns a trainer that resumes `run`."""
     (place / "run").rename(place / "moved")
     trainer: Trainer = prepare(place, steps=4, **{"saving.every_steps": 1}, **fields)
     (place / "moved").rename(place / "run")

@@ -1,4 +1,4 @@
-"""A run leaves its folder whole."""
+"""Tests of the files in a run's folder after training."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
 
     assert Timeline.load(out / "measured.json") == measured
     assert measured.digest == plan.digest
-    assert measured in [step.timeline for step in steps[2:]], "a step after the warm-up"
+    assert measured in [step.timeline for step in steps[2:]], (
+        "the measured timeline is not of a step after the warm-up"
+    )
     memory = json.loads((out / "memory.json").read_text())
     predicted = account(lower(plan), 1, 1, 0, 0)
     assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (
@@ -200,7 +202,9 @@ def test_the_config_is_kept_and_read_back(place: Path, run: Any) -> None:
 def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
     place: Path, run: Any
 ) -> None:
-    """At rate 0 and without decay, training leaves the weights as they were loaded."""
+    """Weights come from the folder by default, and from random values if asked. At rate 0 and
+    without decay, training does not change them.
+    """
     for out, random_init in (("from-folder", False), ("random", True)):
         run(place, out, steps=1, rate=0.0, init="random" if random_init else "model")
     start = AutoModelForCausalLM.from_pretrained(place / "small").get_parameter(
@@ -224,7 +228,9 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
 def test_a_run_that_could_not_do_a_step_leaves_nothing(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]
 ) -> None:
-    """One that did a step keeps what it knows of it."""
+    """A run that fails in its first step leaves no file. One that fails later keeps its config,
+    environment, metrics and plan.
+    """
     step = Executor.step
 
     def fail(executor: Executor, batches: Any, *, number: int, **others: Any) -> Any:
@@ -241,7 +247,9 @@ def test_a_run_that_could_not_do_a_step_leaves_nothing(
 def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what JSON does not know is null."""
+    """Each line of the metrics is synced to the disk before the next step. Infinity and NaN are
+    written as null, because JSON lacks them.
+    """
     synced: list[str] = []
     monkeypatch.setattr(
         os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").read_text())

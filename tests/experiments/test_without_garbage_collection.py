@@ -1,5 +1,6 @@
-"""Uncollected: the collector rests while a plan is searched, and is as it was afterwards, whatever
-happens.
+"""Tests of `without_garbage_collection`: it pauses the garbage collector during a plan search.
+
+Afterwards the collector is on or off as before, also after an exception.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def test_the_collector_is_as_it_was() -> None:
         assert not gc.isenabled()
         with without_garbage_collection():
             pass
-        assert not gc.isenabled(), "it was not this one that stopped it"
+        assert not gc.isenabled(), "the inner block must leave the collector off, as it found it"
     assert gc.isenabled()
     with pytest.raises(KeyboardInterrupt), without_garbage_collection():
         raise KeyboardInterrupt

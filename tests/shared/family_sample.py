@@ -1,0 +1,51 @@
+"""The families that the normal tests take where the nightly ones take all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+SAMPLE = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "deepseek_v3",
+    "llama4_text",
+    "minimax",
+    "falcon_h1",
+    "hunyuan_v1_moe",
+    "bloom",
+    "nanochat",
+    "gpt2",
+    "opt",
+    "mpt",
+    "phi3",
+    "cohere2",
+    "granitemoe",
+    "stablelm",
+)
+"""At least one family for each way in which layers differ: norms, windows, sinks, soft caps,
+biases, positions, parallel blocks, experts, latent and linear attention, state-space mixers, and
+scores that are not computed by a fused kernel."""
+
+
+def others_nightly(families: Iterable[str], *values: Any) -> list[Any]:
+    """Returns parameters of a test: those outside of `SAMPLE` are marked as nightly.
+
+    Each parameter is a family, or a family and `values` if there are any.
+    """
+    return [
+        pytest.param(family, *values, marks=[] if family in SAMPLE else [pytest.mark.nightly])
+        for family in families
+    ]
