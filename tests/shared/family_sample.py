@@ -1,4 +1,4 @@
-"""The families that the normal tests take where the nightly ones take all."""
+"""The families that normal tests use. Nightly tests use all families."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAMPLE = (
 )
 """At least one family for each way in which layers differ: norms, windows, sinks, soft caps,
 biases, positions, parallel blocks, experts, latent and linear attention, state-space mixers, and
-scores that are not computed by a fused kernel."""
+scores without a fused kernel."""
 
 
 def others_nightly(families: Iterable[str], *values: Any) -> list[Any]:
