@@ -59,7 +59,7 @@ class Ablation(NamedTuple):
 
     buffers: int = 2
     """Flat buffers and templates. With 1, a load waits until the layer before it has run."""
-    slabs: int = 12
+    staging_buffers: int = 12
     """Pinned staging buffers for the gradients of decoder layers."""
     interval: int = 4
     """Decoder layers per checkpoint."""
@@ -116,7 +116,12 @@ class _Code:
             for name, size in others.items()
         }
         builder.slots(
-            "host.gradient_staging", ablation.slabs, layer, "gradients", dtype, staging=True
+            "host.gradient_staging",
+            ablation.staging_buffers,
+            layer,
+            "gradients",
+            dtype,
+            staging=True,
         )
         builder.slots(
             "host.gradient_staging_vocabulary",
@@ -128,7 +133,9 @@ class _Code:
         )
         builder.persistent("host.spare_staging", "", 2 * layer, "gradients", dtype, staging=True)
         rounding(
-            builder, "staging_buffers", [layer] * (ablation.slabs + 2) + [max(others.values())] * 2
+            builder,
+            "staging_buffers",
+            [layer] * (ablation.staging_buffers + 2) + [max(others.values())] * 2,
         )
         builder.slots("device.flats", ablation.buffers, layer, "weights", dtype, staging=True)
         builder.slots("device.templates", ablation.buffers, layer, "weights", dtype)
