@@ -19,7 +19,7 @@ CLI = [sys.executable, "-m", "megatrain.experiments.cli"]
         ("--help",),
         ("train", "--help"),
         ("check", "tiny", "--hardware", "h200"),
-        ("plan", "tiny", "--hardware", "h200", "--out", "new.toml"),
+        ("plan", "tiny/config.json", "--hardware", "h200", "--out", "new.toml"),
         ("simulate", "plan.toml", "--json", "--trace", "t.json"),
     ],
     ids=" ".join,
