@@ -17,6 +17,10 @@ REFUSED = {
         "model tiny: config: found KeyError: 'of tomorrow'",
     ),
     "heads that transformers cannot split": ({"head_dim": 7}, "model tiny: config: found "),
+    "a value of a key that training does not use": (
+        {"bos_token_id": "first"},
+        "tiny/config.json: found ",
+    ),
 }
 
 

@@ -98,5 +98,7 @@ def _refuse_untrainable(plan: Plan, folder: Path) -> None:
     refuse_unsupported(plan.model, plan.workload)
     from megatrain.runtime.execution.preflight import preflight
     from megatrain.runtime.optimizer.settings import AdamW
+    from megatrain.runtime.training.opening import exported_config
 
     preflight(plan, AdamW(), None)
+    exported_config(folder, plan.model, init="model")
