@@ -14,7 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from megatrain.runtime.data import tool_calls
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
-from megatrain.runtime.data.marked_template import MarkedTemplate, marked_template
+from megatrain.runtime.data.marked_template import Captured, MarkedTemplate, marked_template
 from megatrain.runtime.data.marks import (
     MARK,
     Rendering,
@@ -88,7 +88,7 @@ class Chat:
         """
         self._tokenizer, self._loss = tokenizer, loss
         self._long = LongText(tokenizer)
-        self._marked: dict[tuple[str, bool, bool], MarkedTemplate] = {}
+        self._marked: dict[tuple[str, bool, Captured], MarkedTemplate] = {}
         self._prompts: dict[tuple[str, bytes], str] = {}
         """Generation prompts that are the same after every message, by the template and its other
         arguments."""
@@ -284,6 +284,12 @@ class Chat:
                 continue  # for example, because the template needs a user's message first
             if prompt is None:
                 continue
+            # A template that trims its messages writes white space before the prompt that otherwise
+            # ends the message before.
+            rest = prompt.lstrip()
+            space = prompt[: len(prompt) - len(rest)]
+            if not text.startswith(space) and rendering.text.endswith(space, 0, span.begin):
+                prompt = rest
             prompts.append(prompt)
             shared = _shared(prompt, text)
             if text[:shared].strip():
@@ -438,10 +444,10 @@ class Chat:
         return text
 
     def _template(
-        self, conversation: Conversation, *, items: bool = True, captured: bool = True
+        self, conversation: Conversation, *, items: bool = True, captured: Captured = "marked"
     ) -> MarkedTemplate:
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
-        key = (source, items, captured)
+        key: tuple[str, bool, Captured] = (source, items, captured)
         if key not in self._marked:
             self._marked[key] = marked_template(source, items=items, captured=captured)
         return self._marked[key]
@@ -475,29 +481,25 @@ class Chat:
             assert rendering is not None, "nothing changes these marks"
             return rendering
         plain = self._render(conversation, messages, prompt=prompt)
-        try:
-            marked = self._render(conversation, given, template.source, prompt=prompt)
-        except _Undetermined:  # the template takes exception to the marks
-            marked = ""
-        rendering = unmarked(marked)
-        if rendering is not None and rendering.text == plain:
-            return rendering
-        took = [
-            template.captures[loop] for loop in written_loops(marked) if loop in template.captures
-        ]
-        why = _CHANGED.format(took[0]) if took else _UNSHOWN
-        # A block may take text only to look at it, such as a macro that says whether there are
-        # calls. Then marks in it are not needed.
-        template = self._template(conversation, items=items, captured=False)
-        rendering = unmarked(self._render(conversation, given, template.source, prompt=prompt))
-        if (
-            rendering is None
-            or rendering.text != plain
-            or not rendering.messages
-            or _astray(messages, rendering)
-        ):
-            raise _Undetermined(why)
-        return rendering
+        why = ""
+        for captured in get_args(Captured):
+            template = self._template(conversation, items=items, captured=captured)
+            try:
+                marked = self._render(conversation, given, template.source, prompt=prompt)
+            except _Undetermined:  # the template takes exception to the marks
+                continue
+            found = unmarked(marked)
+            # A block may take text only to look at it, such as a macro that says whether there are
+            # calls. Then it needs no marks.
+            if (
+                found is not None
+                and found.text == plain
+                and (captured != "unmarked" or not (why or _astray(messages, found)))
+            ):
+                return found
+            loops = [loop for loop in written_loops(marked) if loop in template.captures]
+            why = why or (_CHANGED.format(template.captures[loops[0]]) if loops else "")
+        raise _Undetermined(why or _UNSHOWN)
 
 
 def _astray(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:

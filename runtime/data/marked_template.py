@@ -12,11 +12,11 @@ written. Loops in these blocks write marks only when they are over messages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment
 
-from megatrain.runtime.data.marks import CLOSES, ITEM, LOOP_ENDS, NUMBER, OPENS, mark
+from megatrain.runtime.data.marks import CLOSE, CLOSES, ITEM, LOOP_ENDS, MARK, NUMBER, OPENS, mark
 
 _STATE = "megatrain_loops"
 """Variable of a marked template. Its `messages` says for each running loop, beginning with the
@@ -26,6 +26,41 @@ _CAPTURES = ("macro", "call", "filter", "set")
 _BLOCKS = ("if", "with", "for", *_CAPTURES)
 _VARYING = ("messages", "tools", "documents", "strftime_now")
 """Names whose values differ between conversations or between days."""
+
+
+Captured = Literal["marked", "trimmable", "unmarked"]
+"""What a block does that takes text: the loops in it are marked; they are marked, and white space
+at the ends of the text stands outside of the marks, so that `trim` finds it; they are not marked.
+"""
+_OUTER = "megatrain_outer"
+"""Macro that moves white space at the ends of a text outside of the marks there."""
+_OUTER_MACRO = f"""
+{{%- macro {_OUTER}(text) -%}}
+{{%- set n = namespace(go=true, before="", first="", text=text, last="", after="") -%}}
+{{%- for _ in text.split("{MARK}") if n.go -%}}
+{{%- set part = n.text.lstrip() -%}}
+{{%- set n.before = n.before ~ n.text[:(n.text | length) - (part | length)] -%}}
+{{%- set n.text = part -%}}
+{{%- set n.go = part.startswith("{MARK}") -%}}
+{{%- if n.go -%}}
+{{%- set n.first = n.first ~ part.partition("{CLOSE}")[0] ~ "{CLOSE}" -%}}
+{{%- set n.text = part.partition("{CLOSE}")[2] -%}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{%- set n.go = true -%}}
+{{%- for _ in text.split("{MARK}") if n.go -%}}
+{{%- set part = n.text.rstrip() -%}}
+{{%- set n.after = n.text[part | length:] ~ n.after -%}}
+{{%- set n.text = part -%}}
+{{%- set n.go = part.endswith("{CLOSE}") -%}}
+{{%- if n.go -%}}
+{{%- set n.last = "{MARK}" ~ part.rpartition("{MARK}")[2] ~ n.last -%}}
+{{%- set n.text = part.rpartition("{MARK}")[0] -%}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{{{- n.before ~ n.first ~ n.text ~ n.last ~ n.after -}}}}
+{{%- endmacro -%}}
+"""
 
 
 @dataclass(frozen=True)
@@ -54,11 +89,13 @@ class _Block(NamedTuple):
     """Variable of a loop, or empty."""
 
 
-def marked_template(template: str, *, items: bool = True, captured: bool = True) -> MarkedTemplate:
+def marked_template(
+    template: str, *, items: bool = True, captured: Captured = "marked"
+) -> MarkedTemplate:
     """Returns `template` with marks.
 
-    Without `items`, only `{% generation %}` blocks get them. Without `captured`, loops in blocks
-    that take text, such as `{% set %}`, do not.
+    Without `items`, only `{% generation %}` blocks get them. `captured` says what happens to the
+    loops in blocks that take text, such as `{% set %}`.
 
     Raises jinja2.TemplateSyntaxError if `template` is not a valid template.
     """
@@ -66,6 +103,7 @@ def marked_template(template: str, *, items: bool = True, captured: bool = True)
     # into tokens, and the `+` in statements below keeps the rest of it.
     lexer = Environment(trim_blocks=True, lstrip_blocks=True)
     written = [_statement(f" set {_STATE} = namespace(messages=[]) ")] if items else []
+    written += [_OUTER_MACRO] if captured == "trimmable" else [""]
     statement: list[str] | None = None
     open_blocks: list[_Block] = []
     exact, last_loop = not items, ""
@@ -83,11 +121,20 @@ def marked_template(template: str, *, items: bool = True, captured: bool = True)
                 last_loop, after_loop = str(open_blocks[0].number), set()
             capture = _capture(open_blocks)
             exact = exact and not (words[0] == "generation" and capture)
+            count = sum(block.tag in _CAPTURES for block in open_blocks)
             before, after = _marks(words, open_blocks, len(written))
             if words[0] == "for" and capture:
                 captures[str(len(written))] = capture
-            if "generation" not in words[0] and not (items and (captured or not capture)):
+            if "generation" not in words[0] and not (
+                items and (captured != "unmarked" or not capture)
+            ):
                 before = after = ""
+            if captured == "trimmable":
+                opened = sum(block.tag in _CAPTURES for block in open_blocks) - count
+                if opened > 0:
+                    after += _statement(f" set {_OUTER}_text ")
+                if opened < 0:
+                    before += _statement(" endset ") + _output(f"{_OUTER}({_OUTER}_text)")
             written += [before, _statement("".join(statement)), after]
             statement = None
         elif statement is not None:

@@ -115,7 +115,7 @@ TEMPLATES = {
     # the message is put together before it is written
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
     "collected, changed": (
-        "{% set text %}" + HEAD + BODY + "{% endset %}{{ text | trim }}\n" + PROMPT
+        "{% set text %}" + HEAD + BODY + "{% endset %}{{ text[:-2] }}\n" + PROMPT
     ),
     "blank": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}{% if"

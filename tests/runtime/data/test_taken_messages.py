@@ -95,6 +95,20 @@ TEMPLATES = {
         "{% call(m) each(messages) %}" + HEAD + BODY + "{{ '\n' }}{% endcall %}" + PROMPT
     ),
     "filter": "{% filter replace('#', '#') %}" + LOOP + "{% endfilter %}" + PROMPT,
+    "set, trimmed": "{% set text %}\n" + LOOP + " \n{% endset %}{{ text | trim }}\n" + PROMPT,
+    "set, trimmed by a filter": (
+        "{% set text | trim %}" + LOOP + "{% endset %}{{ text }}\n" + PROMPT
+    ),
+    "macro, trimmed": (
+        "{% macro text(all) %} " + EACH + "{% endmacro %}{{ text(messages).strip() }}\n" + PROMPT
+    ),
+    "call, trimmed": (
+        "{% macro put() %}{{ caller() | trim }}{% endmacro %}{% call put() %}"
+        + LOOP
+        + "{% endcall %}{{ '\n' }}"
+        + PROMPT
+    ),
+    "filter, trimmed": "{% filter trim %}" + LOOP + "{% endfilter %}{{ '\n' }}" + PROMPT,
     "filter, of another block": (
         "{% set text %}{% filter string %}"
         + LOOP
@@ -103,14 +117,14 @@ TEMPLATES = {
     ),
 }
 CHANGED = {
-    "set": "{% set text %}" + LOOP + "{% endset %}{{ text | trim }}",
-    "macro": "{% macro text(all) %}" + EACH + "{% endmacro %}{{ text(messages) | trim }}",
+    "set": "{% set text %}" + LOOP + "{% endset %}{{ text[:-2] }}",
+    "macro": "{% macro text(all) %}" + EACH + "{% endmacro %}{{ text(messages)[:-2] }}",
     "call": (
-        "{% macro put() %}{{ caller()[:-1] }}{% endmacro %}{% call put() %}"
+        "{% macro put() %}{{ caller()[:-2] }}{% endmacro %}{% call put() %}"
         + LOOP
         + "{% endcall %}"
     ),
-    "filter": "{% filter trim %}" + LOOP + "{% endfilter %}",
+    "filter": "{% filter wordwrap(9) %}" + LOOP + "{% endfilter %}",
 }
 """Templates that write another text than their block took."""
 CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "the"}}}]
@@ -182,6 +196,12 @@ def test_a_loop_in_a_block_that_takes_text_has_the_labels_of_markers(
     encode: Callable[..., Any], name: str, kind: str
 ) -> None:
     assert encode(TEMPLATES[name], CONVERSATIONS[kind]) == encode(MARKED, CONVERSATIONS[kind])
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_markers_may_stand_in_text_that_is_trimmed(encode: Callable[..., Any], kind: str) -> None:
+    trimmed = "{% filter trim %}" + MARKED + "{% endfilter %}{{ '\n' }}" + PROMPT
+    assert encode(trimmed, CONVERSATIONS[kind]) == encode(MARKED, CONVERSATIONS[kind])
 
 
 def test_a_filter_may_change_letters(encode: Callable[..., Any], tokenizer_folder: Folder) -> None:
