@@ -535,7 +535,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
         f"1 B tokens: {report['training']['days']:,.2f} days,"
         f" {report['training']['energy_kwh']:,.1f} kWh at 700 W per GPU" in text
     )
-    assert f"8 GPUs: {report['several']['tokens_per_second']:,.0f} tokens/s" in text
+    assert f"8 GPUs: {report['multi_gpu']['tokens_per_second']:,.0f} tokens/s" in text
     assert report["multi_gpu"]["note"] in text
     assert "first estimate" in report["multi_gpu"]["note"]
 

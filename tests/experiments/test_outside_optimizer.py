@@ -80,7 +80,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 def test_planning_for_the_guide_s_optimizer_loads_no_torch(optimizer: str) -> None:
     program = (
-        "import sys\nfrom megatrain.experiments import cli\nstatus = cli.main(sys.argv[1:])\n"
+        "import sys\nfrom megatrain.experiments.cli.main import main\nstatus = main(sys.argv[1:])\n"
         "sys.exit(status or 'torch' in sys.modules)"
     )
     words = ["check", "tiny", "--hardware", "h200", *map(str, WORK), "--optimizer", optimizer]

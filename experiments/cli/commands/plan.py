@@ -1,7 +1,8 @@
 """Choose the fastest plan for a model on a machine, and write it to a file.
 
 A plan has the policy, the placement, the number of slots, the size of copies and the checkpoint
-interval.
+interval. A plan for a model folder is refused if `megatrain train` would refuse it. A plan for a
+config.json or a name in the library may be for prediction only.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options, verdict_text
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import UserError
+
+if TYPE_CHECKING:
+    from megatrain.simulator.schedule.plan import Plan
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +42,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 @without_garbage_collection()
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+    from megatrain.runtime.layers.supported import refuse_unsupported
     from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.policies import is_prediction_only
     from megatrain.simulator.verdict.verdict import explain, summarize
 
     if args.policy == "all":
@@ -67,12 +73,32 @@ def run(args: argparse.Namespace) -> int:
             allowed=verdict_text.limits(verdicts[0]),
             fix=best.account.advice,
         )
+    trained = os.path.isdir(args.model) and not is_prediction_only(best.plan.policy)
+    if trained:
+        _refuse_untrainable(best.plan, Path(args.model))
     best.plan.save(args.out)
-    try:
-        refuse_unsupported(best.plan.model, best.plan.workload)
-        if os.path.isdir(args.model):
-            refuse_multimodal(Path(args.model), best.plan.model)
-    except UserError as error:
-        print(f"\nfor prediction only, `megatrain train` will refuse this plan: {error}")
+    if not trained:
+        try:
+            refuse_unsupported(best.plan.model, best.plan.workload)
+        except UserError as error:
+            print(f"\nfor prediction only, `megatrain train` will refuse this plan: {error}")
     print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
     return 0
+
+
+def _refuse_untrainable(plan: Plan, folder: Path) -> None:
+    """Raises UserError if `megatrain train` would refuse `plan`, whatever the device and settings.
+
+    Imports torch and transformers, which takes some seconds.
+    """
+    from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+
+    # These need no torch, so that their refusals come at once.
+    refuse_multimodal(folder, plan.model)
+    refuse_unsupported(plan.model, plan.workload)
+    from megatrain.runtime.execution.preflight import preflight
+    from megatrain.runtime.optimizer.settings import AdamW
+    from megatrain.runtime.training.opening import exported_config
+
+    preflight(plan, AdamW(), None)
+    exported_config(folder, plan.model, init="model")
