@@ -33,6 +33,7 @@ from whole_models import (
     weights,
     whole_model,
     with_documents,
+    without_draws,
 )
 
 from megatrain.runtime.batch import Batch
@@ -89,7 +90,8 @@ def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
 @pytest.mark.parametrize("family", DOCUMENTED)
 def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], family: str) -> None:
     """Recomputed in blocks of three layers, over two micro-batches that are packed otherwise."""
-    with run(model_of(family), documents=True, accumulation=2) as running:
+    model_spec = model_of(family, **without_draws(family))
+    with run(model_spec, documents=True, accumulation=2) as running:
         batches = batches_of(running.plan, PACKED, LEFT)
         model = whole_model(running.plan, config_of(running.plan.model))
         compare(running, batches, loss_of_each_alone(model, batches), model, packed_bound(family))
@@ -137,7 +139,7 @@ def test_packed_rows_after_saving_and_loading(
     """A step on packed rows, saved; what transformers loads of it has the loss and gradients that
     we have.
     """
-    with run(model_of(family), documents=True) as running:
+    with run(model_of(family, **without_draws(family)), documents=True) as running:
         plan, config = running.plan, config_of(running.plan.model)
         batches = [with_documents(plan, PACKED)]
         running.executor.step(batches, rate=1e-4, number=1)

@@ -21,6 +21,7 @@ from whole_models import (
     scale_of,
     token_losses,
     whole_model,
+    without_draws,
 )
 
 from megatrain.runtime.batch import Batch
@@ -50,9 +51,13 @@ LATENT = {
     "rope_parameters": {**LONG, "short_factor": [1.0] * 4, "long_factor": HALF[:4]},
     "max_position_embeddings": 64,
 }
+MSCALED = {
+    "rope_parameters": {**LONGROPE["rope_parameters"], "short_mscale": 1.1, "long_mscale": 1.3}
+}
 SCALED = [
     ("llama", LONGROPE),
     ("phi3", {**LONGROPE, "original_max_position_embeddings": LIMIT}),
+    ("phimoe", {**LONGROPE, **MSCALED, **without_draws("phimoe")}),
     ("minicpm3", LATENT),
     ("llama", DYNAMIC),
     ("qwen2", DYNAMIC),

@@ -166,6 +166,7 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16},
     ],
     "minimax": [{"layer_types": ["full_attention", "full_attention", "linear_attention"] * 2}],
+    "phimoe": [BIASED, {"lm_head_bias": True}, {"sliding_window": 16}, {"num_local_experts": 4}],
     "persimmon": [{"qk_layernorm": False}],
     "hy_v3": [
         BIASED,
@@ -311,6 +312,7 @@ BOUNDED = ("falcon", "codegen", "minimax")
 SAVED += [
     ("gemma2", {"attn_logit_softcapping": None}),
     ("stablelm", {"qk_layernorm": True}),
+    ("phimoe", {"input_jitter_noise": 0.01}),
     ("cohere2_moe", {"num_shared_experts": 2}),
 ]
 

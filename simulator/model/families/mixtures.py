@@ -36,6 +36,7 @@ from megatrain.simulator.model.families.kinds import (
     llama4_chunks,
     llama4_scaled_from,
     llama4_sparse,
+    one_window,
     pattern,
 )
 from megatrain.simulator.model.families.parts import (
@@ -45,6 +46,7 @@ from megatrain.simulator.model.families.parts import (
     attend,
     attention,
     gated_mlp,
+    layer_norm,
     linear,
     merge_parts,
     residual,
@@ -176,6 +178,56 @@ def mellum(c: ModelConfig, kind: Kind) -> Parts:
         *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
         *mlp,
         *pre_norms(c),
+    )
+
+
+_DRAWN = 2
+"""Experts that Phi-3.5-MoE draws for each token, whatever `num_experts_per_tok` is. Only its
+router's loss uses that key."""
+
+
+def drawing_router(name: str, hidden: int, experts: int) -> Part:
+    """Returns the router of Phi-3.5-MoE, which draws one expert at random among those with nearly
+    the best score, and then a second one.
+
+    All is in the compute dtype. Forward, for each of the two: the best score (1), magnitudes (2),
+    a bound (2), distances (2), a ratio (3), a comparison (2), a mask (3), noise (1), its logarithm
+    (2), a difference (3), the largest (1) and a softmax (2). Backward: the gradient of the scores
+    (7). Autograd saves a mask of bytes, the softmax and four indices for each of the two.
+    """
+    return Part(
+        tensors=((f"{name}.weight", (experts, hidden)),),
+        active=experts * hidden,
+        forward=Traffic(_DRAWN * 24 * experts),
+        backward=Traffic(_DRAWN * 7 * experts),
+        kept=Kept(_DRAWN * 3 * experts // 2, _DRAWN * 8),
+    )
+
+
+def phimoe(c: ModelConfig, kind: Kind) -> Parts:
+    """Mixtral with layer norms, biases, and a router that draws experts at random."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling")
+    if isinstance(rope, dict):
+        types = (rope.get("rope_type"), rope.get("type"))
+        if next((each for each in types if each), "default") not in ("default", "longrope"):
+            raise c.wrong("rope_parameters", "a rope_type of default or longrope")
+    bias, count = c.flag("attention_bias"), top_k(c, "num_local_experts")[0]
+    if count < _DRAWN:
+        raise c.wrong("num_local_experts", f"at least the {_DRAWN} experts of a token")
+    # Before the router and in it, the hidden states are multiplied with noise in place.
+    noise = Part(
+        forward=Traffic(2 * 4 * c.hidden),
+        backward=Traffic(2 * 3 * c.hidden),
+        kept=Kept(2 * c.hidden),
+    )
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias),
+        drawing_router("mlp.router", c.hidden, count),
+        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, _DRAWN),
+        layer_norm("input_layernorm", c.hidden, first=True),
+        layer_norm("post_attention_layernorm", c.hidden),
+        *((noise,) if c.get("input_jitter_noise") else ()),
+        residual(c.hidden),
     )
 
 
@@ -357,6 +409,13 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         defaults={
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
             "num_experts_per_tok": 8,
+        },
+    ),
+    "phimoe": Family(
+        layer=phimoe, attention=one_window, mlp=every_layer, norm=layer_norm,
+        draws=("router_jitter_noise", "input_jitter_noise"), head_bias="lm_head_bias",
+        defaults={
+            **_SILU, "num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2,
         },
     ),
     "qwen3_5_moe_text": Family(

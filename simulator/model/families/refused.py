@@ -44,8 +44,6 @@ _REASONS: dict[str, str] = {
     "attention to tokens that another network selects": (
         "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa"
     ),
-    "a router that chooses experts at random in training, so that recompute would choose other"
-    " experts": "phimoe",
     "experts whose token counts the host reads in every layer, so that the host would wait for the"
     " GPU in each": "dbrx jetmoe",
     "a router that rounds differently without gradients on a GPU, so that recompute could choose"
