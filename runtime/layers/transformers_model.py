@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers import grouped_experts
 from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.layers.model_config import first_lines, full_config
@@ -80,9 +81,11 @@ def _config_without_dropout(model: ModelSpec) -> PretrainedConfig:
 
 def _build(model: ModelSpec) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        whole = AutoModelForCausalLM.from_config(
             _config_without_dropout(model), dtype=torch.bfloat16
         )
+    grouped_experts.install(whole)
+    return whole
 
 
 def _run_layers(model: ModelSpec) -> None:

@@ -42,6 +42,7 @@ from megatrain.simulator.model.families.kinds import (
 from megatrain.simulator.model.families.parts import (
     Kept,
     Part,
+    Tensors,
     Traffic,
     attend,
     attention,
@@ -51,6 +52,7 @@ from megatrain.simulator.model.families.parts import (
     merge_parts,
     residual,
     rms_norm,
+    rotary,
     shared_input,
     turned_in_pairs,
 )
@@ -181,6 +183,19 @@ def mellum(c: ModelConfig, kind: Kind) -> Parts:
     )
 
 
+_CHOSEN = "num_experts_per_tok"
+JETMOE_DEFAULTS: dict[str, Any] = {
+    "activation_function": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 12,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 16,
+    "num_local_experts": 8,
+    _CHOSEN: 2,
+    "kv_channels": 128,
+}
 _DRAWN = 2
 """Experts that Phi-3.5-MoE draws for each token, whatever `num_experts_per_tok` is. Only its
 router's loss uses that key."""
@@ -228,6 +243,71 @@ def phimoe(c: ModelConfig, kind: Kind) -> Parts:
         layer_norm("post_attention_layernorm", c.hidden),
         *((noise,) if c.get("input_jitter_noise") else ()),
         residual(c.hidden),
+    )
+
+
+def jetmoe_config(config: dict[str, Any], _where: str) -> dict[str, Any]:
+    """Returns the config with the number of attention heads, which transformers computes: as many
+    for each expert as there are heads of keys.
+    """
+    pairs, chosen = (
+        config.get(key, JETMOE_DEFAULTS[key]) for key in ("num_key_value_heads", _CHOSEN)
+    )
+    known = isinstance(pairs, int) and isinstance(chosen, int)
+    return {**config, "num_attention_heads": pairs * chosen} if known else config
+
+
+def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
+    """Experts in the MLP, and experts for the projections of queries and of attention's output.
+
+    Each expert of attention has as many heads as there are heads of keys and values, which are
+    repeated for every expert.
+    """
+    if c.flag("output_router_logits"):
+        raise c.wrong("output_router_logits", "false, since this model's router loss is not known")
+    count, chosen = top_k(c, "num_local_experts")
+    if chosen > 2:
+        raise c.wrong(
+            _CHOSEN, "at most 2, since recompute could add the outputs of more in another order"
+        )
+    hidden, inner, size = c.hidden, c.size("intermediate_size"), c.kv_heads * c.head_dim
+    queries, rows = chosen * size, chosen * hidden
+    mlp, name = experts("", hidden, inner, count, chosen), "self_attention"
+    # Autograd saves what is added to the sums over a token's experts.
+    attention_experts = Part(
+        active=2 * rows * size,
+        idle=(count - chosen) * 2 * hidden * size,
+        forward=Traffic(9 * rows + 7 * queries + 4 * size),
+        backward=Traffic(16 * rows + 10 * queries + 6 * size),
+        kept=Kept(3 * rows + 2 * queries, 8 * chosen),
+    )
+    scores = _without_tensors(router("", hidden, count))
+    return (
+        Part(tensors=_jetmoe_experts("mlp", hidden, (2 * inner, inner), count)),
+        *_without_tensors(mlp),
+        Part(kept=Kept(rows)),
+        *scores,
+        rms_norm("input_layernorm", hidden, first=True),
+        rms_norm("post_attention_layernorm", hidden),
+        residual(hidden),
+        Part(tensors=_jetmoe_experts(f"{name}.experts", hidden, (size, size), count)),
+        attention_experts,
+        *scores,
+        linear(f"{name}.kv_proj", hidden, 2 * size),
+        rotary(queries + size),
+        attend(c, kind.attention, kv_heads=c.heads),
+        shared_input(hidden, 3),
+    )
+
+
+def _jetmoe_experts(name: str, hidden: int, widths: tuple[int, int], count: int) -> Tensors:
+    """Returns the tensors of experts whose first and second projection have these widths."""
+    into, out = widths
+    return (
+        (f"{name}.bias", (hidden,)),
+        (f"{name}.input_linear.weight", (count, into, hidden)),
+        (f"{name}.output_linear.weight", (count, hidden, out)),
+        (f"{name}.router.layer.weight", (count, hidden)),
     )
 
 
@@ -373,6 +453,10 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
             "shared_intermediate_size": 0,
         },
+    ),
+    "jetmoe": Family(
+        layer=jetmoe, mlp=every_layer, published=jetmoe_config, defaults=JETMOE_DEFAULTS,
+        names={"head_dim": "kv_channels"},
     ),
     "llama4_text": Family(
         layer=llama4, attention=llama4_chunks, mlp=llama4_sparse, scaled_from=llama4_scaled_from,
