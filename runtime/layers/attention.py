@@ -201,7 +201,7 @@ def attend(
         key: [batch, key heads, sequence, size].
         value: [batch, key heads, sequence, value size].
         attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, the kernel in
-            `lengths.py` is used, whatever `kernel` is, with the layer's `sliding_window`.
+            `lengths.py` is used, whatever `kernel` is.
         scaling: factor of the scores; None for 1 / sqrt(size).
         kernel: the kernel; None lets PyTorch choose, and then nothing can be saved.
         kept: results saved by an earlier forward. They are used instead of running the kernel.
@@ -214,16 +214,7 @@ def attend(
         assert not others.get("dropout"), "kernels are called without dropout"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return (
-            attend_within(
-                attention_mask,
-                query,
-                key,
-                value,
-                scale,
-                others.get("sliding_window") or 0,
-                kept=kept,
-                results=results,
-            ),
+            attend_within(attention_mask, query, key, value, scale, kept=kept, results=results),
             None,
         )
     if kernel is None:

@@ -465,6 +465,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else "lengths"
         )
 
+    def window(self, layer: str) -> int:
+        """Returns the most tokens that a query of the decoder layer attends to, including itself.
+        0 means all tokens before it.
+        """
+        return self._part(layer).window
+
     def mask_bytes(self, workload: Workload) -> int:
         """Returns the bytes of attention masks. A mask is needed for documents, and for a window
         shorter than a sequence.
@@ -482,7 +488,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             workload.batch * workload.sequence**2 * DTYPE_BYTES[workload.dtype],
         )
         for layer in self.decoders:
-            windowed = 0 < self._part(layer.name).window < workload.sequence
+            windowed = 0 < self.window(layer.name) < workload.sequence
             written = self._part(layer.name).scores.kept != Kept()
             always = written or self.family in ALWAYS_MASKED
             if layer.attention != "linear_attention" and (workload.documents or windowed or always):
