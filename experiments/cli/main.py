@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         verb = OneLineParser(prog=f"megatrain {args.verb}")
         VERBS[args.verb].describe(verb)
-        verb.error(f"unrecognized arguments: {' '.join(unknown)}")
+        verb.refuse_unknown(unknown)
     return args
 
 

@@ -27,6 +27,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
+from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -74,7 +75,11 @@ def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, 
     name = _ALIASES.get(name, name)
     if name not in AXES:
         raise UserError(
-            where, found=f"an axis {name!r}", allowed=", ".join(AXES), fix="name one of these"
+            where,
+            found=f"{name!r}",
+            allowed="policy, a knob, placement.CLASS, a field of the workload, device_memory or"
+            " host_memory",
+            fix=suggestion(name, AXES, "see `megatrain sweep --help`"),
         )
     if not values:
         raise UserError(
