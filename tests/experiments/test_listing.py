@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_library(command: Any) -> None:
         "native_context": 32768,
         "family": "mixtral",
     }
-    assert "mixtral-8x7b            46.7 B             12.9 B" in command("list", "models").out
+    assert "mixtral-8x7b            46.7 B   12.9 B" in command("list", "models").out
     rows = {row["name"]: row for row in json.loads(command("list", "hardware", "--json").out)}
     machine = HardwareSpec.load("rtx4090")
     assert rows["rtx4090"]["gpu_bytes"] == machine.device_bytes

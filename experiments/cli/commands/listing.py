@@ -89,7 +89,8 @@ def _families() -> list[Row]:
     }
     refused = {**dict.fromkeys(UNDESCRIBED, NOT_YET), **REFUSED}
     return [{"name": name, "supported": True, "note": notes[name]} for name in notes] + [
-        {"name": name, "supported": False, "note": refused[name]} for name in sorted(refused)
+        {"name": name, "supported": False, "note": refused[name]}
+        for name in sorted(refused.keys() - notes)
     ]
 
 
@@ -106,7 +107,12 @@ KINDS: dict[str, Callable[[], list[Row]]] = {
     "optimizers": _optimizers,
     "families": _families,
 }
-_HEADINGS = {"gpu_bytes": "GPU memory", "host_bytes": "host memory", "link_gb_per_s": "GB/s"}
+_HEADINGS = {
+    "active_parameters": "active",
+    "gpu_bytes": "GPU memory",
+    "host_bytes": "host memory",
+    "link_gb_per_s": "GB/s",
+}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
