@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -402,10 +403,25 @@ def check_writable(path: Path) -> None:
             allowed="a file to write",
             fix=f"name a file in it, like {path / 'NAME.toml'}",
         )
-    if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
+    try:
+        # More certain than the permissions, which root has for /proc and on a disk that is full.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError:
         raise UserError(
             str(path),
             found=f"{parent}, which is not a writable folder",
             allowed="a path in a writable folder",
             fix="choose another path",
+        ) from None
+
+
+def check_new(path: Path) -> None:
+    """Raises UserError if `path`, a new folder, exists or cannot be made."""
+    if os.path.lexists(path):
+        raise UserError(
+            str(path),
+            found="something there already",
+            allowed="a folder that does not exist",
+            fix="name another one with --out",
         )
+    check_writable(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from megatrain.runtime.data.formats import BadRow, TextRow, rows
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import DataSource, find
+from megatrain.runtime.data.sources import DataSource, sources_of
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 _FORMAT = 5
 """Version of the tokenization. It is part of the cache's key."""
-_EVALUATION_SPLITS = ("validation", "test", "train")
-"""Splits for evaluation, the preferred first, unless the options name one."""
 _LOOKED_AT = 100
 """Number of rows from which the layout is recognized."""
 
@@ -67,7 +66,7 @@ def open_data(
     Raises UserError for every mistake in files, rows and options.
     """
     assert options.packing, "packing is taken from the plan if the options do not set it"
-    source = find(Path(options.data), (options.split,))
+    source, other_source = sources_of(options)
     tokenizer = None
     if tokenizer_folder:
         tokenizer = load_tokenizer(
@@ -78,11 +77,7 @@ def open_data(
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
     training, summary = reader.documents(source)
     evaluation: Documents | None
-    if options.evaluation_data or options.evaluation_split:
-        other_source = find(
-            Path(options.evaluation_data or options.data),
-            (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS,
-        )
+    if other_source is not None:
         evaluation, _ = reader.documents(other_source)
         _compare(source, training, other_source, evaluation, on_note)
     else:
@@ -375,7 +370,7 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
 
     try:
         files = [
-            (str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            (_text(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             for file in source.files
             if (status := file.stat())
         ]
@@ -400,6 +395,11 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
         [layout.columns for layout in LAYOUTS],
     )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _text(path: Path) -> str:
+    """Returns a path as text. Bytes that are not UTF-8 are written as escape sequences."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _stopped(row: str) -> UserError:

@@ -286,7 +286,7 @@ def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--over", "slots", 1), "an axis 'slots'; allowed: policy, weight_slots"),
+        (("--over", "slots", 1), "'slots'; allowed: policy, a knob"),
         (("--over", "weight_slots", "two"), "found 'two'"),
         (("--over", "weight_slots", 0), "knobs: weight_slots: found 0"),
         (("--over", "clipping", "some"), "found 'some'"),
