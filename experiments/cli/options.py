@@ -181,11 +181,11 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Adds the required option `--hardware` and the memory limits."""
+def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds the option `--hardware` and the memory limits."""
     parser.add_argument(
         "--hardware",
-        required=True,
+        required=required,
         metavar="H",
         help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200",
     )

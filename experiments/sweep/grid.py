@@ -35,8 +35,10 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 _MOST = 1_000_000
 _LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
 _SIZES = {"chunk_bytes", *_LIMITS}
-_ALIASES = {"seq": "sequence", "compile": "compiled"}
 _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
+_ALIASES = {"seq": "sequence", "compile": "compiled"} | {
+    name.partition(".")[2]: name for name in _PLACED
+}
 AXES = (
     "policy",
     *(name for name in Knobs.__struct_fields__ if name != "placement"),
@@ -129,7 +131,7 @@ def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
     found: dict[bytes, Plan] = {}
     for grid in grids:
         for values in itertools.product(*grid.values()):
-            plan = _changed(base, dict(zip(grid, values, strict=True)))
+            plan = changed(base, dict(zip(grid, values, strict=True)))
             identity = (
                 plan.policy,
                 plan.workload,
@@ -141,7 +143,8 @@ def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
     return list(found.values())
 
 
-def _changed(base: Plan, values: dict[str, Any]) -> Plan:
+def changed(base: Plan, values: dict[str, Any]) -> Plan:
+    """Returns `base` with other values of some axes. Raises UserError for an impossible value."""
     placed = {name.partition(".")[2]: values[name] for name in _PLACED if name in values}
     knobs = {name: value for name, value in values.items() if name in Knobs.__struct_fields__}
     work = {name: value for name, value in values.items() if name in Workload.__struct_fields__}

@@ -292,7 +292,7 @@ def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
         (("--over", "clipping", "some"), "found 'some'"),
         (("--over", "weight_slots"), "no value"),
         (("--over", "batch", 1, "--over", "batch", 2), "batch twice"),
-        (("--over", "policy", "k_buffers"), "found 'k_buffers'; allowed: double_buffer"),
+        (("--over", "policy", "k_buffers"), "did you mean k_buffer?"),
         (("--over", "device_memory", "much"), "found 'much'"),
         (
             ("--over", "weight_slots", *range(1, 1002), "--over", "batch", *range(1, 1002)),

@@ -111,7 +111,7 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     """
     from megatrain.experiments.sweep.grid import plans
     from megatrain.simulator import policies
-    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.schedule.plan import Plan
 
@@ -125,7 +125,7 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     model = ModelSpec.load(args.model)
     base = Plan(
         policy=policies.names()[0],
-        hardware=args.hardware,
+        hardware=hardware_name(args.hardware),
         source=args.model,
         model=model,
         workload=options.workload(args, model),
