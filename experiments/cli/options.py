@@ -57,6 +57,8 @@ class OneLineParser(argparse.ArgumentParser):
         """
         self._words: list[str] = []
         for word in sys.argv[1:] if args is None else args:
+            if re.fullmatch(r"--[^=]+=--", word):  # Python 3.11 takes this for an empty list
+                self.error(f"argument {word[:-3]}: expected one argument")
             if re.match(r"-\.?\d", word) and re.fullmatch("--[^=]+", (self._words or [""])[-1]):
                 self._words[-1] += f"={word}"
             else:
