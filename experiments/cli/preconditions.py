@@ -6,11 +6,11 @@ that. What only the contents of the model and the data show is reported later.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
 
 
 def check_training(plan_file: Path, model: str | None, config: Config) -> None:
@@ -47,7 +47,7 @@ def refuse_other_than_utf8(path: str) -> None:
         path.encode()
     except UnicodeEncodeError:
         raise UserError(
-            os.fsencode(path).decode("utf-8", "backslashreplace"),
+            printable(path),
             found="a name that is not UTF-8 text, or a locale that is not UTF-8",
             allowed="a name that config.toml can store",
             fix="rename it, or set LC_ALL=C.UTF-8",

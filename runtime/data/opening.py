@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from megatrain.runtime.data.tokenize import (
     tokenizer_digest,
 )
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
 from megatrain.simulator.model.workload import Workload
 
 if TYPE_CHECKING:
@@ -300,7 +300,11 @@ def _layout(source: DataSource, options: DataOptions) -> Layout:
         raise (
             _stopped(str(looked_at[0]))
             if options.strict
-            else _nothing(source, f"no row that can be read, the first {looked_at[0]}")
+            else _nothing(
+                source,
+                f"no row that can be read, the first {looked_at[0]}",
+                "at least one row without such a mistake",
+            )
         )
     raise unknown_columns(f"data {source.path}", found, options.columns)
 
@@ -334,16 +338,13 @@ def _tokenize(
                 writer.add(ids, closes=closes)
         if not writer.documents:
             reasons = "; ".join(row for row, _ in bad.shown)
-            raise _nothing(
-                source,
-                (
-                    f"no row that can be used, the first {reasons}"
-                    if reasons
-                    else "no text"
-                    if count
-                    else "no rows"
-                ),
-            )
+            if reasons:
+                raise _nothing(
+                    source,
+                    f"no row that can be used, the first {reasons}",
+                    "at least one row without such a mistake",
+                )
+            raise _nothing(source, "no text" if count else "no rows")
         known = TokenSummary(
             layout=encoder.describe(),
             flagged=encoder.flagged,
@@ -370,7 +371,7 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
 
     try:
         files = [
-            (_text(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            (printable(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             for file in source.files
             if (status := file.stat())
         ]
@@ -397,11 +398,6 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _text(path: Path) -> str:
-    """Returns a path as text. Bytes that are not UTF-8 are written as escape sequences."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
 def _stopped(row: str) -> UserError:
     """Returns the error for a bad row with `strict`."""
     return UserError(
@@ -412,14 +408,11 @@ def _stopped(row: str) -> UserError:
     )
 
 
-def _nothing(source: DataSource, found: str) -> UserError:
+def _nothing(
+    source: DataSource, found: str, allowed: str = "at least one row with text"
+) -> UserError:
     """Returns the error for data without a usable row."""
-    return UserError(
-        f"data {source.path}",
-        found=found,
-        allowed="at least one row with text",
-        fix="check the file",
-    )
+    return UserError(f"data {source.path}", found=found, allowed=allowed, fix="correct the data")
 
 
 def _packed(corpus: Corpus, workload: Workload, given: int) -> str:

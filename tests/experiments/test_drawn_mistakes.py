@@ -85,6 +85,27 @@ def test_some_in_processes_of_their_own(place: Path, files_in: Any) -> None:
     assert files_in(place) == before
 
 
+TRAIN = ("train", "plan.toml", "--steps", "2", "--device", "cpu")
+EXPENSIVE = {
+    "missing data": (*TRAIN, "--data", "gone", "--out", "new"),
+    "data by a name that is not UTF-8": (*TRAIN, "--data", "bad\udce9.txt", "--out", "new"),
+    "out that exists": (*TRAIN, "--data", "corpus", "--out", "corpus"),
+    "out that cannot be made": (*TRAIN, "--data", "corpus", "--out", "/proc/nope/x"),
+    "edited plan": ("train", "edited.toml", *TRAIN[2:], "--data", "corpus", "--out", "new"),
+    "missing model": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "./gone"),
+    "export of no run": ("export", "corpus", "--out", "new"),
+    "export to what exists": ("export", "corpus", "--out", "tiny"),
+    "calibration of a missing model": ("calibrate", "gone", "--out", "new.toml"),
+    "calibration of too large a batch": ("calibrate", "tiny", "--batch", "9999999", "--out", "n"),
+    "report where nothing can be": ("report", "corpus", "--out", "/proc/nope/x.html"),
+}
+"""Mistakes that need not wait for PyTorch."""
+
+
+def test_mistakes_are_told_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
+    check_all([list(words) for words in EXPENSIVE.values()], place, files_in)
+
+
 @pytest.mark.usefixtures("workplace")
 def test_the_probe_sees_pytorch_and_what_is_no_mistake() -> None:
     train = ["train", *VALID["train"]]
