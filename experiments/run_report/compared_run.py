@@ -43,11 +43,8 @@ class ComparedRun(NamedTuple):
     """Differences between the two timelines."""
 
 
-def compare_run(folder: Path) -> ComparedRun:
-    """Returns the comparison for a folder that `megatrain train` has finished. Writes nothing.
-
-    Raises UserError if `folder` is no such folder, or if one of its files cannot be read.
-    """
+def refuse_unfinished(folder: Path) -> None:
+    """Raises UserError if `folder` is no folder of a run that has ended."""
     if not os.path.isfile(folder / "measured.json"):
         raise UserError(
             str(folder),
@@ -55,6 +52,14 @@ def compare_run(folder: Path) -> ComparedRun:
             allowed="a folder that `megatrain train` has finished",
             fix="check the path, or train to the end",
         )
+
+
+def compare_run(folder: Path) -> ComparedRun:
+    """Returns the comparison for a folder that `megatrain train` has finished. Writes nothing.
+
+    Raises UserError if `folder` is no such folder, or if one of its files cannot be read.
+    """
+    refuse_unfinished(folder)
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)
     hardware = options.hardware_of(folder / "plan.toml", plan.hardware)

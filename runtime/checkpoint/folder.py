@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,13 +20,13 @@ from megatrain.runtime.checkpoint.checkpoint import (
     verify,
 )
 from megatrain.runtime.checkpoint.manifest import Manifest, RunState
+from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
-_NAME = re.compile(r"step-(\d{8})")
 _REMOVING = ".removing-"
 """prefix of a checkpoint's name while it is removed"""
 
@@ -58,17 +57,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints in ascending order, including damaged ones."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(
-            int(match[1])
-            for path in self.folder.iterdir()
-            if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-        )
+        return stored_steps(self.folder)
 
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`, which need not exist."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / checkpoint_name(step)
 
     def save(self, executor: Executor, run: RunState) -> Path:
         """Saves a checkpoint, then removes those that are not to be kept. Returns its folder.

@@ -23,7 +23,7 @@ from megatrain.runtime.data.formats import BadRow, TextRow, rows
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import DataSource, find
+from megatrain.runtime.data.sources import DataSource, sources_of
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -31,6 +31,7 @@ from megatrain.runtime.data.tokenize import (
     tokenizer_digest,
 )
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
 from megatrain.simulator.model.workload import Workload
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 _FORMAT = 5
 """Version of the tokenization. It is part of the cache's key."""
-_EVALUATION_SPLITS = ("validation", "test", "train")
-"""Splits for evaluation, the preferred first, unless the options name one."""
 _LOOKED_AT = 100
 """Number of rows from which the layout is recognized."""
 
@@ -67,7 +66,7 @@ def open_data(
     Raises UserError for every mistake in files, rows and options.
     """
     assert options.packing, "packing is taken from the plan if the options do not set it"
-    source = find(Path(options.data), (options.split,))
+    source, other_source = sources_of(options)
     tokenizer = None
     if tokenizer_folder:
         tokenizer = load_tokenizer(
@@ -78,11 +77,7 @@ def open_data(
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
     training, summary = reader.documents(source)
     evaluation: Documents | None
-    if options.evaluation_data or options.evaluation_split:
-        other_source = find(
-            Path(options.evaluation_data or options.data),
-            (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS,
-        )
+    if other_source is not None:
         evaluation, _ = reader.documents(other_source)
         _compare(source, training, other_source, evaluation, on_note)
     else:
@@ -305,7 +300,11 @@ def _layout(source: DataSource, options: DataOptions) -> Layout:
         raise (
             _stopped(str(looked_at[0]))
             if options.strict
-            else _nothing(source, f"no row that can be read, the first {looked_at[0]}")
+            else _nothing(
+                source,
+                f"no row that can be read, the first {looked_at[0]}",
+                "at least one row without such a mistake",
+            )
         )
     raise unknown_columns(f"data {source.path}", found, options.columns)
 
@@ -339,16 +338,13 @@ def _tokenize(
                 writer.add(ids, closes=closes)
         if not writer.documents:
             reasons = "; ".join(row for row, _ in bad.shown)
-            raise _nothing(
-                source,
-                (
-                    f"no row that can be used, the first {reasons}"
-                    if reasons
-                    else "no text"
-                    if count
-                    else "no rows"
-                ),
-            )
+            if reasons:
+                raise _nothing(
+                    source,
+                    f"no row that can be used, the first {reasons}",
+                    "at least one row without such a mistake",
+                )
+            raise _nothing(source, "no text" if count else "no rows")
         known = TokenSummary(
             layout=encoder.describe(),
             flagged=encoder.flagged,
@@ -375,7 +371,7 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
 
     try:
         files = [
-            (str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            (printable(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             for file in source.files
             if (status := file.stat())
         ]
@@ -412,14 +408,11 @@ def _stopped(row: str) -> UserError:
     )
 
 
-def _nothing(source: DataSource, found: str) -> UserError:
+def _nothing(
+    source: DataSource, found: str, allowed: str = "at least one row with text"
+) -> UserError:
     """Returns the error for data without a usable row."""
-    return UserError(
-        f"data {source.path}",
-        found=found,
-        allowed="at least one row with text",
-        fix="check the file",
-    )
+    return UserError(f"data {source.path}", found=found, allowed=allowed, fix="correct the data")
 
 
 def _packed(corpus: Corpus, workload: Workload, given: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 
@@ -60,6 +61,8 @@ _KEYWORDS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _WORD = re.compile(rf"(?<![^-._ 0-9])(?:{'|'.join(_KEYWORDS)})(?![^-._ 0-9])", re.IGNORECASE)
+_EVALUATION_SPLITS = ("validation", "test", "train")
+"""Splits for evaluation, the preferred first, unless the options name one."""
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 
@@ -97,6 +100,18 @@ def suffix_of(file: Path) -> str:
     """Returns the ending of a file's name in lower case, without the ending of a compression."""
     stem, suffix = os.path.splitext(file.name.lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
+def sources_of(options: DataOptions) -> tuple[DataSource, DataSource | None]:
+    """Returns the files to train on, and those to evaluate on or None if the options name none.
+
+    Raises UserError as `find` does.
+    """
+    source = find(Path(options.data), (options.split,))
+    if not (options.evaluation_data or options.evaluation_split):
+        return source, None
+    splits = (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS
+    return source, find(Path(options.evaluation_data or options.data), splits)
 
 
 def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:

@@ -9,7 +9,7 @@ kind of gradient clipping belong to the plan. This module does not import torch.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -21,6 +21,7 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_text
+from megatrain.simulator.base.names import suggestion
 
 _LARGEST = 2**40
 """upper bound of all counts"""
@@ -282,9 +283,14 @@ def full_name(key: str) -> str:
     raise UserError(
         f"--set {key}",
         found="no field of this name",
-        allowed=", ".join(names),
-        fix="correct its spelling",
+        allowed="a field of the config, which `megatrain train --help` lists",
+        fix=suggestion(key, _spellings(names), "correct its spelling"),
     )
+
+
+def _spellings(names: Iterable[str]) -> list[str]:
+    """Returns all `names` and, of each, the field's name alone."""
+    return [spelling for name in names for spelling in (name, name.partition(".")[2])]
 
 
 def parse_value(text: str) -> Any:

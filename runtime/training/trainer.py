@@ -3,7 +3,7 @@
 For example:
 
     config = Config(training=TrainingSettings(steps=1000))
-    Trainer("plan.toml", "models/qwen2.5-3b", "corpus/", config, out="run").fit()
+    Trainer("plan.toml", data="corpus/", config=config, out="run").fit()
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Trainer(TrainingRun):
     def __init__(
         self,
         plan: Plan | Path | str,
-        model: Path | str | None,
-        data: BatchSource | Path | str | None,
-        config: Config,
+        model: Path | str | None = None,
+        data: BatchSource | Path | str | None = None,
+        config: Config | None = None,
         *,
         out: RunLock | Path | str | None = None,
         resume: Literal["newest"] | int | None = None,
@@ -100,7 +100,7 @@ class Trainer(TrainingRun):
             model: a Hugging Face folder or a name on the hub; None for the model in the plan.
             data: the path of the training data; None for the path in the config; or any object
                 with a method `step(number) -> list[Batch]`.
-            config: all other settings.
+            config: all other settings. It is needed, because the number of steps has no default.
             out: the run folder, or its lock if the caller holds it already; None for no run
                 folder. It must be new or empty, unless `resume` is given.
             resume: continues the run in `out`, from its newest checkpoint or from that of the given
@@ -112,6 +112,13 @@ class Trainer(TrainingRun):
 
         Raises UserError if the plan, the config or `out` cannot be used.
         """
+        if config is None:
+            raise UserError(
+                "Trainer: config",
+                found="none",
+                allowed="a Config, which has the number of steps",
+                fix="pass config=Config(training=TrainingSettings(steps=100))",
+            )
         self.plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
         self.config = checked(
             config if not isinstance(data, Path | str) else with_data(config, str(data))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -40,20 +38,6 @@ class UserError(Exception):
         return UserError(
             f"{where}: {self.where}", found=self.found, allowed=self.allowed, fix=self.fix
         )
-
-
-def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Returns the fix for an unknown `name`: up to three known names that resemble it, or
-    `otherwise` if none does.
-
-    >>> suggestion("qwen2", ["qwen3", "llama"], "check the name")
-    'did you mean qwen3?'
-    """
-    alike = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), sorted(known), 3)
-    return f"did you mean {' or '.join(alike)}?" if alike else otherwise
-
-
-_LONGEST_NAME = 100
 
 
 def _shortened(value: object, most: int = 300) -> str:

@@ -16,13 +16,15 @@ KernelInterleaving those between compute and update. `costs/contention.py` appli
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import msgspec
 
 from megatrain.simulator.base import plugins
-from megatrain.simulator.base.errors import UserError, suggestion
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
+from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.schedule import CODES, LANES
 
 GROUP = "megatrain.hardware"
@@ -393,25 +395,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         a package names machines under the entry point group `megatrain.hardware`. Raises UserError
         if there is no such machine, or if its file is wrong.
         """
-        if Path(source).suffix == ".toml" or Path(source).exists():
-            return read_toml(Path(source), cls)
-        library = Path(__file__).parents[1] / "library" / "hardware"
-        known = {file.stem: file for file in sorted(library.glob("*.toml"))}
-        if source in known:
-            return read_toml(known[source], cls)
-        if source in plugins.installed(GROUP):
-            return cls._installed(source)
-        raise UserError(
-            f"hardware {source}",
-            found="no such file",
-            allowed=(
-                f"a calibrated TOML file, or one of the {len(known)} names in"
-                " simulator/library/hardware, such as h200"
-            ),
-            fix=suggestion(
-                source, [*known, *plugins.installed(GROUP)], "check the path or the name"
-            ),
-        )
+        name = hardware_name(source)
+        if _is_file(name):
+            return read_toml(Path(name), cls)
+        return read_toml(library()[name], cls) if name in library() else cls._installed(name)
 
     @classmethod
     def _installed(cls, name: str) -> HardwareSpec:
@@ -523,3 +510,33 @@ def _check_lanes(
     for lane, latency in dispatch_ns.items():
         _known(f"{where}: dispatch_ns", lane, LANES)
         _at_least(f"{where}: dispatch_ns.{lane}", latency, 0)
+
+
+def library() -> dict[str, Path]:
+    """Returns the files of the library's machines by name."""
+    folder = Path(__file__).parents[1] / "library" / "hardware"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def hardware_name(source: str) -> str:
+    """Returns the name of the machine that `source` means (`base/names.py`), or the path of a file.
+
+    Raises UserError if there is no such file or name.
+    """
+    if _is_file(source):
+        return source
+    known = [*library(), *plugins.installed(GROUP)]
+    if name := meant(source, known):
+        return name
+    raise UserError(
+        f"hardware {source}",
+        found="no such file or machine",
+        allowed="a calibrated TOML file, or a name that `megatrain list hardware` prints, such as"
+        " h200",
+        fix=suggestion(source, known, "check the path or the name"),
+    )
+
+
+def _is_file(source: str) -> bool:
+    """Returns whether `source` is a path. A path that exists is preferred to a name."""
+    return Path(source).suffix == ".toml" or os.path.exists(source)

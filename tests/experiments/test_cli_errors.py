@@ -129,7 +129,29 @@ MISTAKES = {
     "no verb": Mistake((), "no VERB", "megatrain", "--help"),
     "unknown verb": Mistake(("chekc",), "'chekc'", "check, plan, simulate", "megatrain --help"),
     "unknown option": Mistake(
-        (*CHECK, "--bacth", "3"), "--bacth", "--batch", "megatrain check --help"
+        (*CHECK, "--bacth", "3"), "--bacth", "megatrain check", "did you mean --batch?"
+    ),
+    "misspelt option that is needed": Mistake(
+        ("check", "qwen2.5-7b", "--hardwre", "h200"),
+        "--hardwre",
+        "an option of `megatrain check`",
+        "did you mean --hardware?",
+    ),
+    "name that lacks its quotes": Mistake(
+        ("check", "qwen2.5-7b", "--hardware", "rtx", "4090"), "4090", "options", "in quotes"
+    ),
+    "abbreviation of several options": Mistake(
+        (*CHECK, "--d", "3"), "several options", "--device-memory, --dtype", "--help"
+    ),
+    "value of an option that has none": Mistake(
+        (*CHECK, "--json=3"), "the value '3'", "the option alone", "--help"
+    ),
+    "negative size after a blank": Mistake(
+        (*CHECK, "--device-memory", "-24GiB"), "'-24GiB'", "a positive size", "24GiB"
+    ),
+    "negative rate": Mistake((*TRAIN, "--rate", "-1"), "'-1'", ">= 0", "leave --rate out"),
+    "unknown field of the config": Mistake(
+        (*TRAIN, "--set", "lrate=1"), "no field", "megatrain train --help", "did you mean rate?"
     ),
     "option without value": Mistake(
         (*CHECK, "--batch"), "no value", "one value", "megatrain check --help"
@@ -150,7 +172,7 @@ MISTAKES = {
     "steps that are no number": Mistake(
         (*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 1", "--steps 1"
     ),
-    "rate that is no number": Mistake((*TRAIN, "--rate", "nan"), "'nan'", ">= 0", "--rate 1"),
+    "rate that is no number": Mistake((*TRAIN, "--rate", "nan"), "'nan'", ">= 0", "such a number"),
     "seed too large": Mistake(
         (*TRAIN, "--seed", str(10**30)), str(10**30), "4294967295", "--seed 1"
     ),
@@ -172,15 +194,12 @@ MISTAKES = {
         "leave it out",
     ),
     "unknown policy": Mistake(
-        (*CHECK, "--policy", "zigzag"),
-        "'zigzag'",
-        "double_buffer, k_buffer, overlapped, resident, sequential",
-        "name one",
+        (*CHECK, "--policy", "zigzag"), "'zigzag'", "megatrain list policies", "name one"
     ),
     "unknown model": Mistake(
         ("check", "qwen2.5-9b", "--hardware", "h200"),
-        "no such folder or file",
-        "qwen2.5-7b",
+        "no such folder, file or name",
+        "megatrain list models",
         "did you mean qwen2.5-",
     ),
     "missing model folder": Mistake(
@@ -197,9 +216,9 @@ MISTAKES = {
     ),
     "folder without config": Mistake(
         ("check", "corpus", "--hardware", "h200"),
-        "no such file",
-        "readable",
-        "name an existing file",
+        "a folder without config.json",
+        "a Hugging Face model folder",
+        "name the folder that has it",
     ),
     "unknown architecture": Mistake(
         ("check", "other", "--hardware", "h200"),
@@ -226,8 +245,8 @@ MISTAKES = {
     ),
     "hardware name too long": Mistake(
         ("check", "tiny", "--hardware", LONG),
-        "file name too long",
-        "a usable path",
+        "no such file or machine",
+        "megatrain list hardware",
         "check the path",
     ),
     "hardware with an unknown key": Mistake(
@@ -310,7 +329,7 @@ MISTAKES = {
     "plan of an unknown policy": Mistake(
         TRAIN,
         "'zigzag'",
-        "double_buffer",
+        "megatrain list policies",
         "name one",
         edited("plan.toml", ('"double_buffer"', '"zigzag"')),
     ),

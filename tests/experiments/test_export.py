@@ -170,7 +170,7 @@ def test_what_cannot_be_is_one_line(command: Command) -> None:
         ),
         (
             ("run", "--out", "corpus/one.txt/out"),
-            "corpus/one.txt/out: found file exists; allowed: a folder that can be made",
+            "corpus/one.txt, which is not a writable folder; allowed: a path in a writable folder",
         ),
     ):
         outcome = command("export", *words)

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.verdict import summarize
 
+    if args.trace:
+        options.check_writable(args.trace)
     plan = Plan.load(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
     schedule, costs = verified(plan), cost_model(hardware, plan.model, plan.workload)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.cli.preconditions import check_training
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.simulator.base.errors import UserError
 
@@ -199,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.runtime.training.run_lock import RunLock
 
+    check_training(plan_file, args.model, config)
     lock = RunLock(folder)
     if args.resume is None:
         lock.refuse_taken()
@@ -258,5 +261,6 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         )
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    print(f"wrote {folder}; see `megatrain compare {folder}` and `megatrain report {folder}`")
+    name = shlex.quote(str(folder))
+    print(f"wrote {name}; see `megatrain compare {name}` and `megatrain report {name}`")
     return 0

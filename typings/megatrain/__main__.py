@@ -1,0 +1,1 @@
+../../megatrain/__main__.py
