@@ -1,1 +1,1 @@
-../../megatrain/__main__.py
+../../experiments/cli/namespace/__main__.py
