@@ -260,6 +260,8 @@ def refuse_other_run(
 ) -> None:
     """Raises UserError if the checkpoint belongs to another run. The error names all differences.
 
+    A run may become longer, but not shorter if its learning rate depends on the number of steps.
+
     Args:
         manifest: manifest of the checkpoint.
         plan: plan of the run.
@@ -276,6 +278,8 @@ def refuse_other_run(
     before = {
         key: value for key, value in manifest.run.settings.items() if known or key in settings
     }
+    if is_longer(before, settings):
+        before["training.steps"] = settings["training.steps"]
     for prefix, was, now in (
         ("workload", manifest.workload, plan.workload),
         ("optimizer", manifest.optimizer, _described(optimizer)),
@@ -299,6 +303,12 @@ def refuse_other_run(
                 "resume with what the checkpoint was made with, or start a new run from its weights"
             ),
         )
+
+
+def is_longer(before: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Returns whether a run whose learning rate depends on its steps has more steps than before."""
+    was, now = before.get("training.steps"), settings.get("training.steps")
+    return isinstance(was, int) and isinstance(now, int) and now > was
 
 
 def _tensor_names(stack: Mapping[str, Any]) -> list[str]:

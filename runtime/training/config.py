@@ -167,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer: AdamW = AdamW()
     """hyperparameters of AdamW"""
     schedule: LearningRate = LearningRate()
-    """learning rate of each step"""
+    """learning rate of each step; a config sets what `LearningRate` leaves open"""
     data: DataOptions = DataOptions()
     """training data, evaluation data, and how they are packed into rows"""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -178,7 +178,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """TensorBoard and experiment trackers"""
 
     def __post_init__(self) -> None:
-        self.schedule.refuse_impossible(self.training.steps)
+        schedule = self.schedule.settled(
+            self.training.steps, pretrained=self.training.init == "model"
+        )
+        msgspec.structs.force_setattr(self, "schedule", schedule)
 
     @classmethod
     def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:

@@ -21,7 +21,7 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
 
     They are the learning-rate schedule, the seed, and how the data is read and packed. The digest
     of the data is included, its path is not. The number of steps is included only if the learning
-    rate depends on it: a run with a constant rate may be extended.
+    rate depends on it.
 
     Args:
         config: the config of the run.

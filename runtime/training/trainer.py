@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.execution.executor import Executor
@@ -38,6 +38,11 @@ from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.interruption import Interruption
+from megatrain.runtime.training.learning_rate import (
+    HIGHEST_PRETRAINED_RATE,
+    PRETRAINED_RATE,
+    format_rate,
+)
 from megatrain.runtime.training.opening import (
     BatchSource,
     EvaluationSource,
@@ -295,6 +300,7 @@ class Trainer(TrainingRun):
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
         self._settings = settings_of(self.config, data)
+        self._notes += self._learning_rate()
         steps, evaluate, save = (
             self.config.training.steps,
             self.config.evaluation.every_steps,
@@ -312,6 +318,19 @@ class Trainer(TrainingRun):
             )
         return data, held_out
 
+    def _learning_rate(self) -> list[str]:
+        """Returns the note on the learning rate, and a warning if it is high."""
+        schedule = self.config.schedule
+        notes = [f"learning rate {schedule}"]
+        high = (schedule.rate or 0) > HIGHEST_PRETRAINED_RATE
+        if high and self.config.training.init == "model":
+            notes.append(
+                f"warning: a learning rate of {format_rate(schedule.rate or 0)} can destroy what"
+                f" pretrained weights have learned; usual is {format_rate(PRETRAINED_RATE)} to"
+                f" {format_rate(2 * PRETRAINED_RATE)}"
+            )
+        return notes
+
     def _restore(self) -> bool:
         """Restores the checkpoint to resume from. Returns whether there was one."""
         if self._checkpoints is None or self._resume is None:
@@ -328,16 +347,15 @@ class Trainer(TrainingRun):
             run.step + 1,
             bool(run.progress.get("evaluation_owed")),
         )
-        self._notify(
-            "on_note",
-            f"continues after step {run.step}"
-            + (
-                ", the last step: pass a larger --steps to train further"
-                if run.step == self.config.training.steps
-                and self.config.schedule.kind == "constant"
-                else ""
-            ),
-        )
+        last = run.step == self.config.training.steps
+        more = ", the last step: pass a larger --steps to train further" if last else ""
+        self.note(f"continues after step {run.step}{more}")
+        if is_longer(run.settings, self._settings):
+            self.note(
+                f"the learning rate now decays over {self.config.training.steps} steps, not"
+                f" {run.settings['training.steps']}: the result differs from that of a run that"
+                " began with as many"
+            )
         return True
 
     def _load(self, *, buffers_alone: bool) -> None:

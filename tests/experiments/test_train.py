@@ -160,7 +160,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
             r"config: schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'",
         ),
         (
-            ("--set", "kind=cosine"),
+            ("--set", "warm_up_steps=10"),
             (
                 r"config: schedule: warm_up_steps: found 10, and 1 of decay, in a training of 2;"
                 r" allowed: at most 1 with kind cosine"

@@ -24,6 +24,8 @@ NEW = (
     "cpu",
     "--rate",
     "3e-3",
+    "--set",
+    "kind=constant",
     "--eval-fraction",
     "0.3",
     "--eval-every",

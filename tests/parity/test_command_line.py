@@ -26,7 +26,7 @@ from megatrain.experiments.cli import main as cli
 SEQUENCE = 24
 ROWS = 4
 STEPS = 3
-RATE = 1e-3  # the default, reached after 10 warm-up steps
+RATE = 1e-3  # reached after 10 warm-up steps, and constant from there
 BETAS = (0.9, 0.95)
 
 FP32 = ("--dtype", "fp32")
@@ -138,7 +138,7 @@ def train(
     steps: int = STEPS,
 ) -> Path:
     """`megatrain plan` and `megatrain train` on `data`; the exported model's folder. Only what a
-    user must say is said, besides `plan` and `run`.
+    user must say is said, besides the learning rate, `plan` and `run`.
     """
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in data))
     words = [
@@ -162,6 +162,12 @@ def train(
         str(place / "rows.jsonl"),
         "--steps",
         str(steps),
+        "--rate",
+        str(RATE),
+        "--warm-up",
+        "10",
+        "--schedule.kind",
+        "constant",
         "--out",
         str(place / "run"),
         "--device",

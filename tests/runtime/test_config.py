@@ -159,7 +159,25 @@ def test_what_python_builds_is_checked_too() -> None:
     with pytest.raises(UserError, match=r"config: schedule.rate"):
         checked(Config(training=TrainingSettings(steps=100), schedule=LearningRate(rate=-1.0)))
     with pytest.raises(UserError, match="schedule: warm_up_steps: found 10"):
-        Config(training=TrainingSettings(steps=5), schedule=LearningRate(kind="linear"))
+        Config(
+            training=TrainingSettings(steps=5),
+            schedule=LearningRate(kind="linear", warm_up_steps=10),
+        )
+
+
+def test_a_config_settles_its_learning_rate_and_a_file_of_a_run_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    pretrained, random = (
+        Config(training=TrainingSettings(steps=100, init=init)).schedule
+        for init in ("model", "random")
+    )
+    assert (pretrained.kind, pretrained.rate, pretrained.warm_up_steps) == ("cosine", 1e-5, 3)
+    assert random.rate == 3e-4
+    old = '[training]\nsteps = 100\n[schedule]\nkind = "constant"\nrate = 0.001\nwarm_up_steps = 10'
+    (tmp_path / "config.toml").write_text(old)
+    resumed = Config.load(tmp_path / "config.toml", {"training.steps": 500})
+    assert resumed.schedule == LearningRate(kind="constant", rate=1e-3, warm_up_steps=10)
 
 
 def test_every_field_says_what_it_means() -> None:
@@ -185,9 +203,9 @@ DEFAULTS: dict[str, Any] = {
     "optimizer.betas": (0.9, 0.95),
     "optimizer.epsilon": 1e-8,
     "optimizer.groups": (),
-    "schedule.kind": "constant",
-    "schedule.rate": 1e-3,
-    "schedule.warm_up_steps": 10,
+    "schedule.kind": "cosine",
+    "schedule.rate": None,
+    "schedule.warm_up_steps": None,
     "schedule.decay_steps": 0,
     "schedule.floor": 0.0,
     "data.data": "",
@@ -244,7 +262,8 @@ def test_a_change_of_a_default_changes_other_people_s_runs() -> None:
 @pytest.mark.parametrize("key", BOUNDS)
 def test_a_number_may_be_what_its_bounds_say_and_no_more(key: str) -> None:
     def load(value: float) -> Config:
-        return Config.load(None, {"training.steps": 10, key: value})
+        given = {"training.steps": 10, "schedule.kind": "constant", key: value}
+        return Config.load(None, given)
 
     section, _, field = key.partition(".")
     for bound, beyond in zip(BOUNDS[key], (-1, 1), strict=True):

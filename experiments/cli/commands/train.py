@@ -15,6 +15,7 @@ import msgspec
 
 from megatrain.experiments.cli import options
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
+from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         option, given = SHORT.get(key, (f"--{key}", {"type": parse_value}))
         if "action" not in given and "choices" not in given:
             given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
-        no_default = "action" in given or field.default in (msgspec.NODEFAULT, "", ())
+        no_default = "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
         negation = "do not " if option == "--no-export" else ""
         default = "" if no_default else f" (default {_shown(field.default)})"
         text = f"{negation}{field.meaning}{default}"
@@ -238,7 +239,7 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
             f"training, {folder}",
             found=str(error).partition(";")[0],
             allowed="finite numbers",
-            fix=f"lower --rate {config.schedule.rate:g}, or check the data",
+            fix=f"lower --rate {format_rate(config.schedule.rate or 0)}, or check the data",
         ) from None
     finally:
         bars.close()

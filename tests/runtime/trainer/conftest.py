@@ -48,6 +48,8 @@ def prepare() -> Prepare:
         """`fields`: of the config, as on the command line."""
         given = {
             "training.steps": 5,
+            "schedule.kind": "constant",
+            "schedule.rate": 1e-3,
             "schedule.warm_up_steps": 2,
             **{full_name(name): value for name, value in fields.items()},
         }
