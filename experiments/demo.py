@@ -136,7 +136,7 @@ def demo(out: Path, steps: int, device: str) -> None:
         "plan", model, "--hardware", hardware, "--device-memory", f"{cap}B", *work, "--out", plan
     )
     stage(4, "train: execute the plan")
-    random = ("--init", "random", "--rate", "1e-3")
+    random = ("--init", "random", "--lr", "1e-3")
     command(
         *("train", plan, "--data", corpus, "--steps", steps, *random),
         *("--device", device, "--out", run),

@@ -25,7 +25,7 @@ class ProgressBars(Callback):
     then, so that an error message does not follow half-drawn bars.
     """
 
-    def __init__(self, parameters: int, steps: int) -> None:
+    def __init__(self, parameters: int) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -35,7 +35,7 @@ class ProgressBars(Callback):
         )
         self._bars = Progress(*columns)
         self._loading = self._bars.add_task("load ", total=parameters, state="")
-        self._training = self._bars.add_task("train", total=steps, state="", start=False)
+        self._training = self._bars.add_task("train", total=None, state="", start=False)
         self._evaluated = ""
         self._notes: list[str] = []
         self._allocation = ExitStack()
@@ -59,7 +59,8 @@ class ProgressBars(Callback):
     def on_start(self, trainer: TrainingRun) -> None:
         """Starts the training bar at the first step of this run."""
         self._begin()
-        self._bars.update(self._training, completed=trainer.first_step - 1)
+        steps = trainer.config.training.steps
+        self._bars.update(self._training, total=steps, completed=trainer.first_step - 1)
         self._bars.start_task(self._training)
 
     def _begin(self) -> None:

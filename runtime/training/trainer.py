@@ -227,6 +227,7 @@ class Trainer(TrainingRun):
             with folder_weights(self.folder, self._notes.append):
                 pass
         data, held_out = self._open_data()
+        self._refuse_steps_that_are_done()
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
@@ -266,6 +267,7 @@ class Trainer(TrainingRun):
         )
         if (
             done
+            and self.config.training.steps
             and (least := done[-1] if self._resume == "newest" else int(self._resume or 0))
             > self.config.training.steps
         ):
@@ -299,8 +301,9 @@ class Trainer(TrainingRun):
             data, held_out = found[0], held_out or found[1]
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
-        self._settings = settings_of(self.config, data)
+        self._count_epochs(data)
         self._notes += self._learning_rate()
+        self._settings = settings_of(self.config, data)
         steps, evaluate, save = (
             self.config.training.steps,
             self.config.evaluation.every_steps,
@@ -317,6 +320,33 @@ class Trainer(TrainingRun):
                 f" {evaluated}"
             )
         return data, held_out
+
+    def _count_epochs(self, data: BatchSource) -> None:
+        """Turns epochs into steps, and notes how many steps an epoch has.
+
+        Raises UserError for epochs of data that does not know its number of rows.
+        """
+        work, training = self.plan.workload, self.config.training
+        rows: int = getattr(data, "rows", 0)
+        steps_per_epoch = rows / (work.batch * work.accumulation)
+        if training.epochs:
+            if not rows:
+                raise UserError(
+                    "training: epochs",
+                    found=f"{training.epochs:g}, and data without the attribute `rows`",
+                    allowed="steps, or data that knows its number of rows",
+                    fix="set steps",
+                )
+            # rounded first, so that 0.1 epochs of 30 steps are 3 steps
+            steps = math.ceil(round(training.epochs * steps_per_epoch, 6))
+            self.config = self.config.with_steps(max(1, steps))
+        if rows:
+            steps = self.config.training.steps
+            text = f"{steps_per_epoch:,.1f}".removesuffix(".0")
+            self._notes.append(
+                f"{text} step{'s' * (text != '1')} an epoch; {steps:,}"
+                f" step{'s are' if steps > 1 else ' is'} {steps / steps_per_epoch:.2f} epochs"
+            )
 
     def _learning_rate(self) -> list[str]:
         """Returns the note on the learning rate, and a warning if it is high."""

@@ -15,7 +15,7 @@ def test_a_note_is_printed_where_the_terminal_lacks_its_characters(
 ) -> None:
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
-    bars = ProgressBars(1, 1)
+    bars = ProgressBars(1)
     bars.on_note("«ö»")
     bars.on_load(1)
     bars.close()

@@ -33,7 +33,7 @@ NEW = (
     "corpus",
     "--device",
     "cpu",
-    "--rate",
+    "--lr",
     "3e-3",
     "--set",
     "kind=constant",
@@ -152,7 +152,7 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
     Path("other/one.txt").write_text("other text\n" * 300)
     before = files_in(Path("run"))
     for words, field in (
-        (("--rate", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
+        (("--lr", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
         (
             ("--set", "kind=linear", "--warm-up", 1),
             (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -248,9 +249,33 @@ def test_steps_must_be_said(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
     assert (
         outcome.err
-        == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in"
-        " [training] of a --config file; fix: give the number of steps\n"
+        == "megatrain: megatrain train: found neither --epochs nor --steps; allowed: one of the"
+        " two, or steps in [training] of a --config file; fix: pass --epochs 1 to train on all of"
+        " the data once\n"
     )
+
+
+@pytest.mark.usefixtures("workplace")
+def test_epochs_are_steps_of_the_data(command: Any) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--lr", "2e-5")
+    outcome = command(*words, "--epochs", "0.02", "--save-every", 1, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    config = Config.load(Path("run/config.toml"))
+    said = re.search(r"([\d.]+) steps an epoch; (\d+) steps are 0.02 epochs\n", outcome.out)
+    assert said is not None
+    assert config.training.steps == int(said[2]) == math.ceil(0.02 * float(said[1]))
+    assert config.training.epochs == 0
+    assert config.schedule.rate == 2e-5
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == config.training.steps
+    again = command("train", "--resume", "run", "--epochs", "0.01", "--device", "cpu")
+    assert "steps are done already" in again.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_an_earlier_name_of_the_rate_is_still_taken(command: Any) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
+    assert command(*words, "--rate", "3e-5", "--out", "run").status == 0
+    assert Config.load(Path("run/config.toml")).schedule.rate == 3e-5
 
 
 @pytest.mark.usefixtures("workplace")

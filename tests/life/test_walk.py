@@ -22,7 +22,7 @@ NEW = (
     "cache",
     "--device",
     "cpu",
-    "--rate",
+    "--lr",
     "3e-3",
     "--set",
     "kind=constant",

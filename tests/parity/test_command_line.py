@@ -162,7 +162,7 @@ def train(
         str(place / "rows.jsonl"),
         "--steps",
         str(steps),
-        "--rate",
+        "--lr",
         str(RATE),
         "--warm-up",
         "10",

@@ -21,14 +21,26 @@ from megatrain.simulator.base.errors import UserError
 if TYPE_CHECKING:
     from megatrain.runtime.training.run_lock import RunLock
 
+
+def _rate(text: str) -> float:
+    """Returns the learning rate that `text` says, or raises UserError."""
+    try:
+        return options.real("--lr")(text)
+    except UserError as error:
+        raise UserError(
+            error.where, found=error.found, allowed=error.allowed, fix="write it like --lr 1e-5"
+        ) from None
+
+
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "training.steps": ("--steps", {"type": options.whole("--steps")}),
+    "training.epochs": ("--epochs", {"type": options.real("--epochs", 1e-6)}),
     "training.seed": ("--seed", {"type": options.whole("--seed", 0, 2**32 - 1)}),
     "training.init": ("--init", {"choices": ("model", "random")}),
     "training.deterministic": ("--deterministic", {"action": "store_true"}),
     "optimizer.weight_decay": ("--weight-decay", {"type": options.real("--weight-decay")}),
     "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
-    "schedule.rate": ("--rate", {"type": options.real("--rate")}),
+    "schedule.rate": ("--lr", {"type": _rate}),
     "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
     "data.data": ("--data", {"metavar": "PATH"}),
     "data.split": ("--split", {}),
@@ -96,7 +108,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="set a field of the config, e.g. rate=3e-4 or evaluation.every_steps=100",
+        help="set a field of the config, e.g. rate=2e-5 or evaluation.every_steps=100",
     )
     options.add_device(parser)
     groups: dict[str, Any] = {}
@@ -114,6 +126,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         groups[section].add_argument(
             option, dest=key, default=None, help=text.replace("%", "%%"), **given
         )
+    # an earlier name of --lr, which people's scripts have
+    parser.add_argument("--rate", dest="schedule.rate", type=_rate, help=argparse.SUPPRESS)
 
 
 def _shown(value: object) -> str:
@@ -124,7 +138,7 @@ def config_of(args: argparse.Namespace) -> Config:
     """Returns the config of `--config` or of the resumed run, changed by `--set` and the options.
 
     Raises UserError for an unknown field, a value that its field does not allow, and a missing
-    `--steps` or `--data`.
+    `--steps`, `--epochs` or `--data`.
     """
     overrides: dict[str, Any] = {}
     for text in args.set:
@@ -145,12 +159,12 @@ def config_of(args: argparse.Namespace) -> Config:
         if isinstance(value := overrides.get(key), str) and value
     }
     file = args.config or (args.resume and args.resume / "config.toml")
-    if file is None and "training.steps" not in overrides:
+    if file is None and not {"training.steps", "training.epochs"} & overrides.keys():
         raise UserError(
             "megatrain train",
-            found="no --steps",
-            allowed="--steps VALUE, or steps in [training] of a --config file",
-            fix="give the number of steps",
+            found="neither --epochs nor --steps",
+            allowed="one of the two, or steps in [training] of a --config file",
+            fix="pass --epochs 1 to train on all of the data once",
         )
     config = Config.load(file, overrides)
     if not config.data.data:
@@ -218,7 +232,7 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
 
     folder = lock.folder
     parameters = Plan.load(plan_file).model.parameters
-    bars = ProgressBars(parameters, config.training.steps)
+    bars = ProgressBars(parameters)
     resume: Literal["newest"] | int | None = (
         None if args.resume is None else args.from_step or "newest"
     )
@@ -239,7 +253,7 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
             f"training, {folder}",
             found=str(error).partition(";")[0],
             allowed="finite numbers",
-            fix=f"lower --rate {format_rate(config.schedule.rate or 0)}, or check the data",
+            fix=f"lower --lr {format_rate(trainer.config.schedule.rate or 0)}, or check the data",
         ) from None
     finally:
         bars.close()

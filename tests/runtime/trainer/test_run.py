@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.training.callback import Callback, Step
-from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.exporting import export_run
 from megatrain.runtime.training.run_folder import append
 from megatrain.runtime.training.trainer import Trainer
@@ -136,6 +136,18 @@ def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, ru
     )
     between, end = (place / name / "model" / "model.safetensors" for name in ("long", "short"))
     assert between.read_bytes() == end.read_bytes()
+
+
+def test_epochs_of_data_that_does_not_know_its_rows_are_refused(place: Path) -> None:
+    class Endless:
+        def step(self, number: int) -> list[Any]:
+            raise NotImplementedError
+
+    config = Config(training=TrainingSettings(epochs=2.0))
+    with pytest.raises(
+        UserError, match="training: epochs: found 2, and data without the attribute"
+    ):
+        Trainer(place / "plan.toml", None, Endless(), config, device=CPU).fit()
 
 
 def notes_of(trainer: Trainer) -> list[str]:
