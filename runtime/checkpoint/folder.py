@@ -80,7 +80,7 @@ class Checkpoints:
         """
         path = self.path(run.step)
         if self._current != run.step:
-            self._recover()
+            self.recover()
             save(executor, run, path)
             self._current = run.step
             self._prune()
@@ -106,7 +106,7 @@ class Checkpoints:
             step: step of the checkpoint to restore; None for the newest one.
             known: whether `settings` are complete. If not, only those that are there are compared.
         """
-        self._recover()
+        self.recover()
         chosen = self._choose(step)
         if chosen is None:
             return
@@ -124,7 +124,7 @@ class Checkpoints:
         Raises UserError if there is no checkpoint of `step`, if it belongs to another run, or if it
         is damaged. In the last case, the error names the newest undamaged checkpoint before it.
         """
-        self._recover()
+        self.recover()
         chosen = self._choose(step)
         if chosen is None:
             return None
@@ -214,7 +214,7 @@ class Checkpoints:
         loss = manifest.run.loss
         return math.inf if loss is None or math.isnan(loss) else loss
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Cleans up after a save or a removal that was interrupted.
 
         Removes incomplete folders, and renames a checkpoint back if its replacement is missing.

@@ -109,12 +109,20 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             ge=0,
             le=_LARGEST,
-            description=(
-                "optimizer steps between checkpoints, with one more after the last step; 0: save"
-                " only when a signal ends the run"
-            ),
+            description="optimizer steps between checkpoints; 0: none by the number of steps",
         ),
     ] = 0
+    every_minutes: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=2**20,
+            description=(
+                "minutes by the clock between checkpoints; 0: none by the clock. There is one more"
+                " after the last step, unless both are 0: then only a signal saves one"
+            ),
+        ),
+    ] = 30.0
     keep_last: Annotated[
         int, Meta(ge=1, le=_LARGEST, description="number of newest checkpoints to keep")
     ] = 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -93,7 +94,7 @@ class Trainer(TrainingRun):
         config: Config,
         *,
         out: RunLock | Path | str | None = None,
-        resume: Literal["newest"] | int | None = None,
+        resume: Literal["newest", "scratch"] | int | None = None,
         callbacks: Sequence[Callback] = (),
         evaluation_data: EvaluationSource | None = None,
         device: torch.device | None = None,
@@ -109,7 +110,7 @@ class Trainer(TrainingRun):
             out: the run folder, or its lock if the caller holds it already; None for no run
                 folder. It must be new or empty, unless `resume` is given.
             resume: continues the run in `out`, from its newest checkpoint or from that of the given
-                step. If there is no checkpoint yet, the run begins at step 1.
+                step. With "scratch", a run that has no checkpoint begins again at step 1.
             callbacks: called after the run folder's own callback and the config's trackers.
             evaluation_data: any object with a method `batches()`; None for the evaluation data in
                 the config.
@@ -159,7 +160,7 @@ class Trainer(TrainingRun):
                 place / "checkpoints", keep_last=saving.keep_last, keep_best=saving.keep_best
             )
         )
-        self._resume: Literal["newest"] | int | None = resume
+        self._resume: Literal["newest", "scratch"] | int | None = resume
         folder = [] if place is None else [RunFolder(place, origin, resumed=resume is not None)]
         self._refuse_taken()
         self._callbacks: list[Callback] = [*folder, *logging, *callbacks]
@@ -175,6 +176,12 @@ class Trainer(TrainingRun):
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
         self._stopped = ""
+        self._not_saved: CheckpointError | None = None
+
+    @property
+    def _start(self) -> Literal["newest"] | int | None:
+        """The checkpoint to continue from; None for a run that begins at step 1."""
+        return None if self._resume == "scratch" else self._resume
 
     def stop(self, reason: str) -> None:
         self._stopped = reason
@@ -217,6 +224,7 @@ class Trainer(TrainingRun):
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
         )
+        self._refuse_to_start_over()
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
         self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
@@ -257,18 +265,41 @@ class Trainer(TrainingRun):
                 self._end(error)
                 raise
             self._end(None)
+        if self._not_saved is not None:
+            raise self._not_saved
         return fitted
 
+    def _refuse_to_start_over(self) -> None:
+        """Raises UserError if a resumed run has no checkpoint, or if one that is to begin again has
+        results that would be lost.
+        """
+        if self._checkpoints is None or self._resume is None:
+            return
+        run = self._checkpoints.folder.parent
+        self._checkpoints.recover()
+        done = self._checkpoints.steps()
+        if self._resume != "scratch" and not done:
+            raise UserError(
+                str(run),
+                found="no checkpoint to continue from",
+                allowed="a run with a checkpoint",
+                fix="pass --from-scratch to begin it again at step 1",
+            )
+        if self._resume == "scratch" and (done or (run / "model").exists()):
+            raise UserError(
+                f"{run}: --from-scratch",
+                found=f"a checkpoint of step {done[-1]}" if done else "a trained model in model/",
+                allowed="a run without checkpoints and model",
+                fix="leave --from-scratch out" if done else "name another folder with --out",
+            )
+
     def _refuse_steps_that_are_done(self) -> None:
-        done = (
-            self._checkpoints.steps()
-            if self._checkpoints is not None and self._resume is not None
-            else []
-        )
+        start = self._start
+        done = self._checkpoints.steps() if self._checkpoints and start is not None else []
         if (
             done
             and self.config.training.steps
-            and (least := done[-1] if self._resume == "newest" else int(self._resume or 0))
+            and (least := done[-1] if start == "newest" else int(start or 0))
             > self.config.training.steps
         ):
             raise UserError(
@@ -284,8 +315,9 @@ class Trainer(TrainingRun):
         Called before the data is tokenized, and again with `known` set when `settings` contain the
         data's digest. Both calls come before memory is allocated.
         """
-        if self._checkpoints is not None and self._resume is not None:
-            step = None if self._resume == "newest" else self._resume
+        start = self._start
+        if self._checkpoints is not None and start is not None:
+            step = None if start == "newest" else start
             self._checkpoints.refuse(self.plan, self.config.optimizer, settings, step, known=known)
 
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
@@ -362,15 +394,13 @@ class Trainer(TrainingRun):
         return notes
 
     def _restore(self) -> bool:
-        """Restores the checkpoint to resume from. Returns whether there was one."""
-        if self._checkpoints is None or self._resume is None:
+        """Restores the checkpoint to resume from. Returns whether there is one."""
+        start = self._start
+        if self._checkpoints is None or start is None:
             return False
-        run = self._checkpoints.restore(
-            self.executor, self._settings, None if self._resume == "newest" else self._resume
-        )
-        if run is None:
-            self._notify("on_note", "no checkpoint yet: the run begins at step 1")
-            return False
+        step = None if start == "newest" else start
+        run = self._checkpoints.restore(self.executor, self._settings, step)
+        assert run is not None, "a run without a checkpoint has been refused"
         for layer in self.plan.model.stack.values():
             self._notify("on_load", layer.parameters)
         self.first_step, self._evaluation_pending = (
@@ -409,10 +439,10 @@ class Trainer(TrainingRun):
         self, data: BatchSource, held_out: EvaluationSource | None, interruption: Interruption
     ) -> Fitted:
         """Executes all steps, with evaluations and checkpoints between them and after the last."""
-        steps, every = (
-            self.config.training.steps,
-            (self.config.evaluation.every_steps, self.config.saving.every_steps),
-        )
+        steps, saving = self.config.training.steps, self.config.saving
+        every = self.config.evaluation.every_steps, saving.every_steps
+        clock = saving.every_minutes if self._checkpoints is not None else 0.0
+        saved_at = time.monotonic()
         number, loss, evaluation = self.first_step - 1, None, None
         if self._evaluation_pending and held_out is not None:
             evaluation = self._evaluate(held_out, number, interruption)
@@ -430,7 +460,8 @@ class Trainer(TrainingRun):
                 self._evaluate(held_out, number, interruption) if evaluate and held_out else None
             )
             evaluation = found or evaluation
-            if interruption or (save and self.config.saving.every_steps):
+            by_clock = clock > 0 and time.monotonic() - saved_at >= 60 * clock
+            if interruption or by_clock or (save and (saving.every_steps or clock)):
                 best_by = found.loss if found else None if held_out else loss
                 pending = bool(evaluate and held_out and not found)
                 self._save(
@@ -441,6 +472,7 @@ class Trainer(TrainingRun):
                         progress={"evaluation_owed": pending},
                     )
                 )
+                saved_at = time.monotonic()
             if self.finished:
                 break
         if interruption:
@@ -518,15 +550,19 @@ class Trainer(TrainingRun):
     def _save(self, run: RunState) -> None:
         """Saves a checkpoint, then calls `on_save` of the callbacks.
 
-        Raises CheckpointError if it cannot be written and `on_failure` is "stop".
+        Raises CheckpointError if it cannot be written and `on_failure` is "stop". After the last
+        step, `fit` raises it when the model has been exported.
         """
         try:
             if self._checkpoints is not None:
                 self._checkpoints.save(self.executor, run)
         except CheckpointError as error:
-            if self.config.saving.on_failure == "stop":
+            if self.config.saving.on_failure == "go on":
+                self.note(str(error))
+            elif self.finished:
+                self._not_saved = error
+            else:
                 raise
-            self._notify("on_note", str(error))
         self._notify("on_save", self, run.step)
 
     def _notify(self, event: str, *details: object) -> None:

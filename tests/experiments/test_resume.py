@@ -201,16 +201,33 @@ def test_data_may_have_moved(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(command: Command) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_if_told_so(
+    command: Command, files_in: Any
+) -> None:
     good(command(*NEW, "--steps", 3, "--out", "straight"))
     shutil.copytree("straight", "run")
+    resume = ("train", "--resume", "run", "--device", "cpu")
+    assert (
+        "run: --from-scratch: found a checkpoint of step 3; allowed: a run without checkpoints and"
+        " model; fix: leave --from-scratch out"
+    ) in command(*resume, "--from-scratch").err
     shutil.rmtree("run/checkpoints")
+    before = files_in(Path("run"))
+    outcome = command(*resume)
+    assert (outcome.status, outcome.err) == (
+        2,
+        "megatrain: run: found no checkpoint to continue from; allowed: a run with a checkpoint;"
+        " fix: pass --from-scratch to begin it again at step 1\n",
+    )
+    outcome = command(*resume, "--from-scratch")
+    assert outcome.status == 2
+    assert "found a trained model in model/" in outcome.err
+    assert files_in(Path("run")) == before
+    shutil.rmtree("run/model")
     with Path("run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     Path("run/.model.aside-abc").mkdir()
-    assert "no checkpoint yet: the run begins" in good(
-        command("train", "--resume", "run", "--device", "cpu")
-    )
+    good(command(*resume, "--from-scratch"))
     assert rows("run") == rows("straight")
     assert weights("run") == weights("straight")
     assert not Path("run/.model.aside-abc").exists()

@@ -89,6 +89,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
     assert {
         "plan.toml",
         "config.toml",
+        "checkpoints",
         "environment.json",
         "metrics.jsonl",
         "measured.json",

@@ -56,7 +56,8 @@ def test_a_kill_right_after_the_last_of_them(driver: Any, workplace: Path) -> No
     )
     assert killed.status == -signal.SIGKILL
     assert "found something there already" in driver.run(workplace, *NEW, "--out", "run").refusal
-    assert driver.run(workplace, *RESUME).status == 0
+    assert "fix: pass --from-scratch" in driver.run(workplace, *RESUME).refusal
+    assert driver.run(workplace, *RESUME, "--from-scratch").status == 0
 
 
 def test_a_plan_of_the_user_is_not_taken_for_what_a_run_has_left(

@@ -181,6 +181,7 @@ class Walk:
                 *([plan] if self.random.random() < 0.7 else []),
                 "--resume",
                 "run",
+                *([] if checkpoints(self.run) else ["--from-scratch"]),
                 "--device",
                 "cpu",
                 *SAVE,

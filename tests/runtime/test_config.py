@@ -239,6 +239,7 @@ DEFAULTS: dict[str, Any] = {
     "evaluation.every_steps": 0,
     "evaluation.over_steps": 0,
     "saving.every_steps": 0,
+    "saving.every_minutes": 30.0,
     "saving.keep_last": 2,
     "saving.keep_best": 0,
     "saving.on_failure": "stop",
@@ -265,6 +266,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "evaluation.every_steps": (0, 2**40),
     "evaluation.over_steps": (0, 2**40),
     "saving.every_steps": (0, 2**40),
+    "saving.every_minutes": (0, 2**20),
     "saving.keep_last": (1, 2**40),
     "saving.keep_best": (0, 2**40),
 }

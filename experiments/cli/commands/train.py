@@ -60,6 +60,10 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "data.cache": ("--data-cache", {"metavar": "FOLDER"}),
     "evaluation.every_steps": ("--eval-every", {"type": options.whole("--eval-every", 0)}),
     "saving.every_steps": ("--save-every", {"type": options.whole("--save-every", 0)}),
+    "saving.every_minutes": (
+        "--save-every-minutes",
+        {"type": options.real("--save-every-minutes")},
+    ),
     "saving.export": ("--no-export", {"action": "store_false"}),
 }
 """Fields of the config that have a short option: its name, and arguments of `add_argument`."""
@@ -91,6 +95,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--from-step"),
         metavar="N",
         help="with --resume: the checkpoint to start from (default: the newest)",
+    )
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="with --resume: begin a run that has no checkpoint again at step 1",
     )
     parser.add_argument(
         "--model",
@@ -190,13 +199,21 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="--out for a new run, or --resume to continue one",
             fix="give one of the two",
         )
-    if args.resume is None and (args.plan is None or args.from_step):
-        found = "no PLAN" if args.plan is None else "--from-step without --resume"
+    alone = "--from-step" if args.from_step else "--from-scratch" if args.from_scratch else ""
+    if args.resume is None and (args.plan is None or alone):
+        found = "no PLAN" if args.plan is None else f"{alone} without --resume"
         raise UserError(
             "megatrain train",
             found=found,
             allowed="PLAN --out RUN, or --resume RUN",
             fix="name a plan, or the run to resume",
+        )
+    if args.from_step and args.from_scratch:
+        raise UserError(
+            "megatrain train",
+            found="--from-step and --from-scratch",
+            allowed="one of the two",
+            fix="leave one out",
         )
     if args.resume is not None and not (args.resume / "config.toml").is_file():
         raise UserError(
@@ -233,9 +250,9 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
     folder = lock.folder
     parameters = Plan.load(plan_file).model.parameters
     bars = ProgressBars(parameters)
-    resume: Literal["newest"] | int | None = (
-        None if args.resume is None else args.from_step or "newest"
-    )
+    resume: Literal["newest", "scratch"] | int | None = None
+    if args.resume is not None:
+        resume = "scratch" if args.from_scratch else args.from_step or "newest"
     trainer = Trainer(
         plan_file,
         args.model,

@@ -51,6 +51,7 @@ def prepare() -> Prepare:
             "schedule.kind": "constant",
             "schedule.rate": 1e-3,
             "schedule.warm_up_steps": 2,
+            "saving.every_minutes": 0,
             **{full_name(name): value for name, value in fields.items()},
         }
         path = None if out is None else place / out
