@@ -53,6 +53,7 @@ from megatrain.runtime.training.opening import (
     not_trained,
     refuse_packing,
 )
+from megatrain.runtime.training.progress import Progress
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
@@ -96,6 +97,7 @@ class Trainer(TrainingRun):
         out: RunLock | Path | str | None = None,
         resume: Literal["newest", "scratch"] | int | None = None,
         callbacks: Sequence[Callback] = (),
+        progress: bool = True,
         evaluation_data: EvaluationSource | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -111,7 +113,9 @@ class Trainer(TrainingRun):
                 folder. It must be new or empty, unless `resume` is given.
             resume: continues the run in `out`, from its newest checkpoint or from that of the given
                 step. With "scratch", a run that has no checkpoint begins again at step 1.
-            callbacks: called after the run folder's own callback and the config's trackers.
+            callbacks: called after the run folder's own callback, the config's trackers and the
+                printing of progress.
+            progress: whether to print notes and progress (`Progress`).
             evaluation_data: any object with a method `batches()`; None for the evaluation data in
                 the config.
             device: None for the default device.
@@ -163,7 +167,8 @@ class Trainer(TrainingRun):
         self._resume: Literal["newest", "scratch"] | int | None = resume
         folder = [] if place is None else [RunFolder(place, origin, resumed=resume is not None)]
         self._refuse_taken()
-        self._callbacks: list[Callback] = [*folder, *logging, *callbacks]
+        printed = [Progress()] if progress else []
+        self._callbacks: list[Callback] = [*folder, *logging, *printed, *callbacks]
         self.folder: Path | None = None
         calibrated = (origin / self.plan.hardware).is_file()
         # The limit in a plan for a calibrated machine is better than what a virtual machine

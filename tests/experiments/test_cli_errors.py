@@ -605,9 +605,12 @@ def test_a_training_that_diverges_says_so(
     option: tuple[str, str], workplace: Path, command: Any
 ) -> None:
     outcome = command(*TRAIN, "--steps", "5", *option)
-    assert outcome.status == 2
+    assert outcome.status == 1
     check_line(outcome.err, Mistake((), "nan", "finite numbers", "lower --lr"))
     assert not (workplace / "new" / "model").exists()
+    again = command(*TRAIN, "--steps", "5", *option)
+    assert "continue it with `megatrain train --resume new --from-scratch`" in again.err
+    assert again.status == 2
 
 
 @pytest.mark.usefixtures("workplace")

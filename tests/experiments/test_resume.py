@@ -315,11 +315,21 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> N
     """
     words = (*NEW[:-2], "--save-every", 0)
     process = Process(*words, "--steps", 10**6, "--out", "run")
-    assert process.end(signal.SIGTERM, lambda: lines("run") >= 5) == "megatrain: interrupted\n"
+    said = process.end(signal.SIGTERM, lambda: lines("run") >= 5)
     assert process.process.returncode == 143
     last = rows("run")[-1]["step"]
+    command_to_continue = "megatrain train --resume run"
+    how = f"stopped after step {last}; saved; continue with: {command_to_continue}"
+    assert said == f"megatrain: {how}\n"
     assert saved("run") == [last]
     assert not Path("run/model").exists()
+    for verb in ("compare", "report"):
+        assert command(verb, "run").status == 0, "as far as it has steps"
+    new = command(*words, "--steps", 5, "--out", "run")
+    assert (
+        f"run: found a run that ended after step {last}; allowed: a new or empty folder; fix:"
+        f" continue it with `{command_to_continue}`, or name another folder with --out"
+    ) in new.err
     assert_as_if_never_stopped(command, words, last + 3)
 
 
@@ -339,7 +349,8 @@ def test_a_signal_in_an_evaluation_leaves_it_for_later(
     with monkeypatch.context() as patch:
         patch.setattr(Executor, "evaluate", interrupted)
         outcome = command(*NEW, "--steps", 4, "--out", "run")
-    assert (outcome.status, outcome.err) == (130, "megatrain: interrupted\n")
+    how = "stopped after step 3; saved; continue with: megatrain train --resume run"
+    assert (outcome.status, outcome.err) == (130, f"megatrain: {how}\n")
     assert [row["step"] for row in rows("run")] == [1, 2, 3]
     manifest = read_json(Path("run/checkpoints/step-00000003/manifest.json"))
     assert manifest["content"]["run"]["progress"] == {"evaluation_owed": True}

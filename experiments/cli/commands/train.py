@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from megatrain.experiments.cli import options
+from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.runtime.training.learning_rate import format_rate
-from megatrain.simulator.base.errors import UserError
+from megatrain.runtime.training.stopped_run import how_it_stopped, last_checkpoint
+from megatrain.simulator.base.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from megatrain.runtime.training.run_lock import RunLock
+    from megatrain.runtime.training.training_run import TrainingRun
 
 
 def _rate(text: str) -> float:
@@ -240,16 +245,27 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, plan_file, lock, config)
 
 
+class _Begun(Callback):
+    """Knows whether the training has begun, so that what fails is no mistake of the command."""
+
+    told = False
+
+    def on_start(self, trainer: TrainingRun) -> None:
+        self.told = True
+
+
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
     """Trains with the lock held, draws the loss, and prints a summary."""
     from megatrain.experiments.cli.progress import ProgressBars
+    from megatrain.experiments.cli.step_comparison import StepComparison
     from megatrain.experiments.run_report.pictures import draw_loss, read_record
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 
     folder = lock.folder
-    parameters = Plan.load(plan_file).model.parameters
-    bars = ProgressBars(parameters)
+    bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
+    begun = _Begun()
+    comparison = StepComparison(plan_file, None if bars is None else bars.compared)
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
         resume = "scratch" if args.from_scratch else args.from_step or "newest"
@@ -260,27 +276,40 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         config,
         out=lock,
         resume=resume,
-        callbacks=[bars],
+        callbacks=[*([] if bars is None else [bars]), begun, comparison],
+        progress=bars is None,
         device=options.device(args),
     )
     try:
         fitted = trainer.fit()
     except FloatingPointError as error:
-        raise UserError(
+        rate = format_rate(trainer.config.schedule.rate or 0)
+        mistake = UserError(
             f"training, {folder}",
             found=str(error).partition(";")[0],
             allowed="finite numbers",
-            fix=f"lower --lr {format_rate(trainer.config.schedule.rate or 0)}, or check the data",
-        ) from None
+            fix=f"lower --lr {rate}, or check the data, and train to another --out",
+        )
+        raise RunError(str(mistake)) from None
+    except UserError as error:
+        if not begun.told:
+            raise
+        raise RunError(str(error)) from None  # not a mistake before the training
+    except KeyboardInterrupt as error:
+        if begun.told:
+            error.add_note(how_it_stopped(folder))
+        raise
     finally:
-        bars.close()
+        if bars is not None:
+            bars.close()
     record = read_record(folder)
     if losses := record.losses:
         draw_loss(folder, record, trainer.plan)
         few = min(20, -(-len(losses) // 2))
+        first = f"{few} steps" if few > 1 else "step"
         print(
-            f"loss {sum(losses[:few]) / few:.3f} over the first {few} steps,"
-            f" {sum(losses[-few:]) / few:.3f} over the last {few}"
+            f"loss {sum(losses[:few]) / few:.3f} over the first {first},"
+            f" {sum(losses[-few:]) / few:.3f} over the last {few if few > 1 else ''}".rstrip()
         )
     if fitted.evaluation is not None:
         found = fitted.evaluation
@@ -290,5 +319,10 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         )
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    print(f"wrote {folder}; see `megatrain compare {folder}` and `megatrain report {folder}`")
+    run, model = shlex.quote(str(folder)), folder / "model"
+    if trainer.config.saving.export:
+        print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
+    elif last_checkpoint(folder):
+        print(f"no model was exported; `megatrain export {run} --out MODEL` does it")
+    print(f"wrote {folder}; see `megatrain compare {run}` and `megatrain report {run}`")
     return 0

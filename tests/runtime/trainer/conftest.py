@@ -43,7 +43,12 @@ def prepare() -> Prepare:
     """A trainer for a `place`."""
 
     def make(
-        place: Path, out: str | None = "run", *, callbacks: Sequence[Callback] = (), **fields: Any
+        place: Path,
+        out: str | None = "run",
+        *,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = False,
+        **fields: Any,
     ) -> Trainer:
         """`fields`: of the config, as on the command line."""
         given = {
@@ -62,6 +67,7 @@ def prepare() -> Prepare:
             Config.load(None, given),
             out=path,
             callbacks=callbacks,
+            progress=progress,
             device=torch.device("cpu"),
         )
 
