@@ -56,10 +56,7 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
         if not folder.parent.is_dir():
             folder.parent.mkdir(parents=True)
             sync(folder.parent.parent)
-        needed, free = (
-            sum(tensor.nbytes for tensor in tensors.values()) + _OVERHEAD_BYTES,
-            shutil.disk_usage(folder.parent).free,
-        )
+        needed, free = checkpoint_bytes(executor), shutil.disk_usage(folder.parent).free
         if needed > free:
             raise OSError(
                 28, f"no space left on device: {needed} bytes are needed, {free} are free"
@@ -91,6 +88,11 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def checkpoint_bytes(executor: Executor) -> int:
+    """Returns the size of a checkpoint on the disk, or a little more."""
+    return sum(tensor.nbytes for tensor in executor.state.tensors().values()) + _OVERHEAD_BYTES
 
 
 def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> RunState:

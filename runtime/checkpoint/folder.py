@@ -66,6 +66,13 @@ class Checkpoints:
             if (match := _NAME.fullmatch(path.name)) and path.is_dir()
         )
 
+    def free_bytes(self) -> int:
+        """Returns the free bytes of the disk with the folder, which need not exist yet."""
+        there = next(
+            each for each in (self.folder, *self.folder.absolute().parents) if each.exists()
+        )
+        return shutil.disk_usage(there).free
+
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`, which need not exist."""
         return self.folder / f"step-{step:08d}"

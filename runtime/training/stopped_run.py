@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from megatrain.simulator.base.errors import UserError
+
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 
@@ -56,6 +58,16 @@ def command_to_continue(run: Path) -> str:
     """Returns the command that continues `run`, or begins it again if it has no checkpoint."""
     again = "" if last_checkpoint(run) else " --from-scratch"
     return f"megatrain train --resume {shlex.quote(str(run))}{again}"
+
+
+def no_checkpoint(run: Path) -> UserError:
+    """Returns the error for resuming `run`, which has no checkpoint."""
+    return UserError(
+        str(run),
+        found="no checkpoint to continue from",
+        allowed="a run with a checkpoint",
+        fix="pass --from-scratch to begin it again at step 1",
+    )
 
 
 def how_it_stopped(run: Path) -> str:

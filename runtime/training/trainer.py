@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.checkpoint.checkpoint import CheckpointError, is_longer
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.execution.executor import Executor
@@ -57,10 +57,12 @@ from megatrain.runtime.training.progress import Progress
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
+from megatrain.runtime.training.stopped_run import no_checkpoint
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -262,6 +264,7 @@ class Trainer(TrainingRun):
             on_allocate=lambda done, total: self._notify("on_allocate", done, total),
         ) as self.executor:
             self._load(buffers_alone=self._restore())
+            self._note_little_room()
             try:
                 self._notify("on_start", self)
                 with Interruption() as interruption:
@@ -284,12 +287,7 @@ class Trainer(TrainingRun):
         self._checkpoints.recover()
         done = self._checkpoints.steps()
         if self._resume != "scratch" and not done:
-            raise UserError(
-                str(run),
-                found="no checkpoint to continue from",
-                allowed="a run with a checkpoint",
-                fix="pass --from-scratch to begin it again at step 1",
-            )
+            raise no_checkpoint(run)
         if self._resume == "scratch" and (done or (run / "model").exists()):
             raise UserError(
                 f"{run}: --from-scratch",
@@ -397,6 +395,21 @@ class Trainer(TrainingRun):
                 f" {format_rate(2 * PRETRAINED_RATE)}"
             )
         return notes
+
+    def _note_little_room(self) -> None:
+        """Notes if the disk has less room than the run's checkpoints will need."""
+        saving = self.config.saving
+        if self._checkpoints is None or not (saving.every_steps or saving.every_minutes):
+            return
+        size, free = checkpoint_bytes(self.executor), self._checkpoints.free_bytes()
+        # While one is written, those that it replaces are still there.
+        most = saving.keep_last + saving.keep_best + 1
+        if (most - len(self._checkpoints.steps())) * size > free:
+            self.note(
+                f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
+                f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
+                " --saving.keep_last 1 keeps fewer, and --save-every-minutes 0 saves none"
+            )
 
     def _restore(self) -> bool:
         """Restores the checkpoint to resume from. Returns whether there is one."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tiny_families import config_of as tiny_config
 
+from megatrain.experiments.cli import main as cli
 from megatrain.runtime.training.config import Config
 
 CONFIG = """
@@ -270,6 +271,13 @@ def test_epochs_are_steps_of_the_data(command: Any) -> None:
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == config.training.steps
     again = command("train", "--resume", "run", "--epochs", "0.01", "--device", "cpu")
     assert "steps are done already" in again.err
+
+
+def test_a_switch_needs_no_value() -> None:
+    for words in (("--logging.tensorboard",), ("--logging.tensorboard", "true")):
+        args = cli.parse(["train", "plan.toml", "--out", "run", *words])
+        assert vars(args)["logging.tensorboard"] is True
+        assert args.plan == Path("plan.toml")
 
 
 @pytest.mark.usefixtures("workplace")

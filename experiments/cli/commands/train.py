@@ -19,7 +19,7 @@ from megatrain.experiments.cli import options
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.runtime.training.learning_rate import format_rate
-from megatrain.runtime.training.stopped_run import how_it_stopped, last_checkpoint
+from megatrain.runtime.training.stopped_run import how_it_stopped, last_checkpoint, no_checkpoint
 from megatrain.simulator.base.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         option, given = SHORT.get(key, (f"--{key}", {"type": parse_value}))
         if "action" not in given and "choices" not in given:
             given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
+        if isinstance(field.default, bool) and key not in SHORT:
+            given = {**given, "nargs": "?", "const": True}
         no_default = "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
         negation = "do not " if option == "--no-export" else ""
         default = "" if no_default else f" (default {_shown(field.default)})"
@@ -227,6 +229,9 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="the folder of a run that has started",
             fix="start the run with --out",
         )
+    saved = args.resume and args.resume / "checkpoints"
+    if saved and not args.from_scratch and not (saved.is_dir() and any(saved.iterdir())):
+        raise no_checkpoint(args.resume)  # found again by the trainer, after slow imports
     return args.plan or args.resume / "plan.toml", args.out or args.resume
 
 
