@@ -39,6 +39,7 @@ KEYS = {
     "advice",
 }
 RUN_FILES = {
+    "checkpoints",
     "plan.toml",
     "hardware.toml",
     "config.toml",
