@@ -44,6 +44,10 @@ def steps_to_export(run: Path, step: int | None) -> list[int]:
             str(run),
             found="no checkpoint" if run.is_dir() else "no such folder",
             allowed="the folder of a checkpoint, or of a run with a checkpoint",
-            fix="train with --save-every, or check the path",
+            fix=(
+                f"use the trained model in {run / 'model'}"
+                if (run / "model").is_dir()
+                else "check the path"
+            ),
         )
     return [step] if step is not None else steps[::-1]

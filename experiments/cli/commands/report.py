@@ -21,11 +21,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli import options
-    from megatrain.experiments.run_report.compared_run import compare_run, refuse_unfinished
+    from megatrain.experiments.run_report.compared_run import compare_run, refuse_unmeasured
     from megatrain.experiments.run_report.page import write_page
 
     path: Path = args.out or args.run / "report.html"
-    refuse_unfinished(args.run)
+    refuse_unmeasured(args.run)
     options.check_writable(path)
     compared = compare_run(args.run)
     write_page(compared, path)
