@@ -173,7 +173,7 @@ MISTAKES = {
     ),
     "rate that is no number": Mistake((*TRAIN, "--lr", "nan"), "'nan'", ">= 0", "--lr 1e-5"),
     "negative rate": Mistake((*TRAIN, "--lr", "-1"), "'-1'", ">= 0", "--lr 1e-5"),
-    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", ">= 1e-06", "--epochs 1"),
+    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", ">= 1e-06", "such a number"),
     "steps and epochs": Mistake(
         (*TRAIN, "--steps", "5", "--epochs", "1"), "both steps and epochs", "one of", "set steps"
     ),
