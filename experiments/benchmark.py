@@ -212,7 +212,8 @@ def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[s
     seconds = [step["seconds"] for step in found["steps"][WARM_UP_STEPS:]]
     if found["failure"] or not seconds:
         return record
-    median, peak = statistics.median(seconds), hardware.peak_tflops.get(plan.workload.dtype)
+    median = statistics.median(seconds)
+    peak = hardware.datasheet_tflops(plan.workload.dtype)
     return record | {
         "step_seconds_median": median,
         "step_seconds_least": min(seconds),

@@ -12,10 +12,10 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.units import parse_bytes, parse_count
+from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 class OneLineParser(argparse.ArgumentParser):
     """Parser that reports a mistake as a one-line UserError instead of printing the usage."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # argparse takes only plain negative numbers for values. With this, -24GiB is one as well,
+        # and is refused as a size instead of as an option.
+        self._negative_number_matcher = re.compile(r"-\.?\d\S*")
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError for the mistake that argparse describes in `message`."""
@@ -107,22 +113,42 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Adds the required option `--hardware` and the memory limits."""
+def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds the option `--hardware` and the memory limits."""
+    default = "" if required else " (default: this machine)"
     parser.add_argument(
         "--hardware",
-        required=True,
+        required=required,
         metavar="H",
-        help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200",
+        help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200"
+        + default,
     )
     add_limits(parser)
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds the options from which `workload` makes a Workload."""
+def refuse_missing_device_memory(limit: int | None, hardware: HardwareSpec) -> None:
+    """Raises UserError if `limit`, the value of `--device-memory`, is more than the machine has."""
+    if limit is not None and limit > hardware.device_bytes:
+        raise UserError(
+            "--device-memory",
+            found=format_bytes(limit),
+            allowed=f"at most {format_bytes(hardware.device_bytes)}, which is what programs can use"
+            f" of the GPU memory of {hardware.title or hardware.name}",
+            fix="leave it out to use all of it",
+        )
+
+
+def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> None:
+    """Adds the options from which `workload` makes a Workload.
+
+    `batch` is the default of `--batch`. With None, the command finds one that fits.
+    """
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--batch", type=whole("--batch"), default=32, help="sequences per micro-batch (default 32)"
+        "--batch",
+        type=whole("--batch"),
+        default=batch,
+        help=f"sequences per micro-batch (default: {batch or 'the largest up to 32 that fits'})",
     )
     group.add_argument(
         "--seq", type=whole("--seq"), default=1024, help="tokens per sequence (default 1024)"
@@ -207,11 +233,11 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
+def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False) -> Workload:
     """Returns the workload that the options describe, for `model`.
 
     Raises UserError if `--documents` is given and attention cannot stay within a document. If it
-    is only the default, a line on stderr reports that documents are not kept apart.
+    is only the default, a line on stderr reports that documents are not kept apart, unless `quiet`.
     """
     from megatrain.simulator.model.workload import Workload
 
@@ -223,7 +249,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
             allowed="a model and a kernel whose attention can stay within a document",
             fix="use --plain-packing",
         )
-    if obstacle:
+    if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
     return Workload(
         batch=args.batch,

@@ -15,6 +15,7 @@ KernelInterleaving those between compute and update. `costs/contention.py` appli
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -262,6 +263,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The name of the machine."""
     source: str
     """Where the numbers come from."""
+    title: str = ""
+    """The name that people write, such as `RTX 4090`. Empty if there is none but `name`."""
+    gpu_names: tuple[str, ...] = ()
+    """The names that the driver reports for this GPU, such as `NVIDIA GeForce RTX 4090`. A machine
+    of the library without them is never recognised."""
     unified: bool = False
     """True if CPU and GPU share one memory, so that nothing is copied. A GPU with its own memory is
     not unified, however fast the link is (GH200, GB200)."""
@@ -395,8 +401,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """
         if Path(source).suffix == ".toml" or Path(source).exists():
             return read_toml(Path(source), cls)
-        library = Path(__file__).parents[1] / "library" / "hardware"
-        known = {file.stem: file for file in sorted(library.glob("*.toml"))}
+        known = _library()
         if source in known:
             return read_toml(known[source], cls)
         if source in plugins.installed(GROUP):
@@ -414,6 +419,21 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     @classmethod
+    def of_gpu(cls, gpu: str) -> HardwareSpec | None:
+        """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
+        return _of_gpu(gpu)
+
+    def datasheet_tflops(self, dtype: str) -> float | None:
+        """Returns the GPU's peak of matrix products by its datasheet, in 10^12 FLOP/s.
+
+        In a calibrated file, `peak_tflops` is what a large product reached, so the peak is that of
+        the library's machine with the same GPU. None if the library has no such GPU, or if the
+        peak of `dtype` is not known.
+        """
+        sheet = self if self.costs is None else _of_gpu(self.costs.measured_on)
+        return sheet.peak_tflops.get(dtype) if sheet else None
+
+    @classmethod
     def _installed(cls, name: str) -> HardwareSpec:
         """Returns the machine that an installed package names."""
         found = plugins.load(GROUP, name)
@@ -427,6 +447,29 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 fix="see docs/adding.md",
             )
         return found
+
+
+def library_names() -> list[str]:
+    """Returns the names of the machines in the library."""
+    return list(_library())
+
+
+def _library() -> dict[str, Path]:
+    """Returns the files of the library by the names of their machines."""
+    folder = Path(__file__).parents[1] / "library" / "hardware"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+@functools.cache
+def _of_gpu(gpu: str) -> HardwareSpec | None:
+    """Returns what `HardwareSpec.of_gpu` does."""
+    for file in _library().values():
+        # Most files do not have the name, and searching one is faster than parsing it.
+        if f'"{gpu}"' in file.read_text(encoding="utf-8"):
+            found = read_toml(file, HardwareSpec)
+            if gpu in found.gpu_names:
+                return found
+    return None
 
 
 def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:

@@ -10,10 +10,10 @@ import argparse
 import os
 from pathlib import Path
 
-from megatrain.experiments.cli import options, verdict_text
+from megatrain.experiments.cli import layout, options, policy_table, verdict_text
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_policy(parser)
     options.add_workload(parser)
     options.add_step_tokens(parser)
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="also print the placement, the runner-up and the bounds of the step time",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -57,11 +62,12 @@ def run(args: argparse.Namespace) -> int:
     )
     found = check.choices(args, hardware, source, named)
     verdicts, best = [summarize(choice, hardware) for choice in found], found[0]
-    print(verdict_text.text(explain(best, hardware, check.policies(args.policy))))
+    verdict = explain(best, hardware, check.policies(args.policy))
+    print(verdict_text.text(verdict, layout.terminal_width(), why=args.why))
     if len(found) > 1:
-        print("\nthe best plan of each policy:\n" + verdict_text.table(verdicts))
+        print("\nThe best plan of each policy:\n" + policy_table.table(verdicts))
     if not best.feasible:
-        raise UserError(
+        raise DoesNotFit(
             str(args.out),
             found="no plan that fits; nothing was written",
             allowed=verdict_text.limits(verdicts[0]),
