@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
 
 
+_SOLD_AS = 1.1
+"""The memory that a GPU is sold with, at most, by what programs can use of it."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Parser that reports a mistake as a one-line UserError instead of printing the usage."""
 
@@ -126,9 +130,15 @@ def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> N
     add_limits(parser)
 
 
-def refuse_missing_device_memory(limit: int | None, hardware: HardwareSpec) -> None:
-    """Raises UserError if `limit`, the value of `--device-memory`, is more than the machine has."""
-    if limit is not None and limit > hardware.device_bytes:
+def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
+    """Returns the device memory to use, in bytes, for `limit`, the value of `--device-memory`.
+
+    A GPU's memory is sold as somewhat more than programs can use of it, so a little more than the
+    machine has stands for all of it. Raises UserError if it is more.
+    """
+    if limit is None:
+        return None
+    if limit > _SOLD_AS * hardware.device_bytes:
         raise UserError(
             "--device-memory",
             found=format_bytes(limit),
@@ -136,6 +146,7 @@ def refuse_missing_device_memory(limit: int | None, hardware: HardwareSpec) -> N
             f" of the GPU memory of {hardware.title or hardware.name}",
             fix="leave it out to use all of it",
         )
+    return min(limit, hardware.device_bytes)
 
 
 def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> None:

@@ -67,7 +67,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
         model,
         hardware,
         options.workload(args, model, quiet=True),
-        device_limit=args.device_memory,
+        device_limit=options.device_limit(args.device_memory, hardware),
         host_limit=args.host_memory,
         policies=names,
     )
@@ -85,12 +85,14 @@ def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:
             layout.terminal_width(),
         ),
         "",
-        f"{'model':<19}{'size':>8}{'batch':>6}{'tokens/s':>10}{'VRAM':>10}",
+        f"{'model':<19}{'size':>8}{'batch':>6}{'tokens/s':>10}{'VRAM':>11}{'RAM':>11}",
     ]
 
 
 def _row(verdict: Verdict) -> str:
+    host = "" if verdict.unified else layout.size(verdict.host_peak_bytes)
     return (
         f"{verdict.model:<19}{layout.count(verdict.parameters):>8}{verdict.workload.batch:>6}"
-        f"{layout.speed(verdict.tokens_per_second):>10}{layout.size(verdict.device_peak_bytes):>10}"
+        f"{layout.speed(verdict.tokens_per_second):>10}{layout.size(verdict.device_peak_bytes):>11}"
+        f"{host:>11}"
     )

@@ -94,11 +94,13 @@ def choices(
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.planner.search import candidates
 
-    options.refuse_missing_device_memory(args.device_memory, hardware)
     model = ModelSpec.load(args.model)
     work, limits = (
         options.workload(args, model),
-        {"device_limit": args.device_memory, "host_limit": args.host_memory},
+        {
+            "device_limit": options.device_limit(args.device_memory, hardware),
+            "host_limit": args.host_memory,
+        },
     )
     step_tokens = getattr(args, "tokens_per_step", None)
     if step_tokens is None:
@@ -177,6 +179,7 @@ def with_fitting_batch(
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.alternatives import fits
 
+    limit = options.device_limit(args.device_memory, hardware) or hardware.device_bytes
     names = [name for name in policies(args.policy) if not is_prediction_only(name)]
     sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in BATCHES]
     priced = sized[:1]
@@ -187,7 +190,7 @@ def with_fitting_batch(
             source=model.name,
             model=model,
             workload=options.workload(tried, model, quiet=True),
-            device_limit_bytes=args.device_memory or hardware.device_bytes,
+            device_limit_bytes=limit,
             host_limit_bytes=args.host_memory or hardware.host_bytes,
         )
         try:
@@ -219,6 +222,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.verdict.multi_gpu import check_gpus
     from megatrain.simulator.verdict.verdict import explain, summarize
 
+    model = ModelSpec.load(args.model) if args.model is not None else None
     hardware = machine(args)
     check_gpus(args.gpus, hardware)
     if args.policy == "all" and args.gpus != 1:
@@ -228,12 +232,11 @@ def run(args: argparse.Namespace) -> int:
             allowed="one policy, or best",
             fix="name a policy, or leave --gpus out",
         )
-    options.refuse_missing_device_memory(args.device_memory, hardware)
-    if args.model is None:
+    if model is None:
         return list_what_fits(args, hardware)
     chosen = args.batch is None and args.tokens_per_step is None
     if chosen:
-        args = with_fitting_batch(args, hardware, ModelSpec.load(args.model))
+        args = with_fitting_batch(args, hardware, model)
     args.batch = args.batch or 1
     found = choices(args, hardware, args.model, args.hardware or hardware.name)
     if args.policy == "all":
