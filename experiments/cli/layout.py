@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -12,30 +13,32 @@ from megatrain.simulator.base.units import format_count
 
 LABEL = 8
 """Columns of the label before each line."""
-_MOST, _LEAST = 80, 40
+_MOST, _LEAST = 80, 50
 _BAR = 20
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|[kMBT]|m?s)\b)")
 
 
 def terminal_width() -> int:
-    """Returns the columns to print in: those of the terminal, from 40 to 80, and 80 for a file."""
+    """Returns the columns to print in: those of the terminal, from 50 to 80, and 80 for a file."""
     if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         return _MOST
     return min(max(shutil.get_terminal_size((_MOST, 24)).columns, _LEAST), _MOST)
 
 
 def labelled(label: str, text: str, width: int) -> list[str]:
-    """Returns `text` after `label`, wrapped at `width` columns.
+    """Returns `text` after `label`, wrapped at `width` columns. A number stays with its unit.
 
     >>> labelled("Speed", "nine thousand tokens a second", 30)
     ['Speed   nine thousand tokens a', '        second']
     """
-    return textwrap.wrap(
-        text,
+    lines = textwrap.wrap(
+        _BEFORE_UNIT.sub("\x00", text),
         width,
         initial_indent=f"{label:<{LABEL}}",
         subsequent_indent=" " * LABEL,
         break_on_hyphens=False,
     )
+    return [line.replace("\x00", " ") for line in lines]
 
 
 def flowed(items: Iterable[str], width: int) -> list[str]:

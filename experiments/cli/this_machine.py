@@ -52,8 +52,8 @@ def _gpu() -> tuple[str, int | None]:
     """
     try:
         done = subprocess.run(_ASK, capture_output=True, text=True, timeout=30, check=True)
-        name, _, total = done.stdout.splitlines()[0].rpartition(", ")
-    except (OSError, subprocess.SubprocessError, IndexError):
+        name, total = done.stdout.splitlines()[0].rsplit(", ", 1)
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         raise UserError(
             "--hardware",
             found="no --hardware, and no NVIDIA GPU on this machine (nvidia-smi finds none)",

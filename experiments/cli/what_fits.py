@@ -47,7 +47,8 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
     if args.json:
         print(json.dumps({"models": [check.as_json(verdict) for verdict in found]}))
     elif found:
-        print(f"{rest} other models of the library do not fit.")
+        others = "1 other model of the library does" if rest == 1 else f"{rest} others do"
+        print(f"{others} not fit.")
     else:
         print("NO      No model of the library fits.")
     return 0 if found else DoesNotFit.status
