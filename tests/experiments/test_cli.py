@@ -566,7 +566,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     assert f"8 GPUs {report['multi_gpu']['tokens_per_second']:,.0f} tokens/s" in text
     assert report["multi_gpu"]["note"] in text
     assert "first estimate" in report["multi_gpu"]["note"]
-    assert "megatrain plan qwen2.5-7b --hardware h200 --device-memory 60GiB --batch 32" in text
+    assert "megatrain plan qwen2.5-7b --hardware h200 --device-memory 60GiB" in text
 
 
 def test_check_of_what_does_not_fit(command: Any) -> None:
@@ -630,7 +630,7 @@ def test_check_of_a_machine_with_one_memory(command: Any) -> None:
 
 @pytest.mark.parametrize(
     ("model", "host", "batch"),
-    [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "92GiB", 16), ("qwen2.5-14b", "64GiB", 1)],
+    [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-14b", "64GiB", 1)],
 )
 def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
     command: Any, model: str, host: str, batch: int
