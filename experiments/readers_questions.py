@@ -2,9 +2,9 @@
 
     python -m megatrain.experiments.readers_questions
 
-Each answer is a command and its output, without the commands to type next. `docs/answers.md` is this output
-below an introduction. "The largest model" is the model with the most parameters in the library
-that fits with micro-batches of one sequence of 1,024 tokens.
+Each answer is a command and its output, without the commands to type next. `docs/answers.md`
+is this output below an introduction. "The largest model" is the model with the most parameters in
+the library that fits with micro-batches of one sequence of 1,024 tokens.
 """
 
 from __future__ import annotations

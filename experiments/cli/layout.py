@@ -114,25 +114,18 @@ def bar(part: float, whole: float) -> str:
 
 
 def unit_of(size: float) -> tuple[str, int]:
-    """Returns the binary unit that suits a size, and its bytes."""
-    return next(
-        (unit, factor)
-        for unit, factor in (
-            ("TiB", 2**40),
-            ("GiB", 2**30),
-            ("MiB", 2**20),
-            ("KiB", 2**10),
-            ("B", 1),
-        )
-        if size >= factor or factor == 1
-    )
+    """Returns the binary unit that suits a size, and its bytes. Memory is never in TiB, where one
+    decimal would be too coarse.
+    """
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+    return next(unit for unit in units if size >= unit[1] or unit[1] == 1)
 
 
 def size(count: float) -> str:
     """Returns a size with one decimal.
 
     >>> size(60 * 2**30), size(25_000_000), size(2**30 * 1536)
-    ('60 GiB', '23.8 MiB', '1.5 TiB')
+    ('60 GiB', '23.8 MiB', '1,536 GiB')
     """
     unit, factor = unit_of(count)
     return f"{trimmed(count / factor)} {unit}"
