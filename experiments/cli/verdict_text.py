@@ -146,7 +146,9 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
     source = (
         f"measured {verdict.calibrated}" if verdict.calibrated else "from datasheets, not measured"
     )
-    spread = f"{layout.rough(low)} to {layout.rough(high)}; " if low and high else ""
+    ends = [layout.rough(end) for end in (low, high) if end is not None]
+    # A calibration's spread may be too small for three digits.
+    spread = f"{ends[0]} to {ends[1]}; " if len(set(ends)) == 2 else ""
     lines = labelled(
         "Speed", f"{layout.speed(verdict.tokens_per_second)} tokens/s ({spread}{source})", width
     )

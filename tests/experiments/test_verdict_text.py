@@ -300,6 +300,10 @@ def test_a_calibrated_machine_says_when_it_was_measured() -> None:
     )
     assert "fits on machine here with 23.5 GiB of VRAM and 192 GiB of RAM." in flat(text)
     assert "(1,130 to 1,700; measured 2026-11-21)" in text
+    exact = changed(
+        calibrated="2026-11-21", tokens_per_second_low=1360.1, tokens_per_second_high=1360.9
+    )
+    assert "1,360 tokens/s (measured 2026-11-21)" in verdict_text.text(exact)
     assert "some operations were not measured in this size; --why names them" in flat(text)
     assert "outside the measured range: norm (3 ops)" in flat(text)
 
