@@ -63,7 +63,8 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
 
     if args.batch is None:
         args = check.with_fitting_batch(args, hardware, model)
-    names = usual_policies(hardware) if args.policy == "best" else [args.policy]
+    usual = args.policy in ("best", "all")
+    names = usual_policies(hardware) if usual else [args.policy]
     found = candidates(
         model,
         hardware,

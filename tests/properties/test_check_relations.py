@@ -175,9 +175,15 @@ def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
 def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
     """What is said to fit fits, and the gain is found within a point of what is said."""
     before = case.judged(advise=True)
-    entries = [entry for entry in before.advice if entry.options and entry.fits]
+    entries = [entry for entry in before.advice if entry.fits and (entry.options or entry.model)]
     assume(entries)
     entry = data.draw(st.sampled_from(entries))
+    if entry.model or "hardware" in entry.options:
+        model, machine = entry.model or case.model, entry.options.get("hardware", case.machine)
+        limits = case.limits if entry.model else {}
+        hardware = HardwareSpec.load(machine)
+        assert judge(ModelSpec.load(model), hardware, case.work, advise=False, **limits).feasible
+        return
     fields = {
         "batch": "batch",
         "seq": "sequence",
