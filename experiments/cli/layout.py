@@ -196,9 +196,9 @@ def seconds(time: float) -> str:
 
 def hours(time: float, *others: float) -> str:
     """Returns hours as minutes, hours or days, whichever suits the first of them. The others are
-    a range.
+    a range, which is left out if both ends read the same.
 
-    >>> hours(2.0, 1.6, 2.5), hours(100), hours(0.5)
+    >>> hours(2.0, 1.6, 2.5), hours(100), hours(0.5, 0.5, 0.501)
     ('2.0 hours (1.6 to 2.5)', '4.2 days', '30 minutes')
     """
     unit, factor, digits = (
@@ -209,4 +209,4 @@ def hours(time: float, *others: float) -> str:
         else ("minutes", 60.0, 0)
     )
     first, *ends = (f"{value * factor:,.{digits}f}" for value in (time, *others))
-    return f"{first} {unit}" + (f" ({ends[0]} to {ends[1]})" if ends else "")
+    return f"{first} {unit}" + (f" ({ends[0]} to {ends[1]})" if len(set(ends)) == 2 else "")

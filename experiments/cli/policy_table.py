@@ -16,9 +16,9 @@ def table(found: list[Verdict]) -> str:
     Other systems are marked with a star. A plan that does not fit is marked OOM (out of memory),
     with the memory that it lacks.
     """
-    hours = any(verdict.training for verdict in found)
-    head = f"{'policy':<17}{'step':>8}{'tokens/s':>10}"
-    lines = [f"{head}{'hours' if hours else '':>9}{'VRAM':>10}{'RAM':>10}  limited by"]
+    hours = 9 if any(verdict.training for verdict in found) else 0
+    head = f"{'policy':<17}{'step':>8}{'tokens/s':>10}{'hours' if hours else '':>{hours}}"
+    lines = [f"{head}{'VRAM':>10}{'RAM':>10}  limited by"]
     for verdict in found:
         name = f"{verdict.policy}{' *' if verdict.prediction_only else ''}"
         speed = (
@@ -30,7 +30,7 @@ def table(found: list[Verdict]) -> str:
         peaks = (verdict.device_peak_bytes, verdict.host_peak_bytes)
         memory = "".join(f"{layout.size(peak):>10}" for peak in peaks)
         limit = verdict.binding if verdict.feasible else _lacking(verdict)
-        lines.append(f"{name:<17}{speed}{time:>9}{memory}  {limit}")
+        lines.append(f"{name:<17}{speed}{time:>{hours}}{memory}  {limit}")
     if any(verdict.prediction_only for verdict in found):
         lines.append("* another system, for prediction only")
     return "\n".join(lines)

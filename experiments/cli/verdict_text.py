@@ -162,7 +162,7 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
     lines += labelled("", f"{step}{chosen}{mfu}", width)
     training = verdict.training
     if training is not None:
-        ends = [end for end in (training.hours_low, training.hours_high) if end is not None]
+        spent = [end for end in (training.hours_low, training.hours_high) if end is not None]
         tokens = layout.count(training.tokens)
         energy = (
             f", {layout.rough(training.energy_kwh)} kWh of GPU energy"
@@ -170,7 +170,7 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
             else ""
         )
         gpus = f" on {verdict.multi_gpu.gpus} GPUs" if verdict.multi_gpu else ""
-        took = layout.hours(training.hours, *ends)
+        took = layout.hours(training.hours, *spent)
         lines += labelled("Time", f"{tokens} tokens in {took}{gpus}{energy}", width)
     return lines
 
@@ -223,6 +223,8 @@ def _notes(verdict: Verdict) -> list[str]:
     """Returns what a reader should know besides: one sentence each."""
     longest, sequence = verdict.model_longest_row, verdict.workload.sequence
     found = []
+    if not verdict.feasible:
+        found.append("the memory is that of the plan that comes nearest to fitting")
     if longest is not None and sequence > longest:
         found.append(
             f"sequences of {sequence:,} tokens are longer than the model's own limit of {longest:,}"

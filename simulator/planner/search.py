@@ -117,8 +117,8 @@ def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
             refused.append(error)
     if refused and not choices:
         raise refused[0]
-    for error in refused:
-        warnings.warn(f"left out: {error}", PolicyWarning, stacklevel=3)
+    for reason in refused:
+        warnings.warn(f"left out: {reason}", PolicyWarning, stacklevel=3)
     return choices
 
 

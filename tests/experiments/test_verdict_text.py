@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import msgspec
@@ -185,6 +186,7 @@ VRAM     23.1 of  23.5 GiB  ####################
 RAM     180.4 of 128.0 GiB  ####################
         52.4 GiB too little
         weights 24.2  gradients 12.3  optimizer 49.2  activations 1.5
+Note    the memory is that of the plan that comes nearest to fitting
 Note    sequences of 65,536 tokens are longer than the model's own limit of
         32,768 (max_position_embeddings)
 
@@ -325,3 +327,9 @@ def test_the_width_is_that_of_the_terminal_within_reason(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert layout.terminal_width() == {"30": 50, "60": 60}.get(columns, 80)
+
+
+def test_the_examples_in_the_docstrings_of_the_layout_hold() -> None:
+    failures, attempted = doctest.testmod(layout)
+    assert attempted > 10
+    assert failures == 0
