@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
-from megatrain.simulator.base.units import parse_bytes, parse_count
+from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ _MISTAKES: dict[str, tuple[str, str]] = {
     ),
 }
 """A message of argparse -> what was found, and what is allowed."""
+_SOLD_AS = 1.1
+"""The memory that a GPU is sold with, at most, by what programs can use of it."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -185,20 +187,47 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the option `--hardware` and the memory limits."""
+    default = "" if required else " (default: this machine)"
     parser.add_argument(
         "--hardware",
         required=required,
         metavar="H",
-        help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200",
+        help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200"
+        + default,
     )
     add_limits(parser)
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds the options from which `workload` makes a Workload."""
+def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
+    """Returns the device memory to use, in bytes, for `limit`, the value of `--device-memory`.
+
+    A GPU's memory is sold as somewhat more than programs can use of it, so a little more than the
+    machine has stands for all of it. Raises UserError if it is more.
+    """
+    if limit is None:
+        return None
+    if limit > _SOLD_AS * hardware.device_bytes:
+        raise UserError(
+            "--device-memory",
+            found=format_bytes(limit),
+            allowed=f"at most {format_bytes(hardware.device_bytes)}, which is what programs can use"
+            f" of the GPU memory of {hardware.title or hardware.name}",
+            fix="leave it out to use all of it",
+        )
+    return min(limit, hardware.device_bytes)
+
+
+def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> None:
+    """Adds the options from which `workload` makes a Workload.
+
+    `batch` is the default of `--batch`. With None, the command finds one that fits.
+    """
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--batch", type=whole("--batch"), default=32, help="sequences per micro-batch (default 32)"
+        "--batch",
+        type=whole("--batch"),
+        default=batch,
+        help=f"sequences per micro-batch (default: {batch or 'the largest up to 32 that fits'})",
     )
     group.add_argument(
         "--seq", type=whole("--seq"), default=1024, help="tokens per sequence (default 1024)"
@@ -283,11 +312,11 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
+def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False) -> Workload:
     """Returns the workload that the options describe, for `model`.
 
     Raises UserError if `--documents` is given and attention cannot stay within a document. If it
-    is only the default, a line on stderr reports that documents are not kept apart.
+    is only the default, a line on stderr reports that documents are not kept apart, unless `quiet`.
     """
     from megatrain.simulator.model.workload import Workload
 
@@ -299,7 +328,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
             allowed="a model and a kernel whose attention can stay within a document",
             fix="use --plain-packing",
         )
-    if obstacle:
+    if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
     return Workload(
         batch=args.batch,

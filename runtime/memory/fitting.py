@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
@@ -21,7 +21,7 @@ def refuse_what_does_not_fit(
     host_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> None:
-    """Raises UserError if `plan` needs more memory than its limits allow or than the machine has.
+    """Raises DoesNotFit if `plan` needs more memory than its limits allow or than the machine has.
 
     The need is that of the pools or, if it is higher, the peak that the plan predicts. On the host,
     the need for loading is added before it is compared with the machine.
@@ -73,10 +73,10 @@ def refuse_what_does_not_fit(
             )
 
 
-def _refusal(place: str, needed: int, pools: Counter[str], *, allowed: str, fix: str) -> UserError:
+def _refusal(place: str, needed: int, pools: Counter[str], *, allowed: str, fix: str) -> DoesNotFit:
     """Returns the error for a plan that needs `needed` bytes in `place`."""
     ((largest, size),) = pools.most_common(1) or [("no pool", 0)]
-    return UserError(
+    return DoesNotFit(
         f"{place} memory",
         found=(
             f"a plan that needs {format_bytes(needed)}, the largest pool being {largest}"

@@ -15,6 +15,7 @@ KernelInterleaving those between compute and update. `costs/contention.py` appli
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from pathlib import Path
@@ -264,6 +265,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The name of the machine."""
     source: str
     """Where the numbers come from."""
+    title: str = ""
+    """The name that people write, such as `RTX 4090`. Empty if there is none but `name`."""
+    gpu_names: tuple[str, ...] = ()
+    """The names that the driver reports for this GPU, such as `NVIDIA GeForce RTX 4090`. A machine
+    of the library without them is never recognised."""
     unified: bool = False
     """True if CPU and GPU share one memory, so that nothing is copied. A GPU with its own memory is
     not unified, however fast the link is (GH200, GB200)."""
@@ -401,6 +407,21 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return read_toml(library()[name], cls) if name in library() else cls._installed(name)
 
     @classmethod
+    def of_gpu(cls, gpu: str) -> HardwareSpec | None:
+        """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
+        return _of_gpu(gpu)
+
+    def datasheet_tflops(self, dtype: str) -> float | None:
+        """Returns the GPU's peak of matrix products by its datasheet, in 10^12 FLOP/s.
+
+        In a calibrated file, `peak_tflops` is what a large product reached, so the peak is that of
+        the library's machine with the same GPU. None if the library has no such GPU, or if the
+        peak of `dtype` is not known.
+        """
+        sheet = self if self.costs is None else _of_gpu(self.costs.measured_on)
+        return sheet.peak_tflops.get(dtype) if sheet else None
+
+    @classmethod
     def _installed(cls, name: str) -> HardwareSpec:
         """Returns the machine that an installed package names."""
         found = plugins.load(GROUP, name)
@@ -414,6 +435,23 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 fix="see docs/adding.md",
             )
         return found
+
+
+def library_names() -> list[str]:
+    """Returns the names of the machines in the library."""
+    return list(library())
+
+
+@functools.cache
+def _of_gpu(gpu: str) -> HardwareSpec | None:
+    """Returns what `HardwareSpec.of_gpu` does."""
+    for file in library().values():
+        # Most files do not have the name, and searching one is faster than parsing it.
+        if f'"{gpu}"' in file.read_text(encoding="utf-8"):
+            found = read_toml(file, HardwareSpec)
+            if gpu in found.gpu_names:
+                return found
+    return None
 
 
 def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:

@@ -14,10 +14,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.experiments.cli import options, verdict_text
+from megatrain.experiments.cli import layout, options, policy_table, verdict_text
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -52,6 +52,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         " memory limit, e.g. checkpoint_interval=1, weights=e,0-11 or device_memory=40GiB",
     )
     parser.add_argument(
+        "--why",
+        action="store_true",
+        help="also print the placement, the runner-up and the bounds of the step time",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         required=True,
@@ -74,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
     best, names = found[0], check.policies(args.policy)
     verdicts = [summarize(choice, hardware) for choice in found]
     # Advice is a search for another plan, which the user of --from does not want.
-    print(verdict_text.text(explain(best, hardware, names, advise=not args.source_plan)))
+    verdict = explain(best, hardware, names, advise=not args.source_plan)
+    print(verdict_text.text(verdict, layout.terminal_width(), why=args.why))
     if len(found) > 1:
-        print("\nthe best plan of each policy:\n" + verdict_text.table(verdicts))
+        print("\nThe best plan of each policy:\n" + policy_table.table(verdicts))
     if not best.feasible:
-        raise UserError(
+        raise DoesNotFit(
             str(args.out),
             found="no plan that fits; nothing was written",
             allowed=verdict_text.limits(verdicts[0]),
