@@ -8,6 +8,7 @@ The modules, in the order in which text passes through them:
 * `chat`, `tool_calls`, `tokenize`, `in_batches`, `long_text`: -> token ids and targets
 * `cache`: -> a file that is mapped into memory
 * `documents`: spans of this file
+* `mixture`: the documents of several sources, with weights
 * `packing`: documents -> rows of one sequence
 * `corpus`: rows -> the micro-batches of a step
 
