@@ -86,14 +86,11 @@ def open_data(
     else:
         kept, evaluation = split(kept, options)
     # Evaluation documents are set apart first, so that no copy of one is trained on.
-    weights = [place.weight for place in named]
-    epoch = weighted(kept, training.starts, weights, seed)
-    if epoch is not kept:
-        _say_weights(named, training.starts, kept, epoch, on_note)
+    epoch = _weighted(named, training, kept, seed, on_note)
     where = ", ".join(options.paths)
     corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
     held_out = None
-    on_note(f"training: {_packed(corpus, workload, len(epoch))}")
+    on_note(f"training: {describe_packing(corpus, workload.sequence, len(epoch))}")
     if evaluation is not None:
         held_out = Corpus(
             evaluation,
@@ -102,7 +99,7 @@ def open_data(
             packing=options.packing,
             where=f"evaluation data {options.evaluation_data or where}",
         )
-        on_note(f"evaluation: {_packed(held_out, workload, len(evaluation))}")
+        on_note(f"evaluation: {describe_packing(held_out, workload.sequence, len(evaluation))}")
     if tokenizer is not None:
         for line in (
             *remarks(options, training.sources, training.summaries, epoch, corpus, tokenizer),
@@ -137,14 +134,17 @@ class TokenizedData:
 def read_data(
     options: DataOptions, tokenizer_folder: Path, vocabulary: int, on_note: Note = lambda _: None
 ) -> tuple[TokenizedData, PreTrainedTokenizerBase | None]:
-    """Returns the training documents, without weights and before packing, and the tokenizer.
+    """Returns the training documents of an epoch before packing, and the tokenizer.
 
-    The arguments are those of `open_data`, and so are the errors.
+    No documents are set apart for evaluation. The arguments are those of `open_data`, and so are
+    the errors.
     """
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    places = [parse_source(text).path for text in options.paths]
-    return reader.read(places, (options.split,)), tokenizer
+    named = [parse_source(text) for text in options.paths]
+    data = reader.read([place.path for place in named], (options.split,))
+    epoch = _weighted(named, data, data.documents, 0, on_note)
+    return replace(data, documents=epoch), tokenizer
 
 
 def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> None:
@@ -169,12 +169,19 @@ def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> No
     )
 
 
-def _say_weights(
-    named: list[Weighted], starts: list[int], kept: Documents, epoch: Documents, on_note: Note
-) -> None:
-    """Notes how many documents and tokens of each source are in an epoch."""
+def _weighted(
+    named: list[Weighted], data: TokenizedData, documents: Documents, seed: int, on_note: Note
+) -> Documents:
+    """Returns the documents of an epoch, and notes how many of each source it has.
+
+    Args:
+        documents: those of `data` that are not kept for evaluation.
+    """
+    epoch = weighted(documents, data.starts, [place.weight for place in named], seed)
+    if epoch is documents:
+        return epoch
     before, after = (
-        np.searchsorted(starts, documents.begins, side="right") - 1 for documents in (kept, epoch)
+        np.searchsorted(data.starts, found.begins, side="right") - 1 for found in (documents, epoch)
     )
     for number, (path, weight) in enumerate(named):
         chosen = after == number
@@ -184,6 +191,7 @@ def _say_weights(
             f" {int((before == number).sum()):,}, {_count(tokens, 'token')},"
             f" {tokens / max(epoch.total, 1):.1%} of all"
         )
+    return epoch
 
 
 def split(documents: Documents, options: DataOptions) -> tuple[Documents, Documents | None]:
@@ -492,11 +500,11 @@ def _nothing(source: DataSource, found: str) -> UserError:
     )
 
 
-def _packed(corpus: Corpus, workload: Workload, given: int) -> str:
-    """Returns a phrase that describes an epoch of `corpus`."""
+def describe_packing(corpus: Corpus, sequence: int, given: int) -> str:
+    """Returns a phrase that describes an epoch of `corpus`, made of `given` documents."""
     parts = [
         f"{_count(given - corpus.left_out, 'document')}, {_count(corpus.tokens, 'token')} in"
-        f" {_count(corpus.rows, 'row')} of {workload.sequence}"
+        f" {_count(corpus.rows, 'row')} of {sequence}"
     ]
     parts.append(f"packing {corpus.packing}, {corpus.padding:.2%} padding")
     if corpus.truncated_documents:
@@ -507,7 +515,7 @@ def _packed(corpus: Corpus, workload: Workload, given: int) -> str:
     if corpus.left_out:
         parts.append(
             f"{_count(corpus.left_out, 'document')} left out, whose answer begins after"
-            f" {workload.sequence} tokens"
+            f" {sequence} tokens"
         )
     return "; ".join(parts)
 
