@@ -24,7 +24,7 @@ from megatrain.runtime.data.mixture import Weighted, joined, parse_source, refus
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import DataSource, find
+from megatrain.runtime.data.sources import EVALUATION_SPLITS, DataSource, find
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 _FORMAT = 5
 """Version of the tokenization. It is part of the cache's key."""
-_EVALUATION_SPLITS = ("validation", "test", "train")
-"""Splits for evaluation, the preferred first, unless the options name one."""
 _LOOKED_AT = 100
 """Number of rows from which the layout is recognized."""
 
@@ -79,7 +77,7 @@ def open_data(
             if options.evaluation_data
             else [place.path for place in named]
         )
-        wanted = (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS
+        wanted = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
         other = reader.read(places, wanted)
         _compare(training, other, on_note)
         evaluation = other.documents
@@ -132,17 +130,23 @@ class TokenizedData:
 
 
 def read_data(
-    options: DataOptions, tokenizer_folder: Path, vocabulary: int, on_note: Note = lambda _: None
+    options: DataOptions,
+    tokenizer_folder: Path,
+    vocabulary: int,
+    on_note: Note = lambda _: None,
+    *,
+    splits: Sequence[str] = (),
 ) -> tuple[TokenizedData, PreTrainedTokenizerBase | None]:
-    """Returns the training documents of an epoch before packing, and the tokenizer.
+    """Returns the documents of `options.data` before packing, and the tokenizer.
 
-    No documents are set apart for evaluation. The arguments are those of `open_data`, and so are
-    the errors.
+    They are those of one epoch, and none are set apart for evaluation. The arguments are those of
+    `open_data`, and so are the errors. `splits` replaces the split in `options`: of each source,
+    the first that exists is read.
     """
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
     named = [parse_source(text) for text in options.paths]
-    data = reader.read([place.path for place in named], (options.split,))
+    data = reader.read([place.path for place in named], splits or (options.split,))
     epoch = _weighted(named, data, data.documents, 0, on_note)
     return replace(data, documents=epoch), tokenizer
 

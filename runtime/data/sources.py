@@ -34,6 +34,8 @@ SUFFIXES: dict[str, Kind] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Ending of a file name -> pyarrow's name of the codec."""
 _NEVER_COMPRESSED = ("parquet", "arrow")  # these formats compress their own columns
+EVALUATION_SPLITS = ("validation", "test", "train")
+"""Splits for evaluation, the preferred first, unless the options name one."""
 _METADATA = frozenset(
     (
         "dataset_info.json",
