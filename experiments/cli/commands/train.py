@@ -29,7 +29,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
     "schedule.rate": ("--rate", {"type": options.real("--rate")}),
     "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
-    "data.data": ("--data", {"metavar": "PATH[:WEIGHT]", "nargs": "+", "action": "extend"}),
+    "data.data": ("--data", {"metavar": "PATH[:WEIGHT]", "nargs": "+"}),
     "data.split": ("--split", {}),
     "data.columns": ("--columns", {}),
     "data.loss": ("--loss", {}),
@@ -141,7 +141,7 @@ def config_of(args: argparse.Namespace) -> Config:
     for key in _PATHS:
         if isinstance(path := overrides.get(key), str | list) and path:
             paths = [path] if isinstance(path, str) else path
-            known = [os.path.abspath(one) if isinstance(one, str) else one for one in paths]
+            known = [os.path.abspath(one) if isinstance(one, str) and one else one for one in paths]
             overrides[key] = known[0] if len(known) == 1 else known
     file = args.config or (args.resume and args.resume / "config.toml")
     if file is None and "training.steps" not in overrides:
