@@ -139,7 +139,7 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
             f"data {getattr(error, 'filename', None) or path}",
             found=found,
             allowed=allowed,
-            fix="check the path",
+            fix=f"check the path{', or download a data set of the hub first' * missing}",
         ) from None
 
 
