@@ -8,9 +8,11 @@ The modules, in the order in which text passes through them:
 * `chat`, `tool_calls`, `tokenize`, `in_batches`, `long_text`: -> token ids and targets
 * `cache`: -> a file that is mapped into memory
 * `documents`: spans of this file
+* `mixture`: the documents of several sources, with weights
 * `packing`: documents -> rows of one sequence
 * `corpus`: rows -> the micro-batches of a step
 
-`opening` combines them according to DataOptions. `remarks` and `preview` describe the result to the
-user. For a model without a tokenizer, `byte_level` replaces the modules up to `cache`.
+`opening` combines them according to DataOptions. `remarks`, `preview` and `survey` describe the
+result to the user. For a model without a tokenizer, `byte_level` replaces the modules up to
+`cache`.
 """

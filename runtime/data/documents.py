@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 TARGET = 1 << 31
 """The bit that is set in a flagged token if the token is a target, so that it has loss."""
+
+
+class JoinedTokens:
+    """Arrays of tokens that are read as one array. They are not copied, and may be memory maps."""
+
+    def __init__(self, parts: Sequence[np.ndarray | JoinedTokens]) -> None:
+        self._parts = parts
+        self._borders = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._borders[-1])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[parts] int64, index of the first token of each part."""
+        return self._borders[:-1]
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Returns the tokens from `span.start` to `span.stop`, which both are within the array."""
+        first = int(np.searchsorted(self._borders, span.start, side="right")) - 1
+        pieces = []
+        for part, start in zip(self._parts[first:], self.starts[first:], strict=True):
+            if start >= span.stop:
+                break
+            pieces.append(part[max(span.start - int(start), 0) : span.stop - int(start)])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,7 +44,7 @@ class Documents:
     Choosing and cutting documents does not copy tokens.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | JoinedTokens
     """[n] uint16 or uint32, often memory-mapped."""
     begins: np.ndarray
     """[documents] int64, index of the first token of each document."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +20,11 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_c
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.mixture import Weighted, joined, places_of, refuse_repeated, weighted
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import DataSource, sources_of
+from megatrain.runtime.data.sources import DataSource, find
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -66,58 +67,97 @@ def open_data(
     Raises UserError for every mistake in files, rows and options.
     """
     assert options.packing, "packing is taken from the plan if the options do not set it"
-    source, other_source = sources_of(options)
-    tokenizer = None
-    if tokenizer_folder:
-        tokenizer = load_tokenizer(
-            tokenizer_folder,
-            chat_template=options.chat_template,
-            trust_remote_code=options.trust_remote_code,
-        )
+    tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    training, summary = reader.documents(source)
-    evaluation: Documents | None
-    if other_source is not None:
-        evaluation, _ = reader.documents(other_source)
-        _compare(source, training, other_source, evaluation, on_note)
+    places = places_of(options)
+    training = reader.read([place.path for place in places.training], (options.split,))
+    kept, evaluation = training.documents, None
+    if places.evaluation:
+        other = reader.read(places.evaluation, places.evaluation_splits)
+        _compare(training, other, on_note)
+        evaluation = other.documents
     else:
-        training, evaluation = split(training, options)
-    corpus, other = (
-        Corpus(
-            training, workload, seed=seed, packing=options.packing, where=f"data {options.data}"
-        ),
-        None,
-    )
-    on_note(f"training: {_packed(corpus, workload, len(training))}")
+        kept, evaluation = split(kept, options)
+    # Evaluation documents are set apart first, so that no copy of one is trained on.
+    epoch = _weighted(places.training, training, kept, seed, on_note)
+    where = ", ".join(options.paths)
+    corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
+    held_out = None
+    on_note(f"training: {describe_packing(corpus, workload.sequence, len(epoch))}")
     if evaluation is not None:
-        other = Corpus(
+        held_out = Corpus(
             evaluation,
             workload,
             seed=None,
             packing=options.packing,
-            where=f"evaluation data {options.evaluation_data or options.data}",
+            where=f"evaluation data {options.evaluation_data or where}",
         )
-        on_note(f"evaluation: {_packed(other, workload, len(evaluation))}")
-    if tokenizer is not None and summary is not None:
+        on_note(f"evaluation: {describe_packing(held_out, workload.sequence, len(evaluation))}")
+    if tokenizer is not None:
         for line in (
-            *remarks(options, source, summary, training, corpus, tokenizer),
-            *preview(training, tokenizer),
+            *remarks(options, training.sources, training.summaries, epoch, corpus, tokenizer),
+            *preview(epoch, tokenizer),
         ):
             on_note(f"  {line}")
-    return corpus, other
+    return corpus, held_out
 
 
-def _compare(
-    source: DataSource, training: Documents, other: DataSource, evaluation: Documents, on_note: Note
-) -> None:
+def _tokenizer_of(options: DataOptions, folder: Path | None) -> PreTrainedTokenizerBase | None:
+    if folder is None:
+        return None
+    return load_tokenizer(
+        folder, chat_template=options.chat_template, trust_remote_code=options.trust_remote_code
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedData:
+    """The documents of one or several sources, before they are packed."""
+
+    sources: list[DataSource]
+    """The files of each source."""
+    summaries: list[TokenSummary]
+    """What was found in each source; empty if there is no tokenizer."""
+    starts: list[int]
+    """Index of the first token of each source in the tokens of `documents`."""
+    documents: Documents
+    """The documents of all sources."""
+
+
+def read_data(
+    options: DataOptions,
+    tokenizer_folder: Path,
+    vocabulary: int,
+    on_note: Note = lambda _: None,
+    *,
+    splits: Sequence[str] = (),
+) -> tuple[TokenizedData, PreTrainedTokenizerBase | None]:
+    """Returns the documents of `options.data` before packing, and the tokenizer.
+
+    They are those of one epoch, and none are set apart for evaluation. The arguments are those of
+    `open_data`, and so are the errors. `splits` replaces the split in `options`: of each source,
+    the first that exists is read.
+    """
+    tokenizer = _tokenizer_of(options, tokenizer_folder)
+    reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
+    named = [parse_source(text) for text in options.paths]
+    data = reader.read([place.path for place in named], splits or (options.split,))
+    epoch = _weighted(named, data, data.documents, 0, on_note)
+    return replace(data, documents=epoch), tokenizer
+
+
+def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> None:
     """Warns if the evaluation data and the training data have files or all rows in common."""
-    shared = {file.resolve() for file in source.files} & {file.resolve() for file in other.files}
-    if shared:
+    files, others = (
+        {file.resolve() for source in data.sources for file in source.files}
+        for data in (training, other)
+    )
+    if shared := files & others:
         found = (
             f"{_count(len(shared), 'file')} of the evaluation data"
             f" {'is' if len(shared) == 1 else 'are'} also in the training data"
         )
-    elif training.digest == evaluation.digest:
+    elif training.documents.digest == other.documents.digest:
         found = "the evaluation data has the same rows as the training data"
     else:
         return
@@ -126,6 +166,31 @@ def _compare(
         " Choose other rows with --eval-split or --eval-data, or keep some for evaluation with"
         " --eval-fraction"
     )
+
+
+def _weighted(
+    named: list[Weighted], data: TokenizedData, documents: Documents, seed: int, on_note: Note
+) -> Documents:
+    """Returns the documents of an epoch, and notes how many of each source it has.
+
+    Args:
+        documents: those of `data` that are not kept for evaluation.
+    """
+    epoch = weighted(documents, data.starts, [place.weight for place in named], seed)
+    if epoch is documents:
+        return epoch
+    before, after = (
+        np.searchsorted(data.starts, found.begins, side="right") - 1 for found in (documents, epoch)
+    )
+    for number, (path, weight) in enumerate(named):
+        chosen = after == number
+        tokens = int(epoch.lengths[chosen].sum())
+        on_note(
+            f"weight {weight:g} of {path}: {_count(int(chosen.sum()), 'document')} an epoch, from"
+            f" {int((before == number).sum()):,}, {_count(tokens, 'token')},"
+            f" {tokens / max(epoch.total, 1):.1%} of all"
+        )
+    return epoch
 
 
 def split(documents: Documents, options: DataOptions) -> tuple[Documents, Documents | None]:
@@ -186,7 +251,24 @@ class _Reader:
     on_note: Note
     """Receives lines for the user."""
 
-    def documents(self, source: DataSource) -> tuple[Documents, TokenSummary | None]:
+    def read(self, paths: Sequence[Path], splits: Sequence[str]) -> TokenizedData:
+        """Returns the documents of all `paths`, each from the first of `splits` that it has."""
+        if not paths:
+            raise UserError(
+                "data", found="no path", allowed="a file or a folder", fix="name one with --data"
+            )
+        sources = [find(path, splits) for path in paths]
+        refuse_repeated(sources)
+        found = [self._documents(source) for source in sources]
+        parts = [documents for documents, _ in found]
+        return TokenizedData(
+            sources=sources,
+            summaries=[summary for _, summary in found if summary is not None],
+            starts=list(itertools.accumulate((len(part.tokens) for part in parts[:-1]), initial=0)),
+            documents=joined(parts, sources),
+        )
+
+    def _documents(self, source: DataSource) -> tuple[Documents, TokenSummary | None]:
         """Returns the documents of `source`, from the cache if they are there, and their summary.
 
         Without a tokenizer, the documents are bytes, and there is no summary.
@@ -415,11 +497,11 @@ def _nothing(
     return UserError(f"data {source.path}", found=found, allowed=allowed, fix="correct the data")
 
 
-def _packed(corpus: Corpus, workload: Workload, given: int) -> str:
-    """Returns a phrase that describes an epoch of `corpus`."""
+def describe_packing(corpus: Corpus, sequence: int, given: int) -> str:
+    """Returns a phrase that describes an epoch of `corpus`, made of `given` documents."""
     parts = [
         f"{_count(given - corpus.left_out, 'document')}, {_count(corpus.tokens, 'token')} in"
-        f" {_count(corpus.rows, 'row')} of {workload.sequence}"
+        f" {_count(corpus.rows, 'row')} of {sequence}"
     ]
     parts.append(f"packing {corpus.packing}, {corpus.padding:.2%} padding")
     if corpus.truncated_documents:
@@ -430,7 +512,7 @@ def _packed(corpus: Corpus, workload: Workload, given: int) -> str:
     if corpus.left_out:
         parts.append(
             f"{_count(corpus.left_out, 'document')} left out, whose answer begins after"
-            f" {workload.sequence} tokens"
+            f" {sequence} tokens"
         )
     return "; ".join(parts)
 

@@ -28,11 +28,12 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     data: Annotated[
-        str,
+        str | tuple[str, ...],
         Meta(
             description=(
                 "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of such files, or a"
-                " folder that datasets.save_to_disk wrote"
+                " folder that datasets.save_to_disk wrote; or several of these. With PATH:WEIGHT,"
+                " an epoch has each document of PATH that many times; of a fraction, some of them"
             )
         ),
     ] = ""
@@ -134,6 +135,11 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 allowed="one of them",
                 fix="leave the others out",
             )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """`data` as a tuple of `PATH` or `PATH:WEIGHT`, empty if there is none."""
+        return self.data if isinstance(self.data, tuple) else (self.data,) if self.data else ()
 
     @property
     def cache_folder(self) -> Path:

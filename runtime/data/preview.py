@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,27 +17,63 @@ _TOKENS = 2048
 _RUN, _ROW, _ROWS = 180, 100, 5
 """Characters of one run of text with or without loss, characters per row, and rows."""
 _CUT = " [...] "
+_BEGIN, _END = "\x01", "\x02"
+"""Stand for the marks until lines are cut. They are not printable, so `_plain` leaves none."""
 
 
-def preview(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns a few lines that show how the first document begins.
+class Marks(NamedTuple):
+    """How text with loss is marked."""
 
-    Text with loss is between « and », unless all tokens have loss.
+    begin: str = "«"
+    """Written before it."""
+    end: str = "»"
+    """Written after it."""
+    meaning: str = "text between « and »"
+    """What the user sees."""
+
+
+GUILLEMETS = Marks()
+"""Marks for output without colours."""
+
+
+def preview(
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    number: int = 0,
+    rows: int = _ROWS,
+    run: int | None = _RUN,
+    marks: Marks = GUILLEMETS,
+) -> list[str]:
+    """Returns a few lines that show how a document begins. Text with loss is marked, unless all
+    tokens have loss.
+
+    Args:
+        number: the document, from 0.
+        rows: the most lines of text.
+        run: characters of a run of text with or without loss, of which the middle is left out if
+            there are more; None to show it all.
+        marks: how text with loss is marked.
     """
-    begin, end = int(documents.begins[0]), int(documents.ends[0])
+    begin, end = int(documents.begins[number]), int(documents.ends[number])
     ids, targets = documents.read(begin, min(end, begin + _TOKENS))
     borders = [0, *(np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist(), len(ids)]
     text = ""
     for first, last in itertools.pairwise(borders):
-        run = _shortened(_plain(tokenizer.decode(ids[first:last].tolist())))
-        text += f"«{run}»" if documents.flagged and targets[first] else run
-    room = _ROW * _ROWS
+        part = _shortened(_plain(tokenizer.decode(ids[first:last].tolist())), run)
+        text += f"{_BEGIN}{part}{_END}" if documents.flagged and targets[first] else part
+    room = _ROW * rows
     if len(text) > room or end - begin > _TOKENS:
-        text = f"{text[: room - len(_CUT)]}{_CUT}"
-    marked = "loss on text between « and »" if documents.flagged else "loss on every token"
+        text = f"{text[: room - len(_CUT) - 1]}{_CUT}"
+        text += _END * (text.count(_BEGIN) - text.count(_END))
+    marked = f"loss on {marks.meaning}" if documents.flagged else "loss on every token"
+    which = f"document {number + 1:,}" if number else "the first document"
     return [
-        f"the first document, {end - begin:,} tokens, {marked}:",
-        *("    " + text[at : at + _ROW] for at in range(0, len(text), _ROW)),
+        f"{which}, {end - begin:,} tokens, {marked}:",
+        *(
+            "    " + text[at : at + _ROW].replace(_BEGIN, marks.begin).replace(_END, marks.end)
+            for at in range(0, len(text), _ROW)
+        ),
     ]
 
 
@@ -48,5 +84,7 @@ def _plain(text: str | list[str]) -> str:
     )
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _RUN else f"{text[: _RUN * 2 // 3]}{_CUT}{text[-_RUN // 3 :]}"
+def _shortened(text: str, run: int | None) -> str:
+    if run is None or len(text) <= run:
+        return text
+    return f"{text[: run * 2 // 3]}{_CUT}{text[-run // 3 :]}"

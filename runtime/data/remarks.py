@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +21,8 @@ _LOOKED_AT = 256
 
 def remarks(
     options: DataOptions,
-    source: DataSource,
-    summary: TokenSummary,
+    sources: Sequence[DataSource],
+    summaries: Sequence[TokenSummary],
     documents: Documents,
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase,
@@ -29,6 +30,8 @@ def remarks(
     """Returns one line for each remark.
 
     Args:
+        sources: the files of each source of the data.
+        summaries: what was found in each source.
         documents: all documents to train on.
         corpus: these documents, packed.
     """
@@ -38,7 +41,7 @@ def remarks(
             "warning: no answer ends with a special token that has loss, so the model does not"
             " learn to stop"
         )
-    if summary.templated:
+    if any(summary.templated for summary in summaries):
         if options.loss in ("assistant", "last"):
             found.append(
                 "only assistant turns have loss, up to the token that ends them; prompts, and a"
@@ -58,9 +61,9 @@ def remarks(
             "a text that does not fit into the rest of its row continues in another row, without"
             " attention to its earlier part"
         )
-    if source.kind == "text":
+    if any(source.kind == "text" for source in sources):
         found.append("a text file is one document")
-    if source.kinds > 1:
+    if any(source.kinds > 1 for source in sources):
         found.append("only one kind of files in the folder is read: the one with the most bytes")
     if options.evaluation_fraction and len(documents) > 1:
         found.append(

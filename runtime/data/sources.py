@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 
@@ -35,6 +34,8 @@ SUFFIXES: dict[str, Kind] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Ending of a file name -> pyarrow's name of the codec."""
 _NEVER_COMPRESSED = ("parquet", "arrow")  # these formats compress their own columns
+EVALUATION_SPLITS = ("validation", "test", "train")
+"""Splits for evaluation, the preferred first, unless the options name one."""
 _METADATA = frozenset(
     (
         "dataset_info.json",
@@ -61,8 +62,6 @@ _KEYWORDS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _WORD = re.compile(rf"(?<![^-._ 0-9])(?:{'|'.join(_KEYWORDS)})(?![^-._ 0-9])", re.IGNORECASE)
-_EVALUATION_SPLITS = ("validation", "test", "train")
-"""Splits for evaluation, the preferred first, unless the options name one."""
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 
@@ -100,18 +99,6 @@ def suffix_of(file: Path) -> str:
     """Returns the ending of a file's name in lower case, without the ending of a compression."""
     stem, suffix = os.path.splitext(file.name.lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
-
-
-def sources_of(options: DataOptions) -> tuple[DataSource, DataSource | None]:
-    """Returns the files to train on, and those to evaluate on or None if the options name none.
-
-    Raises UserError as `find` does.
-    """
-    source = find(Path(options.data), (options.split,))
-    if not (options.evaluation_data or options.evaluation_split):
-        return source, None
-    splits = (options.evaluation_split,) if options.evaluation_split else _EVALUATION_SPLITS
-    return source, find(Path(options.evaluation_data or options.data), splits)
 
 
 def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
@@ -152,7 +139,7 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
             f"data {getattr(error, 'filename', None) or path}",
             found=found,
             allowed=allowed,
-            fix="check the path",
+            fix=f"check the path{', or download a data set of the hub first' * missing}",
         ) from None
 
 

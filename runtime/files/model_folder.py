@@ -39,7 +39,7 @@ _READ_FIRST = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 safetensors files"""
 
 
-def model_folder(source: str) -> Path:
+def model_folder(source: str, *, weights: bool = True) -> Path:
     """Returns the folder of a model. A model on the hub is fetched into huggingface_hub's cache.
 
     Offline (`HF_HUB_OFFLINE=1`), only the cache is used.
@@ -47,6 +47,7 @@ def model_folder(source: str) -> Path:
     Args:
         source: a folder, or a name on the hub: `org/name`, or `org/name@revision` with a branch, a
             tag or a commit.
+        weights: whether the weights are fetched too.
 
     Raises UserError if `source` is neither, or if the model can neither be fetched nor found in the
     cache.
@@ -61,7 +62,11 @@ def model_folder(source: str) -> Path:
             snapshot_download(
                 named.name,
                 revision=named.revision,
-                allow_patterns=["config.json", INDEX, "model*.safetensors", *COMPANIONS],
+                allow_patterns=[
+                    "config.json",
+                    *COMPANIONS,
+                    *([INDEX, "model*.safetensors"] if weights else []),
+                ],
             )
         )
     except (OSError, ValueError, RuntimeError) as error:  # errors of huggingface_hub and httpx

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
-from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.options import DataOptions, Packing
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import model_folder
@@ -53,10 +53,7 @@ def find_data(
     Raises UserError if the plan cannot execute the packing, before anything is tokenized, and
     whenever `open_data` does.
     """
-    chosen = msgspec.structs.replace(
-        options, packing=options.packing or ("documents" if plan.workload.documents else "plain")
-    )
-    refuse_packing(chosen.packing, plan)
+    chosen = msgspec.structs.replace(options, packing=packing_of(options, plan))
     training, held_out = open_data(
         chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed
     )
@@ -66,6 +63,16 @@ def find_data(
             " plan without --plain-packing"
         )
     return training, held_out
+
+
+def packing_of(options: DataOptions, plan: Plan) -> Packing:
+    """Returns the packing of `options`, or if it is empty, that of the plan's workload.
+
+    Raises UserError if the plan cannot execute it.
+    """
+    packing = options.packing or ("documents" if plan.workload.documents else "plain")
+    refuse_packing(packing, plan)
+    return packing
 
 
 def refuse_packing(packing: str, plan: Plan) -> None:

@@ -9,7 +9,6 @@ For example:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
@@ -38,6 +36,7 @@ from megatrain.runtime.machine import (
 from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, checked, with_data
+from megatrain.runtime.training.evaluating import evaluate
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.learning_rate import (
     HIGHEST_PRETRAINED_RATE,
@@ -553,22 +552,16 @@ class Trainer(TrainingRun):
 
         Returns None if a signal came before the end of the evaluation.
         """
-        parts, work = [], self.plan.workload
-        batches = iter(held_out.batches())
-        while group := list(itertools.islice(batches, work.accumulation)):
-            if interruption:
-                return None
-            empty = group[0]._replace(labels=torch.full_like(group[0].labels, IGNORED))
-            parts.append(
-                self.executor.evaluate([*group, *[empty] * (work.accumulation - len(group))])
-            )
-            if len(parts) == self.config.evaluation.over_steps:
-                break
-        tokens = sum(part.labelled for part in parts)
-        loss = sum(part.loss * part.labelled for part in parts) / max(tokens, 1)
-        evaluation = EvaluationResult(
-            number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts)
+        evaluation = evaluate(
+            self.executor,
+            held_out.batches(),
+            accumulation=self.plan.workload.accumulation,
+            number=number,
+            over_steps=self.config.evaluation.over_steps,
+            stop=lambda: bool(interruption),
         )
+        if evaluation is None:
+            return None
         self._notify("on_evaluation", self, evaluation)
         return evaluation
 

@@ -418,3 +418,28 @@ def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so
         == "rows are packed without borders between documents: --attention cudnn, which does"
         " not support document lengths\n"
     )
+
+
+@pytest.mark.usefixtures("workplace")
+def test_several_files_with_weights_are_trained_on_and_resumed(command: Any) -> None:
+    given = ("--data", "corpus/one.txt:0.5", "corpus/two.py", "--save-every", 1, "--device", "cpu")
+    outcome = command("train", "plan.toml", *given, "--steps", 1, "--out", "run", "--no-export")
+    assert (outcome.status, outcome.err) == (0, "")
+    paths = tuple(f"{Path.cwd()}/corpus/{name}" for name in ("one.txt:0.5", "two.py"))
+    assert Config.load(Path("run/config.toml")).data.data == paths
+    outcome = command("train", "--resume", "run", "--steps", 2, "--device", "cpu")
+    assert (outcome.status, outcome.err) == (0, "")
+    one, two = (path.partition(":")[0] for path in paths)
+    outcome = command(
+        "train", "--resume", "run", "--steps", 3, "--device", "cpu", "--data", one, two
+    )
+    assert outcome.status == 2
+    assert "data.digest" in outcome.err
+
+
+@pytest.mark.parametrize("value", ["data=[]", "data=[1, 2]"])
+def test_a_list_of_data_that_has_no_paths_is_refused(command: Any, value: str) -> None:
+    outcome = command("train", "plan.toml", "--out", "run", "--steps", "1", "--set", value)
+    assert outcome.status == 2
+    assert "data" in outcome.err
+    assert outcome.err.count("\n") == 1

@@ -48,7 +48,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
     "schedule.rate": ("--lr", {"type": _rate}),
     "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
-    "data.data": ("--data", {"metavar": "PATH"}),
+    "data.data": ("--data", {"metavar": "PATH[:WEIGHT]", "nargs": "+"}),
     "data.split": ("--split", {}),
     "data.columns": ("--columns", {}),
     "data.loss": ("--loss", {}),
@@ -170,11 +170,11 @@ def config_of(args: argparse.Namespace) -> Config:
         overrides[full_name(key.strip())] = parse_value(value.strip())
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
     # Absolute paths, because the run may be resumed from another folder.
-    overrides |= {
-        key: os.path.abspath(value)
-        for key in _PATHS
-        if isinstance(value := overrides.get(key), str) and value
-    }
+    for key in _PATHS:
+        if isinstance(path := overrides.get(key), str | list) and path:
+            paths = [path] if isinstance(path, str) else path
+            known = [os.path.abspath(one) if isinstance(one, str) and one else one for one in paths]
+            overrides[key] = known[0] if len(known) == 1 else known
     file = args.config or (args.resume and args.resume / "config.toml")
     if file is None and not {"training.steps", "training.epochs"} & overrides.keys():
         raise UserError(
@@ -214,7 +214,7 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             "megatrain train",
             found=found,
             allowed="PLAN --out RUN, or --resume RUN",
-            fix="name a plan, or the run to resume",
+            fix="name a plan before the options, or the run to resume",
         )
     if args.from_step and args.from_scratch:
         raise UserError(

@@ -103,7 +103,7 @@ def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..
     """Returns a function that opens data: (training corpus, evaluation corpus, notes)."""
 
     def make(
-        data: Path,
+        data: Path | tuple[str, ...],
         *,
         template: str | None = "marked",
         work: Workload = WORK,
@@ -115,7 +115,7 @@ def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..
         notes: list[str] = []
         options = DataOptions(
             **{
-                "data": str(data),
+                "data": data if isinstance(data, tuple) else str(data),
                 "cache": str(tmp_path / "cache"),
                 "packing": "documents",
                 **changes,

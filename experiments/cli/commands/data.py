@@ -1,0 +1,135 @@
+"""Show what data files are recognized as, how long rows are, and which tokens have loss.
+
+The files are read and tokenized as `megatrain train` does it, and the tokens stay in its cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from megatrain.experiments.cli import options
+from megatrain.runtime.data.options import Columns, DataOptions, Loss
+from megatrain.runtime.data.sources import find
+
+if TYPE_CHECKING:
+    from megatrain.runtime.data.survey import Survey
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE[:WEIGHT]",
+        help="files or folders, as for `megatrain train --data`",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="SOURCE",
+        help="a Hugging Face folder or a name on the hub, for its tokenizer",
+    )
+    parser.add_argument(
+        "--seq",
+        type=options.whole("--seq", 2),
+        help="tokens of a row (default: as many as cut nothing, or 1024 for text)",
+    )
+    parser.add_argument(
+        "--row",
+        type=options.whole("--row"),
+        default=1,
+        metavar="N",
+        help="the document to show, counted without rows that are left out (default 1)",
+    )
+    parser.add_argument(
+        "--split", default="train", help="split of a folder with several (default train)"
+    )
+    parser.add_argument(
+        "--columns",
+        choices=get_args(Columns),
+        default="auto",
+        help="layout of a row's columns (default auto)",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=get_args(Loss),
+        default="assistant",
+        help="tokens with loss (default assistant)",
+    )
+    parser.add_argument(
+        "--chat-template", default="", metavar="FILE", help="Jinja file with a chat template"
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first bad row")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code in the tokenizer's folder"
+    )
+    parser.add_argument(
+        "--data-cache", default="", metavar="FOLDER", help="folder for tokenized data"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatrain.runtime.data.mixture import parse_source
+
+    for file in args.files:  # before slow imports, so that a mistake is told at once
+        find(parse_source(file).path, (args.split,))
+
+    from megatrain.runtime.data.preview import GUILLEMETS, Marks
+    from megatrain.runtime.data.survey import survey
+    from megatrain.runtime.files.model_folder import model_folder
+    from megatrain.simulator.model.specs import ModelSpec
+
+    folder = model_folder(args.model, weights=False)
+    coloured = not args.json and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    found = survey(
+        DataOptions(
+            data=tuple(args.files),
+            split=args.split,
+            columns=args.columns,
+            loss=args.loss,
+            chat_template=args.chat_template,
+            strict=args.strict,
+            trust_remote_code=args.trust_remote_code,
+            cache=args.data_cache,
+        ),
+        folder,
+        ModelSpec.load(str(Path(folder, "config.json"))).vocabulary,
+        (lambda _: None) if args.json else print,
+        sequence=args.seq,
+        number=args.row,
+        marks=Marks("\x1b[1;32m", "\x1b[0m", "green text") if coloured else GUILLEMETS,
+    )
+    if args.json:
+        sources = [source._asdict() for source in found.sources]
+        cuts = [cut._asdict() for cut in found.cuts]
+        print(json.dumps({**found._asdict(), "sources": sources, "cuts": cuts}))
+    else:
+        print(text(found))
+    return 0
+
+
+def text(found: Survey) -> str:
+    """Returns the lines that show lengths, packing, remarks and one document."""
+    lines = [
+        "",
+        f"length: median {found.median:,} tokens, 95 % at most {found.percentile_95:,}, longest"
+        f" {found.longest:,}",
+    ]
+    if found.cuts:
+        lines += [f"{'--seq':>9}  {'documents cut':>20}  {'tokens lost':>22}  {'left out':>10}"]
+        lines += [
+            f"{cut.sequence:9,}  {_share(cut.documents, found.documents):>20} "
+            f" {_share(cut.tokens, found.tokens):>22}  {cut.left_out:10,}"
+            for cut in found.cuts
+        ]
+    lines += [f"packed: {found.packed}", *found.remarks]
+    return "\n".join([*lines, *(["", *found.shown] if found.shown else [])])
+
+
+def _share(number: int, of: int) -> str:
+    return f"{number:,} ({number / of:.1%})"

@@ -1,0 +1,89 @@
+"""Compute the loss of a trained model on other data.
+
+The run's plan is executed with the weights in RUN/model, and the data is read as in the run. It
+takes as much memory as the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from megatrain.experiments.cli import options
+from megatrain.runtime.data.sources import EVALUATION_SPLITS, find
+from megatrain.simulator.base.errors import UserError
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a folder written by `megatrain train`"
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="PATH[:WEIGHT]",
+        help="files or folders, as for `megatrain train --data`",
+    )
+    parser.add_argument(
+        "--split",
+        default="",
+        help="split of a folder with several (default: the first of validation, test and train)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="SOURCE",
+        help="a folder or hub name with other weights, such as those the run began with (default:"
+        " RUN/model)",
+    )
+    parser.add_argument(
+        "--data-cache", metavar="FOLDER", help="folder for tokenized data (default: the run's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options.add_device(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatrain.runtime.data.mixture import parse_source
+
+    if not (args.run / "config.toml").is_file():
+        raise UserError(
+            str(args.run),
+            found="no config.toml",
+            allowed="the folder of a run that has started",
+            fix="check the path",
+        )
+    for path in args.data:  # before slow imports, so that a mistake is told at once
+        find(parse_source(path).path, (args.split,) if args.split else EVALUATION_SPLITS)
+
+    from megatrain.runtime.training.evaluating import evaluate_run
+
+    found = evaluate_run(
+        args.run,
+        tuple(args.data),
+        model=args.model,
+        split=args.split,
+        cache=args.data_cache,
+        device=options.device(args),
+        on_note=(lambda _: None) if args.json else print,
+    )
+    if args.json:
+        finite = math.isfinite(found.loss)
+        print(
+            json.dumps(
+                {
+                    "loss": found.loss if finite else None,
+                    "perplexity": found.perplexity if math.isfinite(found.perplexity) else None,
+                    "tokens": found.tokens,
+                    "seconds": found.seconds,
+                }
+            )
+        )
+    else:
+        print(
+            f"loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, over {found.tokens:,}"
+            " tokens"
+        )
+    return 0

@@ -1,0 +1,180 @@
+"""Combines several sources of documents, each with a weight.
+
+A source is named by its path, or by `PATH:WEIGHT`. An epoch has each document of a source WEIGHT
+times. For the fraction of a weight, documents are drawn from the source. The draw depends only on
+the seed and on the documents, so a resumed run has the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from megatrain.runtime.data.documents import Documents, JoinedTokens
+from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.sources import EVALUATION_SPLITS, DataSource
+from megatrain.simulator.base.errors import UserError
+
+_WEIGHT = re.compile(r"(.+):(\d+\.?\d*|\.\d+)", re.DOTALL)
+_MOST = 1000
+
+
+class Weighted(NamedTuple):
+    """The path of a source, and how many times an epoch has its documents."""
+
+    path: Path
+    """A file or a folder."""
+    weight: float
+    """Number of times; 1 if no weight is named."""
+
+
+def parse_source(text: str) -> Weighted:
+    """Returns the path and the weight in `PATH` or `PATH:WEIGHT`.
+
+    If there is a file or folder whose whole name is `text`, it is the path. Raises UserError for a
+    weight that is out of range.
+    """
+    match = None if os.path.exists(text) else _WEIGHT.fullmatch(text)
+    if not match:
+        return Weighted(Path(text), 1.0)
+    if not 0 < (weight := float(match[2])) <= _MOST:
+        raise UserError(
+            f"data {match[1]}: weight",
+            found=match[2],
+            allowed=f"a number above 0, up to {_MOST}",
+            fix="write it like rows.jsonl:0.5, or leave the source out",
+        )
+    return Weighted(Path(match[1]), weight)
+
+
+class Places(NamedTuple):
+    """The files and folders that the options name."""
+
+    training: list[Weighted]
+    """those to train on"""
+    evaluation: list[Path]
+    """those to evaluate on; empty if the options name none"""
+    evaluation_splits: tuple[str, ...]
+    """splits for evaluation, the preferred first"""
+
+
+def places_of(options: DataOptions) -> Places:
+    """Returns the files and folders that `options` names for training and for evaluation.
+
+    Without evaluation data, another split of the training data is used if the options name one.
+    """
+    training = [parse_source(text) for text in options.paths]
+    evaluation: list[Path] = []
+    if options.evaluation_data:
+        evaluation = [Path(options.evaluation_data)]
+    elif options.evaluation_split:
+        evaluation = [place.path for place in training]
+    splits = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
+    return Places(training, evaluation, splits)
+
+
+def refuse_repeated(sources: Sequence[DataSource]) -> None:
+    """Raises UserError if a file is in several sources.
+
+    Its copies would be on both sides of an evaluation fraction, which a weight prevents.
+    """
+    counts = Counter(
+        file for source in sources for file in {file.resolve() for file in source.files}
+    )
+    if repeated := next((file for file, count in counts.items() if count > 1), None):
+        raise UserError(
+            f"data {repeated}",
+            found="a file that is named twice",
+            allowed="each file once",
+            fix=f"give it a weight: {repeated.name}:{counts[repeated]}",
+        )
+
+
+def joined(parts: Sequence[Documents], sources: Sequence[DataSource]) -> Documents:
+    """Returns the documents of all parts, one part after the other. No token is copied.
+
+    Raises UserError if some parts are text and others are conversations or prompts with answers,
+    which are packed into rows in different ways.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.whole for part in parts}) > 1:
+        text, other = (
+            next(
+                str(source.path)
+                for part, source in zip(parts, sources, strict=True)
+                if part.whole == whole
+            )
+            for whole in (False, True)
+        )
+        raise UserError(
+            "data",
+            found=f"text in {text}, and prompts with answers in {other}",
+            allowed="only text, or only conversations and prompts with answers",
+            fix="train on one after the other",
+        )
+    tokens = JoinedTokens([part.tokens for part in parts])
+    digests = msgspec.json.encode([part.digest for part in parts])
+    return replace(
+        parts[0],
+        tokens=tokens,
+        begins=np.concatenate(
+            [part.begins + start for part, start in zip(parts, tokens.starts, strict=True)]
+        ),
+        ends=np.concatenate(
+            [part.ends + start for part, start in zip(parts, tokens.starts, strict=True)]
+        ),
+        digest=hashlib.sha256(digests).hexdigest()[:16],
+    )
+
+
+def weighted(
+    documents: Documents, starts: Sequence[int], weights: Sequence[float], seed: int
+) -> Documents:
+    """Returns the documents of an epoch, in which each document is as often as its source's weight.
+
+    Of a source that is a single text, the fraction is the text's beginning.
+
+    Args:
+        starts: index of the first token of each source.
+        weights: weight of each source.
+        seed: seed of the draw for the fractions of weights.
+    """
+    if all(weight == 1 for weight in weights):
+        return documents
+    ends = documents.ends.copy()
+    source_of = np.searchsorted(starts, documents.begins, side="right") - 1
+    chosen, cut = [], []
+    for number, weight in enumerate(weights):
+        own = np.flatnonzero(source_of == number)
+        fraction, times = math.modf(weight)
+        chosen.append(np.tile(own, int(times)))
+        if not fraction or not len(own):
+            continue
+        if len(own) == 1 and not documents.whole:
+            cut.append(own)
+            length = int(documents.lengths[own[0]])
+            ends[own] = documents.begins[own] + max(2, round(length * fraction))
+            continue
+        drawn = np.random.default_rng([seed, number]).permutation(own)
+        chosen.append(np.sort(drawn[: max(1, round(len(own) * fraction))]))
+    parts = msgspec.json.encode([documents.digest, list(weights)])
+    which = np.concatenate(chosen).astype(np.int64)
+    whole_ones, pieces = documents.chosen(which), replace(documents, ends=ends)
+    last = [pieces.chosen(own) for own in cut]
+    return replace(
+        documents,
+        begins=np.concatenate([part.begins for part in (whole_ones, *last)]),
+        ends=np.concatenate([part.ends for part in (whole_ones, *last)]),
+        digest=hashlib.sha256(parts).hexdigest()[:16],
+    )

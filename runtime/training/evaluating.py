@@ -1,0 +1,136 @@
+"""Computes the loss of a model on evaluation data, within a training or of a run that has ended."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.opening import describe_packing, read_data
+from megatrain.runtime.data.sources import EVALUATION_SPLITS
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.model_files import folder_weights
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.machine import default_device, device_bytes, host_bytes, make_deterministic
+from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
+from megatrain.runtime.training.callback import EvaluationResult
+from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.opening import find_model, packing_of
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
+
+
+def evaluate(
+    executor: Executor,
+    batches: Iterable[Batch],
+    *,
+    accumulation: int,
+    number: int = 0,
+    over_steps: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> EvaluationResult | None:
+    """Returns the loss of the executor's weights on `batches`, a mean over all labelled tokens.
+
+    Args:
+        accumulation: micro-batches of one optimizer step.
+        number: number of the step after which this is.
+        over_steps: the most batches of one optimizer step; 0 for all.
+        stop: called before each of them. If it returns True, the result is None.
+    """
+    parts, left = [], iter(batches)
+    while group := list(itertools.islice(left, accumulation)):
+        if stop():
+            return None
+        empty = group[0]._replace(labels=torch.full_like(group[0].labels, IGNORED))
+        parts.append(executor.evaluate([*group, *[empty] * (accumulation - len(group))]))
+        if len(parts) == over_steps:
+            break
+    tokens = sum(part.labelled for part in parts)
+    loss = sum(part.loss * part.labelled for part in parts) / max(tokens, 1)
+    return EvaluationResult(
+        number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts)
+    )
+
+
+def evaluate_run(
+    run: Path,
+    data: tuple[str, ...],
+    *,
+    model: str | None = None,
+    split: str = "",
+    cache: str | None = None,
+    device: torch.device | None = None,
+    on_note: Callable[[str], None] = lambda _: None,
+) -> EvaluationResult:
+    """Returns the loss on `data` of the model that a run exported.
+
+    The run's plan is executed, and the data is read with the settings of the run. It takes as much
+    memory as the training.
+
+    Args:
+        run: folder of the run.
+        data: files and folders, each as `PATH` or `PATH:WEIGHT`.
+        model: folder or hub name of other weights for the run's plan; None for those that the run
+            exported.
+        split: split of the data; empty for the first of validation, test and train that exists.
+        cache: folder for tokenized data; None for that of the run.
+        device: None for the default device.
+        on_note: receives lines for the user.
+
+    Raises UserError if `run` has no exported model, or if plan, model or data cannot be used.
+    """
+    plan, config = Plan.load(run / "plan.toml"), Config.load(run / "config.toml")
+    if model is None and not (run / "model").is_dir():
+        raise UserError(
+            str(run),
+            found="no exported model",
+            allowed="a run with the folder model/",
+            fix=f"megatrain export {run} --out MODEL, and pass --model MODEL",
+        )
+    device = device or default_device()
+    deterministic = config.training.deterministic
+    schedule = preflight(plan, config.optimizer, device, deterministic=deterministic)
+    refuse_what_does_not_fit(
+        plan,
+        schedule,
+        # as in Trainer: the limit of a calibrated machine is better than what a host reports
+        host_bytes=None if (run / plan.hardware).is_file() else host_bytes(),
+        device_bytes=device_bytes(device),
+    )
+    folder = find_model(model or str(run / "model"), plan.model, needed=True)
+    assert folder is not None, "a model that is needed is found or refused"
+    template = run / CHAT_TEMPLATE
+    options = msgspec.structs.replace(
+        config.data,
+        data=data,
+        packing=packing_of(config.data, plan),
+        chat_template=str(template) if template.is_file() else "",
+        cache=config.data.cache if cache is None else cache,
+    )
+    splits = (split,) if split else EVALUATION_SPLITS
+    read, _ = read_data(options, folder, plan.model.vocabulary, on_note, splits=splits)
+    corpus = Corpus(
+        read.documents,
+        plan.workload,
+        seed=None,
+        packing=options.packing or "documents",
+        where=f"data {', '.join(data)}",
+    )
+    on_note(f"evaluation: {describe_packing(corpus, plan.workload.sequence, len(read.documents))}")
+    if deterministic:
+        make_deterministic()
+    with Executor(
+        plan, config_of(plan.model), config.optimizer, device, schedule=schedule
+    ) as executor:
+        with folder_weights(folder) as weights:
+            executor.state.load(weights)
+        found = evaluate(executor, corpus.batches(), accumulation=plan.workload.accumulation)
+    assert found is not None, "nothing stops this evaluation"
+    return found

@@ -1,0 +1,71 @@
+"""Tests of `megatrain eval`: the loss of a run's model on other data."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_the_loss_on_the_same_data_is_that_of_the_run(
+    prepared: Path, command: Any, tmp_path: Path
+) -> None:
+    """The weights differ from those at the start, which `--model` evaluates for comparison."""
+    run = tmp_path / "run"
+    other = prepared / "corpus" / "two.py"
+    outcome = command(
+        *("train", prepared / "plan.toml", "--data", prepared / "corpus" / "one.txt"),
+        *("--eval-data", other, "--steps", 2, "--device", "cpu", "--out", run),
+    )
+    assert (outcome.status, outcome.err) == (0, "")
+    recorded = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    words = ("eval", run, "--data", other, "--device", "cpu")
+    outcome = command(*words, "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    found = json.loads(outcome.out)
+    assert found["loss"] == recorded["evaluation_loss"]
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert command(*words).out.splitlines()[-1] == (
+        f"loss {found['loss']:.4f}, perplexity {found['perplexity']:,.2f}, over"
+        f" {found['tokens']:,} tokens"
+    )
+    first = json.loads(command(*words, "--json", "--model", prepared / "tiny").out)
+    assert first["tokens"] == found["tokens"]
+    assert first["loss"] > found["loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--data", "none.txt"), "data none.txt: found no such file or folder"),
+        (("--data", "corpus", "--split", "dev"), "split: found 'dev'"),
+        (("--data", "corpus", "--model", "none"), "model none: found no such folder"),
+        ((), "found no --data"),
+    ],
+)
+@pytest.mark.usefixtures("workplace")
+def test_mistakes_are_one_line(
+    command: Any, finished: Path, words: tuple[str, ...], reason: str
+) -> None:
+    outcome = command("eval", finished, *words, "--device", "cpu")
+    assert outcome.status == 2
+    assert reason in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_without_a_model_says_how_to_export_one(
+    command: Any, finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
+    outcome = command("eval", run, "--data", "corpus", "--device", "cpu")
+    assert outcome.status == 2
+    assert f"{run}: found no exported model" in outcome.err
+    assert f"fix: megatrain export {run} --out MODEL, and pass --model MODEL" in outcome.err
+    outcome = command("eval", "corpus", "--data", "corpus")
+    assert "corpus: found no config.toml" in outcome.err
