@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from megatrain.experiments.cli.options import check_writable
 from megatrain.simulator.base import files
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.files import read_json, read_text, read_toml, write_json, write_text
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Knobs, Plan
@@ -279,6 +279,14 @@ def test_a_value_out_of_range_is_shown_where_its_place_is_known(
 def test_a_user_error_survives_the_way_between_processes() -> None:
     error = UserError("plan.toml: knobs", found=3, allowed=[1, 2], fix="set 2")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_what_does_not_fit_keeps_its_exit_status_wherever_it_goes() -> None:
+    error = DoesNotFit("host memory", found="9 GiB", allowed="8 GiB", fix="add 1 GiB")
+    for same in (error, error.inside("plan.toml"), pickle.loads(pickle.dumps(error))):
+        assert isinstance(same, UserError)
+        assert (type(same), same.status) == (DoesNotFit, 3)
+    assert UserError.status == 2
 
 
 def test_a_very_long_value_is_cut() -> None:
