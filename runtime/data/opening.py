@@ -140,7 +140,7 @@ def read_data(
     """
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    named = [parse_source(text) for text in options.paths]
+    named = places_of(options).training
     data = reader.read([place.path for place in named], splits or (options.split,))
     epoch = _weighted(named, data, data.documents, 0, on_note)
     return replace(data, documents=epoch), tokenizer
