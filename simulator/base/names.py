@@ -69,19 +69,23 @@ def alike(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """Returns up to `most` of the `known` names that resemble `name`.
 
     These are the names that begin with it, or with which it begins. If there are none, they are
-    those of a similar spelling, the most similar first.
+    those that contain it, or that it contains, and otherwise those of a similar spelling, the most
+    similar first.
 
     >>> alike("h100", ["h100-sxm", "h200", "h100-pcie", "l40s"])
     ['h100-pcie', 'h100-sxm']
     """
     wanted, keys = _key(name).letters, {each: _key(each).letters for each in sorted(known)}
-    parts = [
-        each
-        for each, key in keys.items()
-        if min(len(wanted), len(key)) > 2 and (key.startswith(wanted) or wanted.startswith(key))
-    ]
+    beginnings, parts = [], []
+    for each, key in keys.items():
+        shorter, longer = sorted((wanted, key), key=len)
+        if len(shorter) > 2 and longer.startswith(shorter):
+            beginnings.append(each)
+        elif len(shorter) > 3 and shorter in longer:
+            parts.append(each)
     close = difflib.get_close_matches(wanted, keys.values(), most)
-    return (parts or [each for key in close for each in keys if keys[each] == key])[:most]
+    similar = [each for key in close for each in keys if keys[each] == key]
+    return (beginnings or parts or similar)[:most]
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.names import meant
+from megatrain.simulator.base.names import alike, meant
 from megatrain.simulator.hardware import machine
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import specs
@@ -111,6 +111,20 @@ def test_an_ambiguous_or_unknown_model_is_refused(written: str, fix: str) -> Non
 def test_an_unknown_policy_is_refused_with_one_that_resembles_it() -> None:
     with pytest.raises(UserError, match=r"`megatrain list policies`.*did you mean k_buffer\?"):
         policies.find("kbufer")
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("--learning-rate", ["--rate"]),
+        ("--sequence", ["--seq"]),
+        ("--bacth", ["--batch"]),
+        ("--x", []),
+    ],
+)
+def test_options_that_resemble_a_name(written: str, found: list[str]) -> None:
+    """One that it contains, one with which it begins, one of a similar spelling, and none."""
+    assert alike(written, ["--rate", "--seq", "--batch", "--steps"]) == found
 
 
 def test_a_path_is_preferred_to_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

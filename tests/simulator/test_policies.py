@@ -242,7 +242,7 @@ def test_two_slots_are_the_paper_s_double_buffer(make_plan: Make) -> None:
         (
             "double_buffers",
             {},
-            ["policy", "'double_buffers'", "double_buffer, k_buffer", "fix: name one"],
+            ["policy", "'double_buffers'", "`megatrain list policies`", "did you mean"],
         ),
         ("_builder", {}, ["policy", "'_builder'", "allowed: "]),
         ("../plan", {}, ["policy", "'../plan'", "allowed: "]),
