@@ -25,7 +25,7 @@ from megatrain.experiments.cli import options, verdict_text
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.program import ended
 from megatrain.runtime.warm_up import WARM_UP_STEPS
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.files import write_json
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -161,7 +161,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         best = check.choices(args, hardware, args.model, name)[0]
         plan = best.plan
         if not best.feasible and not set(OWN).isdisjoint(args.systems):
-            raise UserError(
+            raise DoesNotFit(
                 args.model,
                 found="no plan that fits",
                 allowed=verdict_text.limits(summarize(best, hardware)),
@@ -212,7 +212,8 @@ def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[s
     seconds = [step["seconds"] for step in found["steps"][WARM_UP_STEPS:]]
     if found["failure"] or not seconds:
         return record
-    median, peak = statistics.median(seconds), hardware.peak_tflops.get(plan.workload.dtype)
+    median = statistics.median(seconds)
+    peak = hardware.datasheet_tflops(plan.workload.dtype)
     return record | {
         "step_seconds_median": median,
         "step_seconds_least": min(seconds),

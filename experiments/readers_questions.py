@@ -2,9 +2,9 @@
 
     python -m megatrain.experiments.readers_questions
 
-Each answer is a command and the relevant lines of its output. `docs/answers.md` is this output
-below an introduction. "The largest model" is the model with the most parameters in the library
-that fits with micro-batches of one sequence of 1,024 tokens.
+Each answer is a command and its output, without the commands to type next. `docs/answers.md`
+is this output below an introduction. "The largest model" is the model with the most parameters in
+the library that fits with micro-batches of one sequence of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +25,6 @@ from megatrain.simulator.planner.capacity import largest_batch, least_memory_pla
 from megatrain.simulator.policies import contenders
 from megatrain.simulator.schedule.plan import Plan
 
-_MATTERS = (
-    "fits",
-    "DOES NOT FIT",
-    "step ",
-    "largest that fits",
-    "no micro-batch",
-    "the nearest",
-    "    --",
-    "8 GPUs",
-    "1 B tokens",
-    "would help",
-)
 _ONE = "--batch 1 --seq 1024"
 QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -99,27 +87,24 @@ def largest(words: list[str]) -> str:
 
 
 def answer(words: list[str]) -> list[str]:
-    """Returns the relevant lines of the output of `megatrain check WORDS`."""
+    """Returns the output of `megatrain check WORDS` without the commands to type next."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         cli.main(["check", *words])
-    return [
-        line
-        for line in out.getvalue().splitlines()
-        if line.startswith(_MATTERS) or ": the nearest" in line
-    ]
+    return out.getvalue().partition("\n\nNext ")[0].rstrip().splitlines()
 
 
 def main() -> int:
     """Prints every question with its answer, and returns the exit status."""
     for question, commands in QUESTIONS:
         print(f"## {question}\n\n```")
-        for command in commands:
+        for index, command in enumerate(commands, start=1):
+            last = index == len(commands)
             words = command.split()
             if words[0] == "LARGEST":
                 words[0] = largest(words[1:])
             print(f"$ megatrain check {' '.join(words)}")
-            print("\n".join(answer(words)))
+            print("\n".join(answer(words)) + ("" if last else "\n"))
         print("```\n")
     return 0
 

@@ -65,3 +65,8 @@ def __getattr__(name: str) -> object:
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for completion in a notebook."""
+    return __all__

@@ -2,6 +2,6 @@
 
 import sys
 
-from megatrain.experiments.cli.main import main
+from megatrain.experiments.cli.entry import main
 
 sys.exit(main())

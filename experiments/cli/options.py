@@ -10,12 +10,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.units import parse_bytes, parse_count
+from megatrain.simulator.base.names import suggestion
+from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     import torch
@@ -25,30 +27,104 @@ if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
 
 
+_MISTAKES: dict[str, tuple[str, str]] = {
+    r"argument (?P<where>\S+): expected one argument": ("no value", "one value"),
+    r"argument (?P<where>\S+): expected at least one argument": ("no value", "one or more values"),
+    r"argument (?P<where>\S+): ignored explicit argument (?P<found>.*)": (
+        "the value {found}",
+        "the option alone",
+    ),
+    r"argument (?P<where>\S+): not allowed with argument (?P<found>.*)": (
+        "{found} as well",
+        "one of the two",
+    ),
+    r"ambiguous option: (?P<where>\S+) could match (?P<found>.*)": (
+        "the beginning of several options",
+        "{found}",
+    ),
+}
+"""A message of argparse -> what was found, and what is allowed."""
+_SOLD_AS = 1.1
+"""The memory that a GPU is sold with, at most, by what programs can use of it."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Parser that reports a mistake as a one-line UserError instead of printing the usage."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses `args`, or the words of the command, as argparse does.
+
+        A word such as `-24GiB` after an option is the value of this option. argparse would take it
+        for another option, and say that the first one has no value.
+        """
+        self._words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if re.fullmatch(r"--[^=]+=--", word):  # Python 3.11 takes this for an empty list
+                self.error(f"argument {word[:-3]}: expected one argument")
+            if re.match(r"-\.?\d", word) and re.fullmatch("--[^=]+", (self._words or [""])[-1]):
+                self._words[-1] += f"={word}"
+            else:
+                self._words.append(word)
+        return super().parse_known_args(self._words, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raises UserError for the mistake that argparse describes in `message`."""
-        where, found, allowed = (
-            self.prog,
-            message,
-            ", ".join(option for action in self._actions for option in action.option_strings),
-        )
+        for pattern, texts in _MISTAKES.items():
+            if match := re.fullmatch(pattern, message):
+                found, allowed = (text.format(**match.groupdict()) for text in texts)
+                self._refuse(match["where"], found, allowed)
         if match := re.fullmatch(
             r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message
         ):
-            where, found, allowed = match[1], match[2], match[3].replace("'", "")
-        elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            found, allowed = (
-                f"no {match[1]}",
-                " ".join(self.format_usage().removeprefix("usage:").split()),
-            )
-        elif match := re.fullmatch(r"unrecognized arguments: (.*)", message):
-            found = match[1]
-        elif match := re.fullmatch(r"argument (\S+): expected one argument", message):
-            where, found, allowed = match[1], "no value", "one value"
-        raise UserError(where, found=found, allowed=allowed, fix=f"see `{self.prog} --help`")
+            choices = match[3].replace("'", "")
+            resembling = suggestion(match[2].strip("'"), choices.split(", "), "")
+            self._refuse(match[1], match[2], choices, resembling)
+        if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
+            self.refuse_unknown(match[1].split(" "))
+        if match := re.fullmatch(r"the following arguments are required: (.*)", message):
+            if unknown := [word for word in self._words if self._is_unknown(word)]:
+                self.refuse_unknown(unknown)  # perhaps the option that is missing, misspelt
+            self._refuse(self._name, f"no {match[1]}", self._needed())
+        self._refuse(self._name, message, "what the help says")
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Raises UserError for words that are neither an option nor a value of one."""
+        option = next((word for word in words if word.startswith("-")), None)
+        if option is None:
+            fix = "put a name with blanks in quotes."
+            self._refuse(self._name, " ".join(words), "options and their values", fix)
+        resembling = suggestion(option.partition("=")[0], self._options(), "")
+        self._refuse(self._name, option, f"an option of `{self.prog}`", resembling)
+
+    @property
+    def _name(self) -> str:
+        """The verb, since every error begins with `megatrain`."""
+        return "command" if self.prog == "megatrain" else self.prog.removeprefix("megatrain ")
+
+    def _needed(self) -> str:
+        """Returns the command with all that it needs, such as `megatrain check --hardware H MODEL`,
+        without what is optional.
+        """
+        words = [self.prog]
+        for action in self._actions:
+            if action.required:
+                name = str(action.metavar or action.dest.upper())
+                words.append(" ".join([*action.option_strings[:1], name]))
+        return " ".join(words)
+
+    def _options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+    def _is_unknown(self, word: str) -> bool:
+        """Returns whether `word` is an option that does not exist, nor as an abbreviation."""
+        name = word.partition("=")[0]
+        return name.startswith("--") and not any(each.startswith(name) for each in self._options())
+
+    def _refuse(self, where: str, found: str, allowed: str, fix: str = "") -> NoReturn:
+        help_text = f"see `{self.prog} --help`"
+        raise UserError(
+            where, found=found, allowed=allowed, fix=f"{fix} Or {help_text}" if fix else help_text
+        )
 
 
 def number(kind: type, least: float, text: str, name: str, most: float = math.inf) -> int | float:
@@ -64,8 +140,10 @@ def number(kind: type, least: float, text: str, name: str, most: float = math.in
         allowed = f"a {'whole ' if kind is int else ''}number " + (
             f">= {least:g}" if most == math.inf else f"from {least:g} to {most}"
         )
+        like = f"write it like {name} {max(least, 1):g}"
+        otherwise = f"write such a number, or leave {name} out for the default"
         raise UserError(
-            name, found=repr(text), allowed=allowed, fix=f"write it like {name} {max(least, 1):g}"
+            name, found=repr(text), allowed=allowed, fix=like if kind is int else otherwise
         )
     checked: int | float = value
     return checked
@@ -107,22 +185,49 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Adds the required option `--hardware` and the memory limits."""
+def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds the option `--hardware` and the memory limits."""
+    default = "" if required else " (default: this machine)"
     parser.add_argument(
         "--hardware",
-        required=True,
+        required=required,
         metavar="H",
-        help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200",
+        help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200"
+        + default,
     )
     add_limits(parser)
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds the options from which `workload` makes a Workload."""
+def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
+    """Returns the device memory to use, in bytes, for `limit`, the value of `--device-memory`.
+
+    A GPU's memory is sold as somewhat more than programs can use of it, so a little more than the
+    machine has stands for all of it. Raises UserError if it is more.
+    """
+    if limit is None:
+        return None
+    if limit > _SOLD_AS * hardware.device_bytes:
+        raise UserError(
+            "--device-memory",
+            found=format_bytes(limit),
+            allowed=f"at most {format_bytes(hardware.device_bytes)}, which is what programs can use"
+            f" of the GPU memory of {hardware.title or hardware.name}",
+            fix="leave it out to use all of it",
+        )
+    return min(limit, hardware.device_bytes)
+
+
+def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> None:
+    """Adds the options from which `workload` makes a Workload.
+
+    `batch` is the default of `--batch`. With None, the command finds one that fits.
+    """
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--batch", type=whole("--batch"), default=32, help="sequences per micro-batch (default 32)"
+        "--batch",
+        type=whole("--batch"),
+        default=batch,
+        help=f"sequences per micro-batch (default: {batch or 'the largest up to 32 that fits'})",
     )
     group.add_argument(
         "--seq", type=whole("--seq"), default=1024, help="tokens per sequence (default 1024)"
@@ -207,11 +312,11 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
+def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False) -> Workload:
     """Returns the workload that the options describe, for `model`.
 
     Raises UserError if `--documents` is given and attention cannot stay within a document. If it
-    is only the default, a line on stderr reports that documents are not kept apart.
+    is only the default, a line on stderr reports that documents are not kept apart, unless `quiet`.
     """
     from megatrain.simulator.model.workload import Workload
 
@@ -223,7 +328,7 @@ def workload(args: argparse.Namespace, model: ModelSpec) -> Workload:
             allowed="a model and a kernel whose attention can stay within a document",
             fix="use --plain-packing",
         )
-    if obstacle:
+    if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
     return Workload(
         batch=args.batch,
@@ -329,10 +434,25 @@ def check_writable(path: Path) -> None:
             allowed="a file to write",
             fix=f"name a file in it, like {path / 'NAME.toml'}",
         )
-    if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
+    try:
+        # More certain than the permissions, which root has for /proc and on a disk that is full.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError:
         raise UserError(
             str(path),
             found=f"{parent}, which is not a writable folder",
             allowed="a path in a writable folder",
             fix="choose another path",
+        ) from None
+
+
+def check_new(path: Path) -> None:
+    """Raises UserError if `path`, a new folder, exists or cannot be made."""
+    if os.path.lexists(path):
+        raise UserError(
+            str(path),
+            found="something there already",
+            allowed="a folder that does not exist",
+            fix="name another one with --out",
         )
+    check_writable(path)

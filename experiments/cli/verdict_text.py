@@ -1,393 +1,298 @@
-"""Formats a verdict as text, with one fact per line.
+"""Formats a verdict as text that a person reads: the answer first, then speed, memory and advice.
 
-Nothing is computed here: every number is a field of the verdict.
+Nothing is computed here: every number is a field of the verdict. The reasons for the verdict are
+formatted by `verdict_reasons.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
+from megatrain.experiments.cli import layout
+from megatrain.experiments.cli.layout import labelled
+from megatrain.experiments.cli.verdict_reasons import reasons
+from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.optimizer import ADAMW
-from megatrain.simulator.schedule.plan import Placement
 
 if TYPE_CHECKING:
-    from megatrain.simulator.schedule.plan import Knobs
-    from megatrain.simulator.verdict.advice import Suggestion
+    from megatrain.simulator.verdict.suggestion import Suggestion
     from megatrain.simulator.verdict.verdict import Verdict
 
-_LETTERS = {
-    "weights": "w",
-    "gradients": "g",
-    "moments": "m",
-    "activations": "a",
-    "workspace": "x",
-    "staging": "s",
+CLASS_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "moments": "optimizer",
+    "activations": "activations",
+    "workspace": "temporary",
+    "staging": "copy buffers",
 }
-_WIDTH = 40
-PLACEMENT_LABELS = {
-    "weights": "weights of {} on the device",
-    "master_low": "low halves of {} on the device",
-    "moments": "moments of {} on the device",
-    "gradients": "gradients of {} on the device",
-    "saved_activations": "activations of {} saved",
-    "offloaded_inputs": "inputs of {} offloaded",
-    "saved_attention": "attention of {} saved",
-    "host_updated": "updates of {} on the host",
+"""Class of data -> its name in the text."""
+_WAITS = {
+    "host_optimizer": "for the optimizer on the CPU",
+    "device_optimizer": "for the optimizer on the GPU",
+    "copies": "for copies",
+    "nothing_else": "between operations",
 }
-"""Field of a placement -> text that describes it, with `{}` for the layers."""
 
 
-def text(verdict: Verdict) -> str:
-    """Returns the whole report of one plan.
+def text(
+    verdict: Verdict,
+    width: int = 80,
+    *,
+    why: bool = False,
+    commands: Sequence[tuple[list[str], str]] = (),
+) -> str:
+    """Returns the report of one plan, wrapped at `width` columns.
 
-    Its parts are whether the plan fits, its speed, the use of memory, and changes that would help.
+    Args:
+        verdict: The verdict to format.
+        width: The most columns of a line, except for words that are longer.
+        why: Whether to add the reasons: placement, knobs, runner-up and bounds.
+        commands: Commands to type next: their words, and what they do.
     """
-    lines = [_heading(verdict), _decision(verdict)]
-    lines += _speed(verdict) if verdict.feasible else [_shortage(verdict)]
-    lines += [f"documents: {verdict.documents}"] if verdict.documents else []
-    lines += memory(verdict)
-    if verdict.longest_context is not None:
-        batch = (
-            f"a micro-batch of {verdict.largest_batch:,} x {verdict.workload.sequence}"
-            if verdict.largest_batch
-            else f"no micro-batch of {verdict.workload.sequence}"
-        )
-        context = f"a context of {verdict.longest_context:,} tokens (batch 1)"
-        lines.append(
-            f"largest that fits: {context}, {batch}"
-            if verdict.longest_context
-            else "no micro-batch fits, not even the smallest"
-        )
-    lines += _rivals(verdict)
-    if verdict.advice:
-        lines.append("would make it faster, about:" if verdict.feasible else "would help:")
-        lines += [f"    {_suggestion(entry)}" for entry in verdict.advice]
+    lines = [*heading(verdict, width), ""]
     if verdict.feasible:
-        lines += _several(verdict) + _training(verdict)
-    return "\n".join([*lines, _costs(verdict)])
+        lines += _speed(verdict, width)
+    lines += memory(verdict, width)
+    if verdict.feasible and verdict.step_shares:
+        lines += labelled("Step", _shares(verdict), width)
+    lines += [line for note in _notes(verdict) for line in labelled("Note", note, width)]
+    more = _room(verdict, width) + _advice(verdict, width)
+    lines += ["", *more] if more else []
+    if verdict.feasible and verdict.multi_gpu:
+        lines += ["", *_several(verdict, width)]
+    if why:
+        lines += ["", *reasons(verdict, width)]
+    lines += _next(commands, width)
+    if commands and not why:
+        lines += labelled("", "--why adds what is kept where, the runner-up and the bounds", width)
+    return "\n".join(lines)
 
 
-def _heading(verdict: Verdict) -> str:
-    """Returns the line on model, machine and workload."""
-    work = verdict.workload
+def _next(commands: Sequence[tuple[list[str], str]], width: int) -> list[str]:
+    """Returns the commands to type next, each with a line on what it does below it."""
+    lines = []
+    indent = " " * (layout.LABEL + 4)
+    for words, does in commands:
+        lines += layout.command(words, width)
+        lines += textwrap.wrap(
+            f"# {does}", width, initial_indent=indent, subsequent_indent=f"{indent}# "
+        )
+    return ["", "Next" + lines[0][4:], *lines[1:]] if lines else []
+
+
+def heading(verdict: Verdict, width: int) -> list[str]:
+    """Returns the answer, YES or NO, and for a NO its reason."""
+    parameters = layout.count(verdict.parameters)
     active = (
-        f", {format_count(verdict.active_parameters)} active"
+        f", {layout.count(verdict.active_parameters)} active"
         if verdict.active_parameters != verdict.parameters
         else ""
     )
-    count = format_count(verdict.parameters)
-    size = f"{count}{'' if ' ' in count else ' '} parameters{active}".replace("  ", " ")
+    work = verdict.workload
+    optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
+    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}"
+    if verdict.feasible:
+        return labelled("YES", f"{what} fits on {where(verdict)}.", width)
+    rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"
+    return labelled(
+        "NO",
+        f"{what} does not fit on {where(verdict)}. With {rows} it {_shortage(verdict)}.",
+        width,
+    )
+
+
+def where(verdict: Verdict) -> str:
+    """Returns the machine and its memory."""
+    unnamed = verdict.machine.startswith("machine ")
+    machine = verdict.machine if unnamed else f"one {verdict.machine}"
+    if verdict.unified:
+        return f"{machine} with {layout.size(verdict.device_limit_bytes)} of memory"
+    assumed = " (assumed; give yours by --host-memory)" if verdict.host_memory_assumed else ""
     return (
-        f"{verdict.model} ({size}) on {verdict.hardware}, {work.accumulation} x {work.batch} x"
-        f" {work.sequence} tokens, {work.dtype}"
-        + ("" if work.optimizer == ADAMW else f", optimizer {work.optimizer}")
+        f"{machine} with {layout.size(verdict.device_limit_bytes)} of VRAM and"
+        f" {layout.size(verdict.host_limit_bytes)} of RAM{assumed}"
     )
 
 
 def _shortage(verdict: Verdict) -> str:
-    """Returns which pool of memory is too small, and by how much."""
-    return f"limited by {verdict.binding}: {verdict.reason}"
-
-
-def _decision(verdict: Verdict) -> str:
-    knobs = "another system, prediction only" if verdict.prediction_only else _knobs(verdict)
-    return f"{'fits' if verdict.feasible else 'DOES NOT FIT'} with policy {verdict.policy}: {knobs}"
-
-
-def _knobs(verdict: Verdict) -> str:
-    """Returns the knobs and the placement of the plan as one phrase."""
-    knobs = verdict.knobs
-    if not verdict.streams:
-        placement = knobs.get("placement")
-        kept = (
-            _placed(placement, ("saved_activations", "saved_attention"))
-            if isinstance(placement, Placement)
-            else []
-        )
-        advised = (
-            []
-            if verdict.unified or not verdict.feasible
-            else ["do not stream, everything stays on the device"]
-        )
-        return ", ".join(
-            [
-                *advised,
-                *kept,
-                f"checkpoint_interval {knobs['checkpoint_interval']}",
-                "nothing is copied",
-            ]
-        )
-    parts = [
-        f"{name} {value}"
-        for name, value in knobs.items()
-        if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")
+    """Returns how much host memory is needed, if that is enough, or what the nearest plan lacks."""
+    enough = [
+        entry.options["host-memory"]
+        for entry in verdict.advice
+        if entry.fits and entry.options.keys() == {"host-memory"}
     ]
-    placement = knobs.get("placement", Placement())
-    if isinstance(placement, Placement):
-        parts += _placed(placement, PLACEMENT_LABELS)
-    if "chunk_bytes" in knobs:
-        parts.append(f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}")
-    return ", ".join(parts)
+    if enough and not verdict.unified:
+        return f"needs {layout.size(parse_bytes(enough[0]))} of RAM"
+    places = (
+        [("memory", verdict.device_peak_bytes - verdict.device_limit_bytes)]
+        if verdict.unified
+        else [
+            ("VRAM", verdict.device_peak_bytes - verdict.device_limit_bytes),
+            ("RAM", verdict.host_peak_bytes - verdict.host_limit_bytes),
+        ]
+    )
+    return "lacks " + " and ".join(
+        f"{layout.size(size)} of {name}" for name, size in places if size > 0
+    )
 
 
-def _placed(placement: Placement, fields: Iterable[str]) -> list[str]:
-    """Returns the labels of those `fields` that contain layers."""
-    return [
-        PLACEMENT_LABELS[field].format(layers)
-        for field in fields
-        if (layers := getattr(placement, field))
+def _speed(verdict: Verdict, width: int) -> list[str]:
+    """Returns the lines on speed, and on time and energy if a number of tokens was given."""
+    work = verdict.workload
+    low, high = verdict.tokens_per_second_low, verdict.tokens_per_second_high
+    source = (
+        f"measured {verdict.calibrated}" if verdict.calibrated else "from datasheets, not measured"
+    )
+    ends = [layout.rough(end) for end in (low, high) if end is not None]
+    # A calibration's spread may be too small for three digits.
+    spread = f"{ends[0]} to {ends[1]}; " if len(set(ends)) == 2 else ""
+    lines = labelled(
+        "Speed", f"{layout.speed(verdict.tokens_per_second)} tokens/s ({spread}{source})", width
+    )
+    several = f"{work.accumulation} x " if work.accumulation > 1 else ""
+    step = (
+        f"{layout.seconds(verdict.step_seconds)} a step of {several}{work.batch:,} x"
+        f" {work.sequence:,} tokens"
+    )
+    chosen = ", the largest micro-batch up to 32 that fits" if verdict.batch_chosen else ""
+    mfu = f", MFU {verdict.mfu:.0%}" if verdict.mfu is not None else ""
+    lines += labelled("", f"{step}{chosen}{mfu}", width)
+    training = verdict.training
+    if training is not None:
+        spent = [end for end in (training.hours_low, training.hours_high) if end is not None]
+        tokens = layout.count(training.tokens)
+        energy = (
+            f", {layout.rough(training.energy_kwh)} kWh of GPU energy"
+            if training.energy_kwh is not None
+            else ""
+        )
+        gpus = f" on {verdict.multi_gpu.gpus} GPUs" if verdict.multi_gpu else ""
+        took = layout.hours(training.hours, *spent)
+        lines += labelled("Time", f"{tokens} tokens in {took}{gpus}{energy}", width)
+    return lines
+
+
+def memory(verdict: Verdict, width: int = 80) -> list[str]:
+    """Returns the memory of device and host: a bar each, and the bytes by class of data."""
+    lines = []
+    places = [("VRAM", "device", verdict.device_peak_bytes, verdict.device_limit_bytes)]
+    if verdict.unified:
+        places = [("Memory", *places[0][1:])]
+    else:
+        places.append(("RAM", "host", verdict.host_peak_bytes, verdict.host_limit_bytes))
+    used = [layout.beside(peak, limit) for _, _, peak, limit in places]
+    limits = [layout.fixed(limit) for *_, limit in places]
+    for index, (label, place, peak, limit) in enumerate(places):
+        lines.append(
+            f"{label:<{layout.LABEL}}{used[index]:>{max(map(len, used))}} of"
+            f" {limits[index]:>{max(map(len, limits))}}  {layout.bar(peak, limit)}"
+        )
+        if peak > limit:
+            lines += layout.flowed([f"{layout.size(peak - limit)} too little"], width)
+        _, factor = layout.unit_of(peak)
+        shown = [
+            f"{CLASS_NAMES[name]} {size / factor:,.1f}"
+            for name, size in verdict.classes[place].items()
+            if size >= 0.05 * factor
+        ]
+        lines += layout.flowed(shown, width)
+    return lines
+
+
+def _shares(verdict: Verdict) -> str:
+    """Returns what the GPU does in a step, and what it waits for."""
+    shares = verdict.step_shares
+    waits = [
+        f"{_WAITS[name]} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if name in _WAITS and share >= 0.005
     ]
+    resident = (
+        ""
+        if verdict.streams or verdict.unified
+        else "; everything stays on the GPU, nothing is copied"
+    )
+    waiting = f", waits {', '.join(waits)}" if waits else ""
+    return f"GPU computes {shares['compute']:.0%}{waiting}{resident}"
 
 
-def _speed(verdict: Verdict) -> list[str]:
-    """Returns the lines on step time, bottleneck and idle time of compute."""
-    active = (
-        f" of all, {verdict.tflops_6n_active:.4g} of active parameters"
-        if verdict.active_parameters != verdict.parameters
+def _notes(verdict: Verdict) -> list[str]:
+    """Returns what a reader should know besides: one sentence each."""
+    longest, sequence = verdict.model_longest_row, verdict.workload.sequence
+    found = []
+    if not verdict.feasible:
+        found.append("the memory is that of the plan that comes nearest to fitting")
+    if longest is not None and sequence > longest:
+        found.append(
+            f"sequences of {sequence:,} tokens are longer than the model's own limit of {longest:,}"
+            " (max_position_embeddings)"
+        )
+    if verdict.documents:
+        found.append(f"documents: {verdict.documents}")
+    if verdict.calibrated and verdict.extrapolated:
+        found.append("some operations were not measured in this size; --why names them")
+    return found
+
+
+def _room(verdict: Verdict, width: int) -> list[str]:
+    """Returns the longest context and the largest micro-batch that fit."""
+    context, batch = verdict.longest_context, verdict.largest_batch
+    if context is None:
+        return []
+    if not context:
+        return labelled("Room", "no micro-batch fits, not even the smallest", width)
+    longest = verdict.model_longest_row
+    beyond = longest is not None and context > longest
+    own = f" (the model's own limit is {longest:,})" if beyond else ""
+    several = "sequence" if batch == 1 else "sequences"
+    rows = f", or {batch:,} {several} of {verdict.workload.sequence:,}" if batch else ""
+    return labelled("Room", f"a context of up to {context:,} tokens{own}{rows}", width)
+
+
+def _advice(verdict: Verdict, width: int) -> list[str]:
+    """Returns the changes that would help. Of those that do not suffice, only if none does."""
+    able = [entry for entry in verdict.advice if not entry.unsupported]
+    shown = [entry for entry in able if entry.fits] or able
+    if not shown:
+        return []
+    table = layout.rows([_suggestion(entry) for entry in shown], width)
+    if verdict.feasible:
+        return ["Faster" + table[0][6:], *table[1:]]
+    return ["What would do" if shown[0].fits else "What would help", *table]
+
+
+def _suggestion(entry: Suggestion) -> tuple[str, ...]:
+    """Returns a row on one change: its gain, its speed, and what it costs."""
+    name = entry.model or " ".join(f"--{name} {value}" for name, value in entry.options.items())
+    gain = f"{entry.gain:+.0%}" if entry.gain is not None else ""
+    if not entry.fits:
+        return name, "", "", f"not enough: {layout.size(entry.bytes_missing)} still lack"
+    speed = (
+        f"{layout.speed(entry.tokens_per_second)} tokens/s"
+        if entry.tokens_per_second is not None
         else ""
     )
-    utilisation = "" if verdict.mfu is None else f", MFU {verdict.mfu:.1%}"
-    exposed = {
-        lane: seconds
-        for lane, seconds in verdict.exposed_seconds.items()
-        if seconds >= verdict.step_seconds / 1000
-    }
-    waits = ", ".join(
-        f"{lane} {format_seconds(seconds)}"
-        for lane, seconds in sorted(exposed.items(), key=lambda item: -item[1])
-    )
-    return [
-        (
-            f"step {format_seconds(verdict.step_seconds)}, {verdict.tokens_per_second:,.0f}"
-            f" tokens/s, {verdict.tflops_6n:.4g} TFLOPS (6N){active}{utilisation}"
-        ),
-        (
-            f"limited by {verdict.binding}: this lane has the most work,"
-            f" {format_seconds(verdict.lane_seconds[verdict.binding])}; lower bound for any order"
-            f" of these operations: {format_seconds(verdict.lower_bound_seconds)}"
-            f" ({verdict.lower_bound_lane})"
-        ),
-        *(
-            [f"compute is idle while these run: {waits}"]
-            if waits
-            else ["nothing is exposed: compute is never idle"]
-            if verdict.exposed_seconds
-            else []
-        ),
-        *(
-            [f"other lanes slow compute by {format_seconds(verdict.slowed_seconds)}"]
-            if verdict.slowed_seconds >= verdict.step_seconds / 1000
-            else []
-        ),
-    ]
+    return name, gain, speed, entry.note
 
 
-def _rivals(verdict: Verdict) -> list[str]:
-    """Returns lines on the second-best plan and on the gain from more memory."""
-    lines, second = [], verdict.runner_up
-    if second is not None and verdict.feasible:
-        slower = second.step_seconds / verdict.step_seconds - 1
-        least, other = (
-            ("at least ", "") if second.at_least else ("", f": {_changes(second.knobs, verdict)}")
-        )
-        lines.append(
-            f"runner-up: policy {second.policy}, {least}{format_seconds(second.step_seconds)},"
-            f" {slower:.1%} slower{other}"
-        )
-    return lines + margins(verdict)
-
-
-def margins(verdict: Verdict) -> list[str]:
-    """Returns one line each for the gain from one more GiB of device memory and of host memory."""
-    lines = []
-    for margin in verdict.one_more_gib:
-        bought = (
-            f"{margin.gain:+.1%}, {margin.tokens_per_second:,.0f} tokens/s:"
-            f" {_changes(margin.knobs, verdict)}"
-            if margin.knobs
-            else "no gain"
-        )
-        lines.append(f"one more GiB of {margin.place} memory: {bought}")
-    return lines
-
-
-def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
-    """Returns the differences between `knobs` and those of the verdict."""
-    if knobs is None:
-        return ""
-    here: Placement = verdict.knobs.get("placement", Placement())  # type: ignore[assignment]
-    changed = [
-        name
-        for name in knobs.__struct_fields__
-        if name in verdict.knobs
-        and name != "placement"
-        and getattr(knobs, name) != verdict.knobs[name]
-    ]
-    parts = [
-        f"{name}"
-        f" {format_bytes(knobs.chunk_bytes) if name == 'chunk_bytes' else getattr(knobs, name)}"
-        for name in changed
-    ]
-    placed = [
-        name
-        for name in here.__struct_fields__
-        if getattr(knobs.placement, name) != getattr(here, name)
-    ]
-    parts += [
-        PLACEMENT_LABELS[name].format(getattr(knobs.placement, name) or "none") for name in placed
-    ]
-    return ", ".join(parts) or "the same knobs"
-
-
-def memory(verdict: Verdict) -> list[str]:
-    """Returns lines on the memory of device and host: bytes by class of data, and the limit."""
-    lines = []
-    for place, peak, limit in (
-        ("device", verdict.device_peak_bytes, verdict.device_limit_bytes),
-        ("host", verdict.host_peak_bytes, verdict.host_limit_bytes),
-    ):
-        if verdict.unified and place == "host" and not peak:
-            continue
-        sizes = verdict.classes[place]
-        note = ": one memory for CPU and GPU, nothing is copied" if verdict.unified else ""
-        lines.append(
-            f"{'memory' if verdict.unified else place:<7}[{_bar(sizes, max(peak, limit))}]"
-            f" {format_bytes(peak)} of {format_bytes(limit)}{note}"
-        )
-        lines += [
-            f"    {_LETTERS[name]} {name:<14}{format_bytes(size):>12}"
-            for name, size in sizes.items()
-            if size >= peak / 1000
-        ]
-    return lines
-
-
-def _bar(sizes: dict[str, int], whole: int) -> str:
-    """Returns a bar of 40 characters, with one letter per 40th of `whole` that a class takes.
-
-    >>> _bar({"weights": 25, "moments": 50}, 100)
-    'wwwwwwwwwwmmmmmmmmmmmmmmmmmmmm..........'
-    """
-    bar, total = "", 0
-    for name, size in sizes.items():
-        total += size
-        bar += _LETTERS[name] * (min(round(_WIDTH * total / whole), _WIDTH) - len(bar))
-    return bar + "." * (_WIDTH - len(bar))
-
-
-def _suggestion(entry: Suggestion) -> str:
-    """Returns a line on one change and its gain or the memory that it saves."""
-    name = f"{entry.change} (not in the runtime yet)" if entry.unsupported else entry.change
-    if entry.gain is not None and entry.tokens_per_second is not None:
-        return f"{name}: {entry.gain:+.0%}, {entry.tokens_per_second:,.0f} tokens/s"
-    saved = f"saves {format_bytes(entry.bytes_saved)}" if entry.bytes_saved > 0 else ""
-    state = "fits" if entry.fits else f"still lacks {format_bytes(entry.bytes_missing)}"
-    return f"{name}: {', '.join(filter(None, (saved, state)))}"
-
-
-def _several(verdict: Verdict) -> list[str]:
-    """Returns the lines on several GPUs, if the verdict has them."""
+def _several(verdict: Verdict, width: int) -> list[str]:
+    """Returns the lines on several GPUs."""
     several = verdict.multi_gpu
-    if several is None:
-        return []
+    assert several is not None
     fits = (
-        ""
-        if several.feasible
-        else f", DOES NOT FIT: {format_bytes(several.host_peak_bytes)} of host memory"
+        "" if several.feasible else f"; DOES NOT FIT: {layout.size(several.host_peak_bytes)} of RAM"
     )
-    return [
-        (
-            f"{several.gpus} GPUs: {several.tokens_per_second:,.0f} tokens/s, {several.speedup:.1f}"
-            f" times one GPU, step {format_seconds(several.step_seconds)}, links at"
-            f" {several.gb_per_s:.1f} GB/s each, {several.gb_per_s_both:.1f} in both directions at"
-            f" once{fits}"
-        ),
-        f"    {several.note}",
-    ]
-
-
-def _training(verdict: Verdict) -> list[str]:
-    """Returns the line on days and energy of training, if the verdict has them."""
-    training = verdict.training
-    if training is None:
-        return []
-    energy = (
-        "power not stated"
-        if training.energy_kwh is None
-        else (
-            f"{training.energy_kwh:,.1f} kWh at {training.watts:.0f}"
-            f" W{' per GPU' if verdict.multi_gpu else ''}"
-        )
+    return labelled(
+        f"{several.gpus} GPUs",
+        f"{layout.speed(several.tokens_per_second)} tokens/s, {several.speedup:.1f} times one GPU,"
+        f" {layout.seconds(several.step_seconds)} a step{fits} ({several.note}; links at"
+        f" {several.gb_per_s:.1f} GB/s each, {several.gb_per_s_both:.1f} in both directions at"
+        " once)",
+        width,
     )
-    return [
-        f"{format_count(training.tokens)} tokens: {training.days:,.2f} days, {energy}".replace(
-            " G tokens", " B tokens"
-        )
-    ]
-
-
-def _costs(verdict: Verdict) -> str:
-    """Returns the line on the source of the durations and their uncertainty."""
-    source = (
-        f"measured {verdict.calibrated}"
-        if verdict.calibrated
-        else "from datasheet rates, not measured"
-    )
-    if (
-        verdict.feasible
-        and verdict.step_seconds_low is not None
-        and verdict.step_seconds_high is not None
-    ):
-        source += (
-            f", so a step may take {format_seconds(verdict.step_seconds_low)} to"
-            f" {format_seconds(verdict.step_seconds_high)}"
-        )
-    outside = (
-        "outside the measured range"
-        if verdict.calibrated
-        else "outside the measured range of copies"
-    )
-    flagged = ", ".join(
-        f"{kind} ({count:,} ops)" if count else kind for kind, count in verdict.extrapolated.items()
-    )
-    return f"costs: {source}" + (f"; {outside}: {flagged}" if flagged else "")
-
-
-def table(found: list[Verdict]) -> str:
-    """Returns a table with one line per policy.
-
-    Other systems are marked as prediction only. A plan that does not fit is marked OOM (out of
-    memory), with the memory that it lacks.
-    """
-    days = any(verdict.training for verdict in found)
-    lines = [
-        (
-            f"{'policy':<15} {'step':>11} {'tokens/s':>10}{'days':>10}"
-            if days
-            else f"{'policy':<15} {'step':>11} {'tokens/s':>10}"
-        )
-    ]
-    lines[0] += f" {'device':>11} {'host':>11}  limited by"
-    for verdict in found:
-        note = " (another system, prediction only)" if verdict.prediction_only else ""
-        memory = (
-            f"{format_bytes(verdict.device_peak_bytes):>11}"
-            f" {format_bytes(verdict.host_peak_bytes):>11}"
-        )
-        speed = (
-            f"{format_seconds(verdict.step_seconds):>11} {verdict.tokens_per_second:>10,.0f}"
-            if verdict.feasible
-            else f"{'OOM':>22}"
-        )
-        if verdict.training:
-            speed += f"{verdict.training.days:>10,.2f}" if verdict.feasible else " " * 10
-        lines.append(
-            f"{verdict.policy:<15} {speed} {memory}  {verdict.binding}{note}"
-            + ("" if verdict.feasible else f"; {verdict.reason}")
-        )
-    return "\n".join(lines)
 
 
 def limits(verdict: Verdict) -> str:

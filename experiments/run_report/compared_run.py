@@ -43,18 +43,23 @@ class ComparedRun(NamedTuple):
     """Differences between the two timelines."""
 
 
-def compare_run(folder: Path) -> ComparedRun:
-    """Returns the comparison for a folder that `megatrain train` has finished. Writes nothing.
-
-    Raises UserError if `folder` is no such folder, or if one of its files cannot be read.
-    """
+def refuse_unmeasured(folder: Path) -> None:
+    """Raises UserError if `folder` is not the folder of a run in which a step was measured."""
     if not os.path.isfile(folder / "measured.json"):
         raise UserError(
             str(folder),
             found="no measured.json" if os.path.isdir(folder) else "no such folder",
-            allowed="a folder that `megatrain train` has finished",
-            fix="check the path, or train to the end",
+            allowed="a folder in which `megatrain train` measured a step",
+            fix="check the path, or train more steps than the first two",
         )
+
+
+def compare_run(folder: Path) -> ComparedRun:
+    """Returns the comparison for a folder that `megatrain train` wrote. Writes nothing.
+
+    Raises UserError if `folder` is no such folder, or if one of its files cannot be read.
+    """
+    refuse_unmeasured(folder)
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)
     hardware = options.hardware_of(folder / "plan.toml", plan.hardware)

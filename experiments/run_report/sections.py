@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from megatrain.experiments.cli import verdict_text
+from megatrain.experiments.cli import verdict_reasons
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.tables import Cell, OpRow, table
 from megatrain.experiments.run_report.why import reasons, rivals
@@ -125,7 +125,7 @@ def plan(run: ComparedRun) -> str:
     ]
     rows += [
         [
-            verdict_text.PLACEMENT_LABELS[field]
+            verdict_reasons.PLACEMENT_LABELS[field]
             .format("")
             .replace("  ", " ")
             .replace(" of ", " ")

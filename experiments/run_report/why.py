@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.experiments.cli import verdict_text
+from megatrain.experiments.cli import verdict_reasons
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes, format_seconds
@@ -92,7 +92,7 @@ def _margins(run: ComparedRun) -> list[str]:
         return []
     return [
         f"{line}."
-        for line in verdict_text.margins(
+        for line in verdict_reasons.margins(
             msgspec.structs.replace(summarize(choice, run.hardware), one_more_gib=bought)
         )
     ]

@@ -27,6 +27,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
+from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -34,8 +35,10 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 _MOST = 1_000_000
 _LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
 _SIZES = {"chunk_bytes", *_LIMITS}
-_ALIASES = {"seq": "sequence", "compile": "compiled"}
 _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
+_ALIASES = {"seq": "sequence", "compile": "compiled"} | {
+    name.partition(".")[2]: name for name in _PLACED
+}
 AXES = (
     "policy",
     *(name for name in Knobs.__struct_fields__ if name != "placement"),
@@ -74,7 +77,11 @@ def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, 
     name = _ALIASES.get(name, name)
     if name not in AXES:
         raise UserError(
-            where, found=f"an axis {name!r}", allowed=", ".join(AXES), fix="name one of these"
+            where,
+            found=f"{name!r}",
+            allowed="policy, a knob, placement.CLASS, a field of the workload, device_memory or"
+            " host_memory",
+            fix=suggestion(name, AXES, "see `megatrain sweep --help`"),
         )
     if not values:
         raise UserError(
@@ -124,7 +131,7 @@ def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
     found: dict[bytes, Plan] = {}
     for grid in grids:
         for values in itertools.product(*grid.values()):
-            plan = _changed(base, dict(zip(grid, values, strict=True)))
+            plan = changed(base, dict(zip(grid, values, strict=True)))
             identity = (
                 plan.policy,
                 plan.workload,
@@ -136,7 +143,8 @@ def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
     return list(found.values())
 
 
-def _changed(base: Plan, values: dict[str, Any]) -> Plan:
+def changed(base: Plan, values: dict[str, Any]) -> Plan:
+    """Returns `base` with other values of some axes. Raises UserError for an impossible value."""
     placed = {name.partition(".")[2]: values[name] for name in _PLACED if name in values}
     knobs = {name: value for name, value in values.items() if name in Knobs.__struct_fields__}
     work = {name: value for name, value in values.items() if name in Workload.__struct_fields__}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,13 +20,13 @@ from megatrain.runtime.checkpoint.checkpoint import (
     verify,
 )
 from megatrain.runtime.checkpoint.manifest import Manifest, RunState
+from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
-_NAME = re.compile(r"step-(\d{8})")
 _REMOVING = ".removing-"
 """prefix of a checkpoint's name while it is removed"""
 
@@ -58,17 +57,18 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints in ascending order, including damaged ones."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(
-            int(match[1])
-            for path in self.folder.iterdir()
-            if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+        return stored_steps(self.folder)
+
+    def free_bytes(self) -> int:
+        """Returns the free bytes of the disk with the folder, which need not exist yet."""
+        there = next(
+            each for each in (self.folder, *self.folder.absolute().parents) if each.exists()
         )
+        return shutil.disk_usage(there).free
 
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`, which need not exist."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / checkpoint_name(step)
 
     def save(self, executor: Executor, run: RunState) -> Path:
         """Saves a checkpoint, then removes those that are not to be kept. Returns its folder.
@@ -80,7 +80,7 @@ class Checkpoints:
         """
         path = self.path(run.step)
         if self._current != run.step:
-            self._recover()
+            self.recover()
             save(executor, run, path)
             self._current = run.step
             self._prune()
@@ -106,7 +106,7 @@ class Checkpoints:
             step: step of the checkpoint to restore; None for the newest one.
             known: whether `settings` are complete. If not, only those that are there are compared.
         """
-        self._recover()
+        self.recover()
         chosen = self._choose(step)
         if chosen is None:
             return
@@ -124,7 +124,7 @@ class Checkpoints:
         Raises UserError if there is no checkpoint of `step`, if it belongs to another run, or if it
         is damaged. In the last case, the error names the newest undamaged checkpoint before it.
         """
-        self._recover()
+        self.recover()
         chosen = self._choose(step)
         if chosen is None:
             return None
@@ -214,7 +214,7 @@ class Checkpoints:
         loss = manifest.run.loss
         return math.inf if loss is None or math.isnan(loss) else loss
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Cleans up after a save or a removal that was interrupted.
 
         Removes incomplete folders, and renames a checkpoint back if its replacement is missing.

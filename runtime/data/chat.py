@@ -14,7 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -23,14 +23,14 @@ from megatrain.runtime.data import tool_calls
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
-from megatrain.runtime.data.marked_template import (
+from megatrain.runtime.data.marked_template import Captured, MarkedTemplate, marked_template
+from megatrain.runtime.data.marks import (
     MARK,
-    MarkedTemplate,
     Rendering,
     TextSpan,
-    marked_template,
     numbered,
     unmarked,
+    written_loops,
 )
 from megatrain.runtime.data.options import Loss
 from megatrain.simulator.base.errors import UserError
@@ -39,9 +39,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that have its thoughts."""
 _UNSHOWN = (
     "the chat template does not show which text belongs to which message; {% generation %} in it"
     " would mark the text that the model generates"
+)
+_CHANGED = (
+    "the chat template changes the text of messages after {{% {} %}} took it; {{% generation %}}"
+    " in it would mark the text that the model generates"
 )
 
 
@@ -82,7 +88,7 @@ class Chat:
         """
         self._tokenizer, self._loss = tokenizer, loss
         self._long = LongText(tokenizer)
-        self._marked: dict[tuple[str, bool], MarkedTemplate] = {}
+        self._marked: dict[tuple[str, bool, Captured], MarkedTemplate] = {}
         self._prompts: dict[tuple[str, bytes], str] = {}
         """Generation prompts that are the same after every message, by the template and its other
         arguments."""
@@ -278,6 +284,12 @@ class Chat:
                 continue  # for example, because the template needs a user's message first
             if prompt is None:
                 continue
+            # A template that trims its messages writes white space before the prompt that otherwise
+            # ends the message before.
+            rest = prompt.lstrip()
+            space = prompt[: len(prompt) - len(rest)]
+            if not text.startswith(space) and rendering.text.endswith(space, 0, span.begin):
+                prompt = rest
             prompts.append(prompt)
             shared = _shared(prompt, text)
             if text[:shared].strip():
@@ -395,7 +407,7 @@ class Chat:
         message = next(
             message for message in reversed(conversation.messages) if message["role"] == "assistant"
         )
-        thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
+        thoughts = [message.get(key) for key in _THOUGHTS]
         thoughts += re.findall(r"<think>(.+?)</think>", str(message.get("content")), re.DOTALL)
         self._without_thought += any(
             isinstance(thought, str) and thought.strip() not in text for thought in thoughts
@@ -411,7 +423,7 @@ class Chat:
         *,
         prompt: bool = False,
     ) -> str:
-        """Returns the output of the template.
+        """Returns the output of the template, or of `source`.
 
         Raises _Undetermined for every error of the template, which may depend on the conversation.
         """
@@ -431,11 +443,14 @@ class Chat:
             ) from None
         return text
 
-    def _template(self, conversation: Conversation, *, items: bool = True) -> MarkedTemplate:
+    def _template(
+        self, conversation: Conversation, *, items: bool = True, captured: Captured = "marked"
+    ) -> MarkedTemplate:
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
-        if (source, items) not in self._marked:
-            self._marked[source, items] = marked_template(source, items=items)
-        return self._marked[source, items]
+        key: tuple[str, bool, Captured] = (source, items, captured)
+        if key not in self._marked:
+            self._marked[key] = marked_template(source, items=items, captured=captured)
+        return self._marked[key]
 
     def _render_marked(
         self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool
@@ -445,12 +460,7 @@ class Chat:
             [messages, conversation.tools, conversation.arguments]
         ):
             raise _Undetermined("a message contains U+FDD1, which is not a character of text")
-        rendering = self._marked_text(conversation, messages, items=items)
-        if not self._template(conversation, items=items).exact and rendering.text != self._render(
-            conversation, messages
-        ):
-            raise _Undetermined(_UNSHOWN)
-        return rendering
+        return self._marked_text(conversation, messages, items=items)
 
     def _marked_text(
         self,
@@ -460,13 +470,66 @@ class Chat:
         items: bool = True,
         prompt: bool = False,
     ) -> Rendering:
-        """Renders the marked template, and removes the marks from its output."""
-        source = self._template(conversation, items=items).source
-        return unmarked(
-            self._render(
-                conversation, numbered(messages) if items else messages, source, prompt=prompt
-            )
-        )
+        """Renders the marked template, and removes the marks from its output.
+
+        Raises _Undetermined if marks would change the text.
+        """
+        template = self._template(conversation, items=items)
+        given = numbered(messages) if items else messages
+        if template.exact:
+            rendering = unmarked(self._render(conversation, given, template.source, prompt=prompt))
+            assert rendering is not None, "nothing changes these marks"
+            return rendering
+        plain = self._render(conversation, messages, prompt=prompt)
+        why = ""
+        for captured in get_args(Captured):
+            template = self._template(conversation, items=items, captured=captured)
+            try:
+                marked = self._render(conversation, given, template.source, prompt=prompt)
+            except _Undetermined:  # the template takes exception to the marks
+                continue
+            found = unmarked(marked)
+            # A block may take text only to look at it, such as a macro that says whether there are
+            # calls. Then it needs no marks.
+            if (
+                found is not None
+                and found.text == plain
+                and (captured != "unmarked" or not (why or _astray(messages, found)))
+            ):
+                return found
+            loops = [loop for loop in written_loops(marked) if loop in template.captures]
+            why = why or (_CHANGED.format(template.captures[loops[0]]) if loops else "")
+        raise _Undetermined(why or _UNSHOWN)
+
+
+def _astray(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:
+    """Whether text of a message is written only where other messages should be."""
+    turns = {
+        number: [rendering.text[begin:end] for begin, end in spans]
+        for number, spans in rendering.messages.items()
+        if messages[number]["role"] == "assistant"
+    }
+    between, end = [], 0
+    for span in sorted(span for number in turns for span in rendering.messages[number]):
+        between.append(rendering.text[end : span.begin])
+        end = span.end
+    between.append(rendering.text[end:])
+    for number, message in enumerate(messages):
+        allowed = turns.get(number, []) if message["role"] == "assistant" else between
+        for text in _texts(message):
+            if text in rendering.text and not any(text in place for place in allowed):
+                return True
+    return False
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """Returns the texts of a message: its words, its thoughts and the names of its calls."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    found += [message.get(key) for key in _THOUGHTS]
+    found += [tool_calls.function(call).get("name") for call in tool_calls.calls(message)]
+    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
 
 
 def _shared(one: str, other: str) -> int:

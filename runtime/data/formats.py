@@ -16,6 +16,7 @@ from megatrain.runtime.data import csv_rows, json_rows, tables
 from megatrain.runtime.data.sources import COMPRESSIONS, DataSource
 from megatrain.runtime.data.streams import opened
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
 
 _PIECE_BYTES = 2**20
 
@@ -48,7 +49,7 @@ class BadRow:
     """The layout that its columns match, if it is not that of the first rows."""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
+        return f"{printable(self.file)}:{self.line}: {self.reason}"
 
 
 def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator[TextRow | BadRow]:

@@ -1,28 +1,66 @@
 """Adds marks to a chat template, so that its output shows which text belongs to which message.
 
 Each loop over messages, or over their numbers, writes a mark before the text of each message, and
-one after the last. Each `{% generation %}` block writes marks around its content. The marks are
-Unicode noncharacters, which text does not contain. The rest of the output must not change, so the
-caller compares the text without marks with the output of the original template.
+one after the last. Each `{% generation %}` block writes marks around its content. The rest of the
+output must not change, so the caller compares the text without marks with the output of the
+original template.
+
+A template can read or change the text of a `set`, `macro`, `call` or `filter` block before it is
+written. Loops in these blocks write marks only when they are over messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment
 
-_NUMBER, MARK, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""The key of a message that has its number, and the first and the last character of a mark."""
-_ITEM, _LOOP_ENDS, _OPENS, _CLOSES = "item", "end", "opens", "closes"
-"""The first word of a mark. The number of a loop and of a message can follow."""
+from megatrain.runtime.data.marks import CLOSE, CLOSES, ITEM, LOOP_ENDS, MARK, NUMBER, OPENS, mark
+
+_STATE = "megatrain_loops"
+"""Variable of a marked template. Its `messages` says for each running loop, beginning with the
+innermost one, whether it has had a message."""
 _CAPTURES = ("macro", "call", "filter", "set")
-"""Blocks whose output the template can read or change before it is written. They get no marks."""
+"""Blocks whose output the template can read or change before it is written."""
 _BLOCKS = ("if", "with", "for", *_CAPTURES)
 _VARYING = ("messages", "tools", "documents", "strftime_now")
 """Names whose values differ between conversations or between days."""
+
+
+Captured = Literal["marked", "trimmable", "unmarked"]
+"""What a block does that takes text: the loops in it are marked; they are marked, and white space
+at the ends of the text stands outside of the marks, so that `trim` finds it; they are not marked.
+"""
+_OUTER = "megatrain_outer"
+"""Macro that moves white space at the ends of a text outside of the marks there."""
+_OUTER_MACRO = f"""
+{{%- macro {_OUTER}(text) -%}}
+{{%- set n = namespace(go=true, before="", first="", text=text, last="", after="") -%}}
+{{%- for _ in text.split("{MARK}") if n.go -%}}
+{{%- set part = n.text.lstrip() -%}}
+{{%- set n.before = n.before ~ n.text[:(n.text | length) - (part | length)] -%}}
+{{%- set n.text = part -%}}
+{{%- set n.go = part.startswith("{MARK}") -%}}
+{{%- if n.go -%}}
+{{%- set n.first = n.first ~ part.partition("{CLOSE}")[0] ~ "{CLOSE}" -%}}
+{{%- set n.text = part.partition("{CLOSE}")[2] -%}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{%- set n.go = true -%}}
+{{%- for _ in text.split("{MARK}") if n.go -%}}
+{{%- set part = n.text.rstrip() -%}}
+{{%- set n.after = n.text[part | length:] ~ n.after -%}}
+{{%- set n.text = part -%}}
+{{%- set n.go = part.endswith("{CLOSE}") -%}}
+{{%- if n.go -%}}
+{{%- set n.last = "{MARK}" ~ part.rpartition("{MARK}")[2] ~ n.last -%}}
+{{%- set n.text = part.rpartition("{MARK}")[0] -%}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{{{- n.before ~ n.first ~ n.text ~ n.last ~ n.after -}}}}
+{{%- endmacro -%}}
+"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +74,8 @@ class MarkedTemplate:
     last_loop: str
     """Number of the last loop outside of other blocks, if the text after this loop depends only on
     the template's other arguments. Otherwise empty."""
+    captures: dict[str, str]
+    """Number of a loop in a block that takes text -> the kind of this block, such as `set`."""
 
 
 class _Block(NamedTuple):
@@ -49,46 +89,25 @@ class _Block(NamedTuple):
     """Variable of a loop, or empty."""
 
 
-class TextSpan(NamedTuple):
-    """The characters of a text from `begin` up to, but not including, `end`."""
+def marked_template(
+    template: str, *, items: bool = True, captured: Captured = "marked"
+) -> MarkedTemplate:
+    """Returns `template` with marks.
 
-    begin: int
-    """Index of the first character."""
-    end: int
-    """Index after the last character."""
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """The output of a marked template, without the marks."""
-
-    text: str
-    """The whole output."""
-    messages: dict[int, list[TextSpan]]
-    """Number of a message, from 0 -> its text, in order and without empty spans."""
-    generated: list[TextSpan]
-    """Text of `{% generation %}` blocks."""
-    last_loop: str
-    """Number of the outermost loop that wrote the last text of a message."""
-
-
-def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with their numbers, which a marked template needs."""
-    return [{**message, _NUMBER: str(number)} for number, message in enumerate(messages)]
-
-
-def marked_template(template: str, *, items: bool = True) -> MarkedTemplate:
-    """Returns `template` with marks. Without `items`, only `{% generation %}` blocks get them.
+    Without `items`, only `{% generation %}` blocks get them. `captured` says what happens to the
+    loops in blocks that take text, such as `{% set %}`.
 
     Raises jinja2.TemplateSyntaxError if `template` is not a valid template.
     """
     # These are the options of transformers. They remove white space while the template is split
     # into tokens, and the `+` in statements below keeps the rest of it.
     lexer = Environment(trim_blocks=True, lstrip_blocks=True)
-    written: list[str] = []
+    written = [_statement(f" set {_STATE} = namespace(messages=[]) ")] if items else []
+    written += [_OUTER_MACRO] if captured == "trimmable" else [""]
     statement: list[str] | None = None
     open_blocks: list[_Block] = []
     exact, last_loop = not items, ""
+    captures: dict[str, str] = {}
     assigned: set[str] = set(_VARYING)
     after_loop: set[str] = set()
     for _, kind, value in lexer.lex(template):
@@ -100,11 +119,23 @@ def marked_template(template: str, *, items: bool = True) -> MarkedTemplate:
             assigned.update(_assigned(words))
             if words[0] == "endfor" and len(open_blocks) == 1:
                 last_loop, after_loop = str(open_blocks[0].number), set()
-            exact = exact and not (words[0] == "generation" and _captured(open_blocks))
+            capture = _capture(open_blocks)
+            exact = exact and not (words[0] == "generation" and capture)
+            count = sum(block.tag in _CAPTURES for block in open_blocks)
             before, after = _marks(words, open_blocks, len(written))
-            if not items and "generation" not in words[0]:
+            if words[0] == "for" and capture:
+                captures[str(len(written))] = capture
+            if "generation" not in words[0] and not (
+                items and (captured != "unmarked" or not capture)
+            ):
                 before = after = ""
-            written += [before, "{%+", *statement, "+%}", after]
+            if captured == "trimmable":
+                opened = sum(block.tag in _CAPTURES for block in open_blocks) - count
+                if opened > 0:
+                    after += _statement(f" set {_OUTER}_text ")
+                if opened < 0:
+                    before += _statement(" endset ") + _output(f"{_OUTER}({_OUTER}_text)")
+            written += [before, _statement("".join(statement)), after]
             statement = None
         elif statement is not None:
             statement.append(value)
@@ -116,7 +147,9 @@ def marked_template(template: str, *, items: bool = True) -> MarkedTemplate:
             written.append(value)
         if kind == "name":
             after_loop.add(value)
-    return MarkedTemplate("".join(written), exact, "" if assigned & after_loop else last_loop)
+    return MarkedTemplate(
+        "".join(written), exact, "" if assigned & after_loop else last_loop, captures
+    )
 
 
 def _assigned(words: list[str]) -> set[str]:
@@ -128,8 +161,9 @@ def _assigned(words: list[str]) -> set[str]:
     return set(words[1:end])
 
 
-def _captured(open_blocks: list[_Block]) -> bool:
-    return any(block.tag in _CAPTURES for block in open_blocks)
+def _capture(open_blocks: list[_Block]) -> str:
+    """Returns the kind of the innermost open block that takes text, or an empty string."""
+    return next((block.tag for block in reversed(open_blocks) if block.tag in _CAPTURES), "")
 
 
 def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[str, str]:
@@ -140,42 +174,55 @@ def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[st
         number: the number of the block that the statement may open.
     """
     tag = words[0]
-    captured = _captured(open_blocks)
-    if tag in _BLOCKS and not (tag == "set" and "=" in words):
+    # `set` with a filter can have `=` among the filter's arguments.
+    assigns = next((word for word in words if word in ("=", "|")), "") == "="
+    if tag in _BLOCKS and not (tag == "set" and assigns):
         open_blocks.append(_Block(tag, number, words[1] if tag == "for" else ""))
     elif tag.startswith("end") and open_blocks and tag == f"end{open_blocks[-1].tag}":
         number = open_blocks.pop().number
     if tag == "generation":
-        return "", _mark(_OPENS)
+        return "", _output(_literal(mark(OPENS)))
     if tag == "endgeneration":
-        return _mark(_CLOSES), ""
-    if tag == "for" and not captured and words[2:3] == ["in"]:
-        return "", _item(words[1], number)
+        return _output(_literal(mark(CLOSES))), ""
+    if tag == "for":
+        return _begin(), _item(words[1], number) if words[2:3] == ["in"] else ""
+    if tag == "endfor":
+        return "", _end(number)
     loop = next((block for block in reversed(open_blocks) if block.tag == "for"), None)
-    if (
-        loop
-        and tag == "set"
-        and not captured
-        and words[2:3] == ["="]
-        and words[4:] == ["[", loop.variable, "]"]
-    ):
+    if loop and tag == "set" and words[2:3] == ["="] and words[4:] == ["[", loop.variable, "]"]:
         return "", _item(words[1], loop.number)
-    if tag == "endfor" and not captured:
-        return "", _mark(f"{_LOOP_ENDS} {number}")
     return "", ""
+
+
+def _begin() -> str:
+    """Returns what stands before a loop."""
+    return _remember(f"[false] + {_STATE}.messages")
 
 
 def _item(name: str, loop: int) -> str:
     """Returns the mark before the text of the variable `name`, written only if it is a message."""
-    own = f"{name}[{_literal(_NUMBER)}]"
-    return _output(
-        f"{_literal(f'{MARK}{_ITEM} {loop} ')} ~ {own} ~ {_literal(_CLOSE)} if {name} is mapping"
-        f" and {own} is defined"
+    own = f"{name}[{_literal(NUMBER)}]"
+    before, after = (_literal(part) for part in mark(f"{ITEM} {loop} |").split("|"))
+    return (
+        _statement(f" if {name} is mapping and {own} is defined ")
+        + _output(f"{before} ~ {own} ~ {after}")
+        + _remember(f"[true] + {_STATE}.messages[1:]")
+        + _statement(" endif ")
     )
 
 
-def _mark(words: str) -> str:
-    return _output(_literal(f"{MARK}{words}{_CLOSE}"))
+def _end(loop: int) -> str:
+    """Returns what stands after a loop: a mark if it was over messages."""
+    own = _literal(mark(f"{LOOP_ENDS} {loop}"))
+    return _output(f"{own} if {_STATE}.messages[0]") + _remember(f"{_STATE}.messages[1:]")
+
+
+def _remember(messages: str) -> str:
+    return _statement(f" set {_STATE}.messages = {messages} ")
+
+
+def _statement(words: str) -> str:
+    return f"{{%+{words}+%}}"
 
 
 def _output(expression: str) -> str:
@@ -185,59 +232,3 @@ def _output(expression: str) -> str:
 def _literal(text: str) -> str:
     """Returns `text` as a string literal of Jinja, which has the same escapes as Python."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def unmarked(marked: str) -> Rendering:
-    """Removes the marks from the output of a marked template, and returns what they show.
-
-    The conversation itself must not contain `MARK`.
-    """
-    first, *parts = marked.split(MARK)
-    pieces, length = [first], len(first)
-    messages: dict[int, list[TextSpan]] = {}
-    generated: list[TextSpan] = []
-    opened: list[int] = []
-    items: list[tuple[str, int]] = []
-    """Loops that are running, each with the number of its current message."""
-    begin = 0
-    """Where the text of the last item begins."""
-    last_loop = ""
-    for part in parts:
-        mark, _, text = part.partition(_CLOSE)
-        word, *numbers = mark.split()
-        if word == _OPENS:
-            opened.append(length)
-        elif word == _CLOSES:
-            generated.append(TextSpan(opened.pop(), length))
-        else:
-            if items and length > begin:
-                messages.setdefault(items[-1][1], []).append(TextSpan(begin, length))
-                last_loop = items[0][0]
-            loops = [loop for loop, _ in items]
-            if numbers[0] in loops:
-                del items[loops.index(numbers[0]) :]
-            if word == _ITEM:
-                items.append((numbers[0], int(numbers[1])))
-            begin = length
-        pieces.append(text)
-        length += len(text)
-    if items and length > begin:
-        messages.setdefault(items[-1][1], []).append(TextSpan(begin, length))
-        last_loop = items[0][0]
-    return Rendering(
-        "".join(pieces),
-        {number: _joined(spans) for number, spans in messages.items()},
-        generated,
-        last_loop,
-    )
-
-
-def _joined(spans: list[TextSpan]) -> list[TextSpan]:
-    """Returns `spans` with adjacent ones joined."""
-    found = spans[:1]
-    for span in spans[1:]:
-        if span.begin == found[-1].end:
-            found[-1] = TextSpan(found[-1].begin, span.end)
-        else:
-            found.append(span)
-    return found

@@ -20,11 +20,17 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_c
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.mixture import Weighted, joined, parse_source, refuse_repeated, weighted
+from megatrain.runtime.data.mixture import joined, weighted
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import EVALUATION_SPLITS, DataSource, find
+from megatrain.runtime.data.sources import (
+    DataSource,
+    WeightedPath,
+    sources_at,
+    sources_of,
+    weighted_path,
+)
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -32,6 +38,7 @@ from megatrain.runtime.data.tokenize import (
     tokenizer_digest,
 )
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
 from megatrain.simulator.model.workload import Workload
 
 if TYPE_CHECKING:
@@ -68,17 +75,12 @@ def open_data(
     assert options.packing, "packing is taken from the plan if the options do not set it"
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    named = [parse_source(text) for text in options.paths]
-    training = reader.read([place.path for place in named], (options.split,))
+    sources, other_sources = sources_of(options)
+    named = [weighted_path(text) for text in options.paths]
+    training = reader.read(sources)
     kept, evaluation = training.documents, None
-    if options.evaluation_data or options.evaluation_split:
-        places = (
-            [Path(options.evaluation_data)]
-            if options.evaluation_data
-            else [place.path for place in named]
-        )
-        wanted = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
-        other = reader.read(places, wanted)
+    if other_sources is not None:
+        other = reader.read(other_sources)
         _compare(training, other, on_note)
         evaluation = other.documents
     else:
@@ -145,8 +147,8 @@ def read_data(
     """
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    named = [parse_source(text) for text in options.paths]
-    data = reader.read([place.path for place in named], splits or (options.split,))
+    named = [weighted_path(text) for text in options.paths]
+    data = reader.read(sources_at(options.paths, splits or (options.split,)))
     epoch = _weighted(named, data, data.documents, 0, on_note)
     return replace(data, documents=epoch), tokenizer
 
@@ -174,7 +176,7 @@ def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> No
 
 
 def _weighted(
-    named: list[Weighted], data: TokenizedData, documents: Documents, seed: int, on_note: Note
+    named: list[WeightedPath], data: TokenizedData, documents: Documents, seed: int, on_note: Note
 ) -> Documents:
     """Returns the documents of an epoch, and notes how many of each source it has.
 
@@ -256,14 +258,8 @@ class _Reader:
     on_note: Note
     """Receives lines for the user."""
 
-    def read(self, paths: Sequence[Path], splits: Sequence[str]) -> TokenizedData:
-        """Returns the documents of all `paths`, each from the first of `splits` that it has."""
-        if not paths:
-            raise UserError(
-                "data", found="no path", allowed="a file or a folder", fix="name one with --data"
-            )
-        sources = [find(path, splits) for path in paths]
-        refuse_repeated(sources)
+    def read(self, sources: list[DataSource]) -> TokenizedData:
+        """Returns the documents of all `sources`."""
         found = [self._documents(source) for source in sources]
         parts = [documents for documents, _ in found]
         return TokenizedData(
@@ -387,7 +383,11 @@ def _layout(source: DataSource, options: DataOptions) -> Layout:
         raise (
             _stopped(str(looked_at[0]))
             if options.strict
-            else _nothing(source, f"no row that can be read, the first {looked_at[0]}")
+            else _nothing(
+                source,
+                f"no row that can be read, the first {looked_at[0]}",
+                "at least one row without such a mistake",
+            )
         )
     raise unknown_columns(f"data {source.path}", found, options.columns)
 
@@ -421,16 +421,13 @@ def _tokenize(
                 writer.add(ids, closes=closes)
         if not writer.documents:
             reasons = "; ".join(row for row, _ in bad.shown)
-            raise _nothing(
-                source,
-                (
-                    f"no row that can be used, the first {reasons}"
-                    if reasons
-                    else "no text"
-                    if count
-                    else "no rows"
-                ),
-            )
+            if reasons:
+                raise _nothing(
+                    source,
+                    f"no row that can be used, the first {reasons}",
+                    "at least one row without such a mistake",
+                )
+            raise _nothing(source, "no text" if count else "no rows")
         known = TokenSummary(
             layout=encoder.describe(),
             flagged=encoder.flagged,
@@ -457,7 +454,7 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
 
     try:
         files = [
-            (str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            (printable(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             for file in source.files
             if (status := file.stat())
         ]
@@ -494,14 +491,11 @@ def _stopped(row: str) -> UserError:
     )
 
 
-def _nothing(source: DataSource, found: str) -> UserError:
+def _nothing(
+    source: DataSource, found: str, allowed: str = "at least one row with text"
+) -> UserError:
     """Returns the error for data without a usable row."""
-    return UserError(
-        f"data {source.path}",
-        found=found,
-        allowed="at least one row with text",
-        fix="check the file",
-    )
+    return UserError(f"data {source.path}", found=found, allowed=allowed, fix="correct the data")
 
 
 def describe_packing(corpus: Corpus, sequence: int, given: int) -> str:

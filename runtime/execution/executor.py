@@ -274,7 +274,7 @@ class Executor:
         begin = time.perf_counter()
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
-            self._copy_in(batches)
+            self._copy_in(batches, number)
             # a plan that defers updates applies the previous step's update in this step
             self._state.update_at = self._deferred if self._flush else (rate, number)
             self._deferred = None
@@ -302,9 +302,10 @@ class Executor:
         applied first, so that the weights include all steps so far.
 
         Weights and moments do not change. The loss has the same bits as that of a step on these
-        batches (with compiled layers, in deterministic mode). The load-balancing loss of a model
-        with routers is not included, so that the result is the language model's loss. It may be
-        infinite or NaN.
+        batches (with compiled layers, in deterministic mode), except for a family whose layers draw
+        at random in training (`Family.draws`): in an evaluation they draw nothing. The
+        load-balancing loss of a model with routers is not included, so that the result is the
+        language model's loss. It may be infinite or NaN.
 
         Raises UserError if `batches` are not as planned or memory ran out, and OpFailed if an op
         failed for another reason.
@@ -312,7 +313,7 @@ class Executor:
         self.flush_update()
         program = self._bound("evaluation", lambda: evaluation(self.plan))
         begin = time.perf_counter()
-        labelled = self._copy_in(batches)
+        labelled = self._copy_in(batches, None)
         timeline = self._run(program)
         return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
 
@@ -353,9 +354,10 @@ class Executor:
         """Returns the checksum of the weights in memory, without a deferred update."""
         return checksum(self.plan, self.schedule, self._arenas)
 
-    def _copy_in(self, batches: Sequence[Batch]) -> int:
+    def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
         """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
-        tokens. Raises UserError if the micro-batches are not as planned.
+        tokens. `step` is the number of the step, or None in an evaluation. Raises UserError if the
+        micro-batches are not as planned.
         """
         work = self.plan.workload
         if len(batches) != work.accumulation:
@@ -389,7 +391,7 @@ class Executor:
                 else []
             )
             self._binder.tokens(micro).copy_(torch.stack(rows))
-            self.functional_layers.expect(micro, batch.documents)
+            self.functional_layers.expect(micro, batch.documents, step)
         return labelled
 
     def _run(self, program: _Program) -> Timeline:

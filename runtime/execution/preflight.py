@@ -1,7 +1,8 @@
 """preflight: checks once, before anything is allocated, whether the runtime can execute a plan.
 
 Each entrance calls it once, before memory is allocated or a weight is read, and passes the schedule
-that it returns to the Executor. An Executor without a schedule calls it itself.
+that it returns to the Executor. An Executor without a schedule calls it itself. `megatrain plan`
+calls it for a model folder, without a device, because it may run on another machine.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from megatrain.simulator.schedule.plan import Plan
 def preflight(
     plan: Plan,
     settings: AdamW,
-    device: torch.device,
+    device: torch.device | None,
     *,
     deterministic: bool = False,
     schedule: Schedule | None = None,
 ) -> Schedule:
     """Returns the schedule to execute for `plan`: its own, or `schedule`, which is not verified.
 
-    `deterministic` asks for PyTorch's deterministic mode, in which the process may not be yet. The
-    amount of memory is checked elsewhere (`memory/fitting.py`, `Arenas`).
+    Without a device, only what no device can execute is refused. `deterministic` asks for PyTorch's
+    deterministic mode, in which the process may not be yet. The amount of memory is checked
+    elsewhere (`memory/fitting.py`, `Arenas`).
 
     Raises UserError for a model, a workload, a device, a policy or an optimizer that the runtime
     cannot execute as they are.

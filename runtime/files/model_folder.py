@@ -5,10 +5,10 @@ Only safetensors files in the folder itself are read. Pickles and code are not.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatrain.runtime.files.model_source import name_on_hub
 from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
@@ -33,10 +33,6 @@ COMPANIONS = (
     "video_preprocessor_config.json",
 )
 """files of a model other than its config and its weights"""
-_HUB_NAME = re.compile(
-    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
-    r"(@(?P<revision>[A-Za-z0-9][\w./-]{0,127}))?"
-)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _READ_FIRST = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """files that transformers reads if there is neither `WHOLE` nor `INDEX`, even if there are other
@@ -56,24 +52,16 @@ def model_folder(source: str, *, weights: bool = True) -> Path:
     Raises UserError if `source` is neither, or if the model can neither be fetched nor found in the
     cache.
     """
-    folder = Path(source)
-    named = _HUB_NAME.fullmatch(source)
-    if folder.exists() or not named:
-        if folder.is_dir():
-            return folder
-        raise UserError(
-            f"model {source}",
-            found="no such folder",
-            allowed="a Hugging Face model folder, or a name on the hub such as org/name",
-            fix="check `source` in the plan, or pass --model or --init random",
-        )
+    named = name_on_hub(source)
+    if named is None:
+        return Path(source)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                named["name"],
-                revision=named["revision"],
+                named.name,
+                revision=named.revision,
                 allow_patterns=[
                     "config.json",
                     *COMPANIONS,

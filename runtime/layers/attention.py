@@ -115,9 +115,12 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
     return kernel if device.type == "cuda" else "cpu"
 
 
-def refuse_attention(plan: Plan, device: torch.device, *, deterministic: bool = False) -> None:
+def refuse_attention(
+    plan: Plan, device: torch.device | None, *, deterministic: bool = False
+) -> None:
     """Raises UserError if `device` cannot execute the plan's attention. Allocates nothing.
 
+    Without a device, raises UserError only if no device can.
     `deterministic` asks for PyTorch's deterministic mode. The process may be in it already.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -136,7 +139,11 @@ def refuse_attention(plan: Plan, device: torch.device, *, deterministic: bool = 
         and plan.workload.documents
         and (
             plan.workload.attention == "cudnn"
-            or (device.type == "cuda" and not takes_lengths(plan.model, plan.workload, device))
+            or (
+                device
+                and device.type == "cuda"
+                and not takes_lengths(plan.model, plan.workload, device)
+            )
         )
     ):
         kept = f"knobs.placement.saved_attention = {plan.knobs.placement.saved_attention!r}"
@@ -159,7 +166,7 @@ def refuse_attention(plan: Plan, device: torch.device, *, deterministic: bool = 
             allowed="flash, or no `attention` at all",
             fix="leave `attention` out of the workload, or train without deterministic mode",
         )
-    if special:
+    if special and device:
         kernel_of(plan.model, plan.workload, device)
 
 
@@ -194,7 +201,7 @@ def attend(
         key: [batch, key heads, sequence, size].
         value: [batch, key heads, sequence, value size].
         attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, the kernel in
-            `lengths.py` is used, whatever `kernel` is, with the layer's `sliding_window`.
+            `lengths.py` is used, whatever `kernel` is.
         scaling: factor of the scores; None for 1 / sqrt(size).
         kernel: the kernel; None lets PyTorch choose, and then nothing can be saved.
         kept: results saved by an earlier forward. They are used instead of running the kernel.
@@ -207,16 +214,7 @@ def attend(
         assert not others.get("dropout"), "kernels are called without dropout"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return (
-            attend_within(
-                attention_mask,
-                query,
-                key,
-                value,
-                scale,
-                others.get("sliding_window") or 0,
-                kept=kept,
-                results=results,
-            ),
+            attend_within(attention_mask, query, key, value, scale, kept=kept, results=results),
             None,
         )
     if kernel is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,13 @@ from megatrain.runtime.layers import attention, lengths, linear_documents
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments, EmbeddingAndHead
+from megatrain.runtime.layers.layer_draws import LayerDraws
 from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.layers.model_config import full_config
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.slot_tensors import slot_hooks
-from megatrain.runtime.layers.supported import DROPOUT
+from megatrain.runtime.layers.supported import dropout_keys
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import FAMILIES, UNFUSED_ATTENTION, WIDE_HEADS
@@ -57,7 +59,7 @@ def config_of(model: ModelSpec) -> PretrainedConfig:
     bits every time.
     """
     config = full_config(model)
-    for key in DROPOUT:
+    for key in dropout_keys(model.family):
         if getattr(config, key, None):
             setattr(config, key, 0.0)
     config.use_cache = False
@@ -159,6 +161,7 @@ class FunctionalLayers:
             whole, routed=self.routing is not None, compiled=workload.compiled
         )
         family = FAMILIES[model.family]
+        self._draws = LayerDraws(device) if family.draws else None
         self._edges = EmbeddingAndHead(
             whole,
             model.hidden,
@@ -201,14 +204,19 @@ class FunctionalLayers:
                 fix="make the plan with --plain-packing",
             ) from None
 
-    def expect(self, micro: int, documents: torch.Tensor | None) -> None:
+    def expect(self, micro: int, documents: torch.Tensor | None, step: int | None) -> None:
         """Counts the documents of a micro-batch before the step, so that no op has to wait for it.
 
         Args:
             micro: index of the micro-batch.
             documents: [batch, sequence] int64 on the host; None if each row is one document. Then
                 attention uses the causal kernel.
+            step: the number of the step; None in an evaluation, in which layers draw nothing.
         """
+        if self._draws:
+            self._draws.step = step or 0
+            for kind in self._kinds:
+                kind.train(step is not None)
         self._room[micro] = None if documents is None else self._count_room(documents)
 
     def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
@@ -239,8 +247,9 @@ class FunctionalLayers:
         if not self._by_lengths:
             return self._edges.arguments(work.batch, work.sequence, positions(documents))
         room = room or self._count_room(documents)
+        windows = {layer.attention: self.model.window(layer.name) for layer in self.model.decoders}
         bounds = {
-            kind: lengths.bounds(parts, room[kind], compiled=work.compiled)
+            kind: lengths.bounds(parts, room[kind], windows[kind], compiled=work.compiled)
             for kind, parts in self._documents_by_attention(documents).items()
         }
         arguments = self._edges.arguments_without_masks(positions(documents))
@@ -291,7 +300,12 @@ class FunctionalLayers:
         23.1 ms for a 7B layer with 32 x 1024 tokens on an H200).
         """
         output, logits = self._without_graph(
-            self._kinds[int(layer)].run, layer, weights, x, self._layer_arguments(layer, micro)
+            self._kinds[int(layer)].run,
+            layer,
+            weights,
+            x,
+            self._layer_arguments(layer, micro),
+            micro,
         )
         self._count(micro, logits)
         return output.detach()
@@ -302,7 +316,7 @@ class FunctionalLayers:
         """Runs `forward`, and also returns the attention results that `recompute` can use."""
         arguments = self._layer_arguments(layer, micro) | {"kernel": self._kernel, "kept": None}
         output, logits, left = self._without_graph(
-            self._kinds[int(layer)].attend, layer, weights, x, arguments
+            self._kinds[int(layer)].attend, layer, weights, x, arguments, micro
         )
         self._count(micro, logits)
         return output.detach(), Attention(*(tensor.detach() for tensor in left))
@@ -314,9 +328,10 @@ class FunctionalLayers:
         weights: dict[str, torch.Tensor],
         x: torch.Tensor,
         arguments: Arguments,
+        micro: int,
     ) -> Any:
         tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
-        with torch.set_grad_enabled(tracked):
+        with torch.set_grad_enabled(tracked), self._seeded(layer, micro):
             if tracked:
                 weights, x = (
                     {name: tensor.requires_grad_() for name, tensor in weights.items()},
@@ -336,9 +351,14 @@ class FunctionalLayers:
 
         If `kept` is given, uses these saved attention results instead of computing attention.
         """
-        return self._kinds[int(layer)].eager(
-            weights | self.buffers[layer], x, self._layer_arguments(layer, micro, kept)
-        )[0]
+        with self._seeded(layer, micro):
+            return self._kinds[int(layer)].eager(
+                weights | self.buffers[layer], x, self._layer_arguments(layer, micro, kept)
+            )[0]
+
+    def _seeded(self, layer: str, micro: int) -> AbstractContextManager[None]:
+        """Returns a context in which the layer draws the same numbers in every call."""
+        return self._draws.seeded(layer, micro) if self._draws else nullcontext()
 
     def _layer_arguments(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
         """Returns the keyword arguments of a layer.
@@ -442,6 +462,7 @@ class FunctionalLayers:
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(*slot_hooks(arenas, where)),
+            self._seeded(layer.name, micro),
         ):
             output, logits = self._kinds[int(layer.name)].run(
                 weights | self.buffers[layer.name],

@@ -35,10 +35,23 @@ class LayerKind:
                 part.register_forward_hook(
                     lambda _module, _input, outputs: self._routed.append(outputs[output])
                 )
-        self.run = torch.compile(self.eager, dynamic=False) if compiled else self.eager
+        # So that compiled layers draw the same random numbers as eager ones.
+        options: dict[str, Any] = {"fallback_random": True}
+        self.run = (
+            torch.compile(self.eager, dynamic=False, options=options) if compiled else self.eager
+        )
         """`eager`, compiled if the workload is compiled"""
-        self.attend = torch.compile(self._attend, dynamic=False) if compiled else self._attend
+        self.attend = (
+            torch.compile(self._attend, dynamic=False, options=options)
+            if compiled
+            else self._attend
+        )
         """like `run`, but also returns the attention output and log-sum-exp of the layer"""
+
+    def train(self, mode: bool) -> None:
+        """Sets whether layers draw random numbers. If not, a router chooses the best experts."""
+        if self._module.training != mode:
+            self._module.train(mode)
 
     def eager(
         self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments

@@ -37,6 +37,8 @@ class LengthBounds(NamedTuple):
     documents is that of `room`, and the last ones are empty"""
     longest: int
     """upper bound of the number of tokens in a document"""
+    window: int
+    """number of tokens that a token attends to, including itself; 0 for no limit"""
 
 
 def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) -> bool:
@@ -77,12 +79,15 @@ def room(documents: torch.Tensor) -> int:
     return rows << max(-(-count // rows) - 1, 0).bit_length()
 
 
-def bounds(documents: torch.Tensor, places: int, *, compiled: bool = False) -> LengthBounds:
+def bounds(
+    documents: torch.Tensor, places: int, window: int = 0, *, compiled: bool = False
+) -> LengthBounds:
     """Returns the bounds of the documents. Does not synchronize with the device.
 
     Args:
         documents: [batch, sequence] int64 on any device.
         places: the result of `room`.
+        window: number of tokens that a token attends to, including itself; 0 for no limit.
         compiled: whether the layers are compiled. If so, one graph serves any number of documents.
     """
     ordinals = begins(documents).flatten().cumsum(0)  # from 1
@@ -91,7 +96,7 @@ def bounds(documents: torch.Tensor, places: int, *, compiled: bool = False) -> L
     )
     if compiled:
         torch._dynamo.maybe_mark_dynamic(starts, 0)
-    return LengthBounds(starts, documents.shape[1])
+    return LengthBounds(starts, documents.shape[1], window)
 
 
 def attend_within(
@@ -100,7 +105,6 @@ def attend_within(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
-    window: int,
     *,
     kept: Sequence[torch.Tensor] | None = None,
     results: list[torch.Tensor] | None = None,
@@ -113,7 +117,6 @@ def attend_within(
         key: [batch, key heads, sequence, size].
         value: [batch, key heads, sequence, value size].
         scale: factor of the scores.
-        window: number of tokens that a token attends to, including itself; 0 for no limit.
         kept: output and log-sum-exp of an earlier forward. They are used instead of running the
             kernel.
         results: a list to which the output and the log-sum-exp, [batch, heads, sequence] fp32, are
@@ -124,7 +127,7 @@ def attend_within(
     batch, heads, length, size = query.shape
     depth = value.shape[-1]
     width = _aligned(max(size, depth))
-    left = window - 1 if 0 < window < length else -1
+    left = documents.window - 1 if 0 < documents.window < length else -1
     flat = [_flat(tensor, width) for tensor in (query, key, value)]
     if kept is not None:
         output = _SavedAttention.apply(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.activations import XIELUActivation
 
 from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
+from megatrain.runtime.layers import grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 
 
@@ -24,6 +25,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    grouped_experts.install(whole)
     match_from_pretrained(whole, dtype)
     holders = [module for module in whole.modules() if next(module.buffers(), None) is not None]
     for module in holders:

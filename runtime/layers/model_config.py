@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -33,7 +34,8 @@ def full_config(model: ModelSpec) -> PretrainedConfig:
 
     Raises UserError if the config class refuses a value.
     """
-    given = with_nulls(model.config)
+    # A config keeps tables such as `rope_parameters` as they are, and may change them.
+    given = copy.deepcopy(with_nulls(model.config))
     # The defaults of a class may lie outside the vocabulary, and no layer reads them.
     tokens = {"bos_token_id": None, "eos_token_id": None}
     try:

@@ -28,6 +28,15 @@ DROPOUT = (
 """config keys that make a layer use random numbers during training"""
 
 
+def dropout_keys(family: str) -> list[str]:
+    """Returns the keys of `DROPOUT` that mean dropout in a family.
+
+    Those that the family names in `Family.draws` do not: the runtime trains with them
+    (`layer_draws.py`).
+    """
+    return [key for key in DROPOUT if key not in FAMILIES[family].draws]
+
+
 def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
     """Raises UserError if `folder` has a multimodal model that the runtime cannot train.
 
@@ -60,7 +69,8 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     refused earlier, when the ModelSpec is made.
     """
     where = f"model {model.name}"
-    if null := nulls_of(model.config).intersection(DROPOUT):
+    keys = dropout_keys(model.family)
+    if null := nulls_of(model.config).intersection(keys):
         raise UserError(
             f"{where}: {min(null)}",
             found="null",
@@ -69,7 +79,7 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
         )
     # A key that config.json leaves out has the default of the family.
     defaults = FAMILIES[model.family].defaults
-    for key in DROPOUT if workload is None or not workload.no_dropout else ():
+    for key in keys if workload is None or not workload.no_dropout else ():
         if value := model.config.get(key, defaults.get(key)):
             raise UserError(
                 f"{where}: {key}",

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers import grouped_experts
 from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.layers.model_config import first_lines, full_config
-from megatrain.runtime.layers.supported import DROPOUT
+from megatrain.runtime.layers.supported import dropout_keys
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
@@ -71,7 +72,7 @@ def refuse_unlike_transformers(model: ModelSpec) -> None:
 def _config_without_dropout(model: ModelSpec) -> PretrainedConfig:
     config = full_config(model)
     # `supported.py` refuses dropout if the workload does not switch it off.
-    for key in DROPOUT:
+    for key in dropout_keys(model.family):
         if getattr(config, key, None):
             setattr(config, key, 0.0)
     config.use_cache = config.output_router_logits = False
@@ -80,9 +81,11 @@ def _config_without_dropout(model: ModelSpec) -> PretrainedConfig:
 
 def _build(model: ModelSpec) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        whole = AutoModelForCausalLM.from_config(
             _config_without_dropout(model), dtype=torch.bfloat16
         )
+    grouped_experts.install(whole)
+    return whole
 
 
 def _run_layers(model: ModelSpec) -> None:
@@ -97,6 +100,10 @@ def _run_layers(model: ModelSpec) -> None:
             module.rope_type = (
                 dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
             )
+            # Phi-3.5-MoE reads it from the config.
+            rope: Any = module.config.rope_parameters
+            for each in rope.values() if isinstance(kinds, dict) else (rope,):
+                each["rope_type"] = "default"
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
         # ALiBi slopes require a mask with two dimensions, or none.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain.runtime.memory.host_memory import HostMemory
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule import Buffer, Schedule
 
@@ -50,7 +50,7 @@ class Arenas:
             host_memory: Where the host pools come from. By default they have memory of their own.
 
         Raises:
-            UserError: The pools exceed a limit, in which case nothing is allocated, or the machine
+            DoesNotFit: The pools exceed a limit, in which case nothing is allocated, or the machine
                 has too little free memory.
         """
         self.device = device
@@ -82,14 +82,14 @@ class Arenas:
         return sum(size for pool, size in self.pool_bytes.items() if pool.startswith(f"{place}."))
 
     def _refuse(self, place: str, limit: int) -> None:
-        """Raises UserError if the pools in `place` have more than `limit` bytes."""
+        """Raises DoesNotFit if the pools in `place` have more than `limit` bytes."""
         needed = self.total(place)
         if needed > limit:
             largest = max(
                 (pool for pool in self.pool_bytes if pool.startswith(place)),
                 key=self.pool_bytes.__getitem__,
             )
-            raise UserError(
+            raise DoesNotFit(
                 f"{place} memory",
                 found=(
                     f"pools of {format_bytes(needed)}, the largest {largest}"
@@ -103,13 +103,13 @@ class Arenas:
             )
 
     def _take(self, pool: str, parts: list[int]) -> torch.UntypedStorage:
-        """As `_allocate`. Raises UserError if there is too little memory."""
+        """As `_allocate`. Raises DoesNotFit if there is too little memory."""
         try:
             return self._allocate(pool, parts)
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
         fix = "close other programs, or plan with a lower limit"
-        raise UserError(
+        raise DoesNotFit(
             f"pool {pool}",
             found=f"no room for {format_bytes(self.pool_bytes[pool])} ({reason})",
             allowed="free memory",

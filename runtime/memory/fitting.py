@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
@@ -21,7 +21,7 @@ def refuse_what_does_not_fit(
     host_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> None:
-    """Raises UserError if `plan` needs more memory than its limits allow or than the machine has.
+    """Raises DoesNotFit if `plan` needs more memory than its limits allow or than the machine has.
 
     The need is that of the pools or, if it is higher, the peak that the plan predicts. On the host,
     the need for loading is added before it is compared with the machine.
@@ -53,28 +53,35 @@ def refuse_what_does_not_fit(
         needed = max(pools.total(), predicted or 0)
         loading = LOADING_BYTES if place == "host" else 0
         if needed > limit:
-            _refuse(place, needed, pools, format_bytes(limit), needed - limit)
+            raise _refusal(
+                place,
+                needed,
+                pools,
+                allowed=format_bytes(limit),
+                fix=(
+                    f"raise the limit by {format_bytes(needed - limit)}, or make a plan for this"
+                    " limit with `megatrain plan`"
+                ),
+            )
         if there is not None and needed + loading > there:
-            _refuse(
+            raise _refusal(
                 place,
                 needed + loading,
                 pools,
-                f"{format_bytes(there)}, what this machine has",
-                needed + loading - there,
+                allowed=f"{format_bytes(there)}, what this machine has",
+                fix="make a plan for this machine with `megatrain calibrate` and `megatrain plan`",
             )
 
 
-def _refuse(place: str, needed: int, pools: Counter[str], allowed: str, excess: int) -> None:
+def _refusal(place: str, needed: int, pools: Counter[str], *, allowed: str, fix: str) -> DoesNotFit:
+    """Returns the error for a plan that needs `needed` bytes in `place`."""
     ((largest, size),) = pools.most_common(1) or [("no pool", 0)]
-    raise UserError(
+    return DoesNotFit(
         f"{place} memory",
         found=(
             f"a plan that needs {format_bytes(needed)}, the largest pool being {largest}"
             f" {format_bytes(size)}"
         ),
         allowed=allowed,
-        fix=(
-            f"raise the limit by {format_bytes(excess)}, or make a plan for this limit with"
-            " `megatrain plan`"
-        ),
+        fix=fix,
     )

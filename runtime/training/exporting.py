@@ -14,9 +14,9 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime.checkpoint.checkpoint import verify
-from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.checkpoint.stored_state import StoredState
+from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, steps_to_export
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
@@ -113,27 +113,13 @@ def _checkpoint(
     """
     if (run / "manifest.json").exists():
         return run, verify(run)
-    checkpoints = Checkpoints(run / "checkpoints")
-    steps = checkpoints.steps()
-    if step is not None and step not in steps:
-        raise UserError(
-            str(checkpoints.folder),
-            found=f"no checkpoint of step {step}",
-            allowed=", ".join(map(str, steps)) or "none yet",
-            fix="name one of these",
-        )
-    if not steps:
-        raise UserError(
-            str(run),
-            found="no checkpoint",
-            allowed="the folder of a checkpoint, or of a run with a checkpoint",
-            fix="train with --save-every, or check the path",
-        )
-    for number in [step] if step is not None else reversed(steps):
+    steps = steps_to_export(run, step)
+    for number in steps:
+        folder = run / "checkpoints" / checkpoint_name(number)
         try:
-            return checkpoints.path(number), verify(checkpoints.path(number))
+            return folder, verify(folder)
         except MalformedFile as error:
-            if step is not None or number == steps[0]:
+            if number == steps[-1]:
                 raise
             on_note(f"skipped a damaged checkpoint: {error.where}: found {error.found}")
     raise AssertionError("the last checkpoint is returned or raises")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable
 
 
 class UserError(Exception):
     """An input of the user that cannot be used. The command prints the error as one line and exits
-    with status 2.
+    with the error's `status`, which is 2.
 
     The text says where the mistake is, what was found, what is allowed, and how to fix it.
 
     >>> str(UserError("plan.toml: weight_slots", found="0", allowed=">= 1", fix="set it to 2"))
     'plan.toml: weight_slots: found 0; allowed: >= 1; fix: set it to 2'
     """
+
+    status = 2
+    """The exit status of the command."""
 
     def __init__(self, where: str, *, found: object, allowed: object, fix: str) -> None:
         self.where, self.found, self.allowed, self.fix = where, found, allowed, fix
@@ -26,7 +27,7 @@ class UserError(Exception):
         """Makes it picklable, so that a worker process can send it to its parent."""
         return (
             functools.partial(
-                UserError,
+                type(self),
                 self.where,
                 found=str(self.found),
                 allowed=str(self.allowed),
@@ -37,23 +38,17 @@ class UserError(Exception):
 
     def inside(self, where: str) -> UserError:
         """Returns the same error with `where`, such as a file, in front of its place."""
-        return UserError(
+        return type(self)(
             f"{where}: {self.where}", found=self.found, allowed=self.allowed, fix=self.fix
         )
 
 
-def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Returns the fix for an unknown `name`: up to three known names that resemble it, or
-    `otherwise` if none does.
-
-    >>> suggestion("qwen2", ["qwen3", "llama"], "check the name")
-    'did you mean qwen3?'
+class DoesNotFit(UserError):
+    """A plan or a model that needs more memory than there is. The command exits with status 3, so
+    that a script can tell it from a mistake in the command.
     """
-    alike = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), sorted(known), 3)
-    return f"did you mean {' or '.join(alike)}?" if alike else otherwise
 
-
-_LONGEST_NAME = 100
+    status = 3
 
 
 def _shortened(value: object, most: int = 300) -> str:

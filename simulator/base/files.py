@@ -128,7 +128,7 @@ def convert(data: object, into: type[T], where: str) -> T:
         raise UserError(
             f"{where}: {key}",
             found=found or _value(data, key, "another value"),
-            allowed=(allowed or message).removeprefix("Expected "),
+            allowed=(allowed or message).removeprefix("Expected ").replace(" | null", ""),
             fix="correct this value",
         ) from None
 
@@ -220,8 +220,28 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` as UTF-8, atomically."""
-    write_bytes(path, text.encode())
+    """Writes `text` to `path` as UTF-8, atomically.
+
+    Raises UserError if `path` cannot be written, or if `text` has a name that is not UTF-8.
+    """
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        if not "\udc80" <= text[error.start] <= "\udcff":  # no byte of a name: a mistake of ours
+            raise
+        around = ascii(text[max(error.start - 20, 0) : error.end])
+        raise UserError(
+            str(path),
+            found=f"a name that is not UTF-8 text, {around}",
+            allowed="names of files that can be stored as text",
+            fix="rename the file, or set LC_ALL=C.UTF-8",
+        ) from None
+    write_bytes(path, data)
+
+
+def printable(path: str | Path) -> str:
+    """Returns a path as text. Bytes that are not UTF-8 become escape sequences."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def refuse_special(path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.names import suggestion
 
 T = TypeVar("T")
 
@@ -30,7 +31,6 @@ class Registry(Generic[T]):
         built_in: Mapping[str, T],
         *,
         group: str,
-        last: Callable[[T], bool] = lambda _: False,
         refuse: Callable[[T, str], None] = lambda *_: None,
     ) -> None:
         """Makes a registry of the built-in objects.
@@ -41,12 +41,11 @@ class Registry(Generic[T]):
             home: The module that users import the interface from.
             built_in: The built-in objects by name.
             group: The entry point group of installed objects.
-            last: Whether errors list a built-in object after the others.
             refuse: Raises UserError for an object from outside that cannot be used. The second
                 argument says where the object comes from.
         """
         self._what, self._interface, self._home, self._built_in = what, interface, home, built_in
-        self.group, self._last, self._refuse = group, last, refuse
+        self.group, self._refuse = group, refuse
         self._loaded: dict[str, T] = {}
 
     def registered(self) -> list[str]:
@@ -80,16 +79,12 @@ class Registry(Generic[T]):
             found = plugins.load(self.group, name)
             where = f"entry point {plugins.installed(self.group)[name].value}"
             return self._checked(found() if inspect.isclass(found) else found, where)
-        built_in = self._built_in
-        known = sorted(
-            self.registered(), key=lambda each: each in built_in and self._last(built_in[each])
-        )
-        one = plugins.with_article(self._what)
+        every = f"a name that `megatrain list {self.group.rpartition('.')[2]}` prints"
         raise UserError(
             self._what,
             found=repr(name),
-            allowed=f"{', '.join(known)}, or the path of a .py file that defines {one}",
-            fix="name one of these",
+            allowed=f"{every}, or a .py file that defines {plugins.with_article(self._what)}",
+            fix=suggestion(name, self.registered(), "name one of these"),
         )
 
     def _from_file(self, path: str) -> T:

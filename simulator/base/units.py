@@ -7,28 +7,32 @@ import re
 from megatrain.simulator.base.errors import UserError
 
 _FACTORS = {
-    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
     **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+    **{"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40},
 }
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, where: str = "size") -> int:
-    """Returns the bytes of a size such as `24GiB`, `1.5TB` or `4096`. Raises UserError if `text` is
-    not a size. `where` names the input in the error.
+    """Returns the bytes of a size such as `24GiB`, `24G`, `1.5TB` or `4096B`. Raises UserError if
+    `text` is not a size, or has no unit. `where` names the input in the error.
 
-    >>> parse_bytes("24GiB"), parse_bytes("1.5 kB")
-    (25769803776, 1500)
+    A letter alone is the binary unit: G is GiB, which is 2^30 bytes, and GB is 10^9 bytes.
+
+    >>> parse_bytes("24GiB"), parse_bytes("24g"), parse_bytes("1.5 kB")
+    (25769803776, 25769803776, 1500)
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None or not 0 < float(match[1]) * factor < 2**60:
+        bare = match is not None and not match[2] and 0 < float(match[1]) < 2**30
         raise UserError(
             where,
-            found=repr(text),
-            allowed="a positive size with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB",
-            fix="write it like 24GiB",
+            found=f"{text.strip()}, a number without a unit" if bare else repr(text),
+            allowed="a positive size with B, kB, MB, GB, TB, KiB (K), MiB (M), GiB (G) or TiB (T)",
+            fix=f"write {text.strip()}GiB" if bare else "write it like 24GiB",
         )
     return round(float(match[1]) * factor)
 
@@ -65,6 +69,29 @@ def format_count(count: float) -> str:
         if count >= factor or factor == 1
     )
     return f"{count / factor:.4g}{unit}"
+
+
+def exact_size(count: int) -> str:
+    """Returns a size as the value of an option, without rounding it.
+
+    >>> exact_size(60 * 2**30), exact_size(25 * 2**20), exact_size(1500)
+    ('60GiB', '25MiB', '1500B')
+    """
+    return next(
+        f"{count // factor}{unit}"
+        for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+        if count % factor == 0
+    )
+
+
+def rounded_up(count: int) -> int:
+    """Returns a size in bytes, rounded up to whole GiB, or to whole MiB below 8 GiB.
+
+    >>> exact_size(rounded_up(25 * 2**20 - 1)), exact_size(rounded_up(9 * 2**30 + 1))
+    ('25MiB', '10GiB')
+    """
+    unit = 2**30 if count >= 2**33 else 2**20
+    return -(-count // unit) * unit
 
 
 def format_bytes(count: float) -> str:

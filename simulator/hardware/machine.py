@@ -15,14 +15,17 @@ KernelInterleaving those between compute and update. `costs/contention.py` appli
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 from pathlib import Path
 
 import msgspec
 
 from megatrain.simulator.base import plugins
-from megatrain.simulator.base.errors import UserError, suggestion
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
+from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.schedule import CODES, LANES
 
 GROUP = "megatrain.hardware"
@@ -262,6 +265,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The name of the machine."""
     source: str
     """Where the numbers come from."""
+    title: str = ""
+    """The name that people write, such as `RTX 4090`. Empty if there is none but `name`."""
+    gpu_names: tuple[str, ...] = ()
+    """The names that the driver reports for this GPU, such as `NVIDIA GeForce RTX 4090`. A machine
+    of the library without them is never recognised."""
     unified: bool = False
     """True if CPU and GPU share one memory, so that nothing is copied. A GPU with its own memory is
     not unified, however fast the link is (GH200, GB200)."""
@@ -393,25 +401,25 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         a package names machines under the entry point group `megatrain.hardware`. Raises UserError
         if there is no such machine, or if its file is wrong.
         """
-        if Path(source).suffix == ".toml" or Path(source).exists():
-            return read_toml(Path(source), cls)
-        library = Path(__file__).parents[1] / "library" / "hardware"
-        known = {file.stem: file for file in sorted(library.glob("*.toml"))}
-        if source in known:
-            return read_toml(known[source], cls)
-        if source in plugins.installed(GROUP):
-            return cls._installed(source)
-        raise UserError(
-            f"hardware {source}",
-            found="no such file",
-            allowed=(
-                f"a calibrated TOML file, or one of the {len(known)} names in"
-                " simulator/library/hardware, such as h200"
-            ),
-            fix=suggestion(
-                source, [*known, *plugins.installed(GROUP)], "check the path or the name"
-            ),
-        )
+        name = hardware_name(source)
+        if _is_file(name):
+            return read_toml(Path(name), cls)
+        return read_toml(library()[name], cls) if name in library() else cls._installed(name)
+
+    @classmethod
+    def of_gpu(cls, gpu: str) -> HardwareSpec | None:
+        """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
+        return _of_gpu(gpu)
+
+    def datasheet_tflops(self, dtype: str) -> float | None:
+        """Returns the GPU's peak of matrix products by its datasheet, in 10^12 FLOP/s.
+
+        In a calibrated file, `peak_tflops` is what a large product reached, so the peak is that of
+        the library's machine with the same GPU. None if the library has no such GPU, or if the
+        peak of `dtype` is not known.
+        """
+        sheet = self if self.costs is None else _of_gpu(self.costs.measured_on)
+        return sheet.peak_tflops.get(dtype) if sheet else None
 
     @classmethod
     def _installed(cls, name: str) -> HardwareSpec:
@@ -427,6 +435,23 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 fix="see docs/adding.md",
             )
         return found
+
+
+def library_names() -> list[str]:
+    """Returns the names of the machines in the library."""
+    return list(library())
+
+
+@functools.cache
+def _of_gpu(gpu: str) -> HardwareSpec | None:
+    """Returns what `HardwareSpec.of_gpu` does."""
+    for file in library().values():
+        # Most files do not have the name, and searching one is faster than parsing it.
+        if f'"{gpu}"' in file.read_text(encoding="utf-8"):
+            found = read_toml(file, HardwareSpec)
+            if gpu in found.gpu_names:
+                return found
+    return None
 
 
 def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:
@@ -523,3 +548,33 @@ def _check_lanes(
     for lane, latency in dispatch_ns.items():
         _known(f"{where}: dispatch_ns", lane, LANES)
         _at_least(f"{where}: dispatch_ns.{lane}", latency, 0)
+
+
+def library() -> dict[str, Path]:
+    """Returns the files of the library's machines by name."""
+    folder = Path(__file__).parents[1] / "library" / "hardware"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def hardware_name(source: str) -> str:
+    """Returns the name of the machine that `source` means (`base/names.py`), or the path of a file.
+
+    Raises UserError if there is no such file or name.
+    """
+    if _is_file(source):
+        return source
+    known = [*library(), *plugins.installed(GROUP)]
+    if name := meant(source, known):
+        return name
+    raise UserError(
+        f"hardware {source}",
+        found="no such file or machine",
+        allowed="a calibrated TOML file, or a name that `megatrain list hardware` prints, such as"
+        " h200",
+        fix=suggestion(source, known, "check the path or the name"),
+    )
+
+
+def _is_file(source: str) -> bool:
+    """Returns whether `source` is a path. A path that exists is preferred to a name."""
+    return Path(source).suffix == ".toml" or os.path.exists(source)

@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from megatrain.simulator.base.errors import UserError, suggestion
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.model.families import (
     ALWAYS_MASKED,
     CAN_SAVE_ATTENTION,
@@ -200,6 +201,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def vocabulary(self) -> int:
         """The vocabulary size."""
         return self._architecture.vocabulary
+
+    @property
+    def longest_row(self) -> int | None:
+        """The most tokens of a row by the model's own config, such as `max_position_embeddings`.
+        None if the config does not say.
+        """
+        key = self._architecture.family.longest or "max_position_embeddings"
+        found = self.config.get(key, self.config.get("n_positions"))
+        return found if isinstance(found, int) and found > 0 else None
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -465,6 +475,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else "lengths"
         )
 
+    def window(self, layer: str) -> int:
+        """Returns the most tokens that a query of the decoder layer attends to, including itself.
+        0 means all tokens before it.
+        """
+        return self._part(layer).window
+
     def mask_bytes(self, workload: Workload) -> int:
         """Returns the bytes of attention masks. A mask is needed for documents, and for a window
         shorter than a sequence.
@@ -482,7 +498,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             workload.batch * workload.sequence**2 * DTYPE_BYTES[workload.dtype],
         )
         for layer in self.decoders:
-            windowed = 0 < self._part(layer.name).window < workload.sequence
+            windowed = 0 < self.window(layer.name) < workload.sequence
             written = self._part(layer.name).scores.kept != Kept()
             always = written or self.family in ALWAYS_MASKED
             if layer.attention != "linear_attention" and (workload.documents or windowed or always):
@@ -525,23 +541,42 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Loads a model from a Hugging Face folder, a config.json, or a name in the library
         (`simulator/library/models`). Raises UserError if it is missing or not supported.
         """
-        path = Path(source)
-        # Unlike Path.is_dir, os.path.isdir returns False if the name is too long or not permitted.
-        if os.path.isdir(path):
-            path = path / "config.json"
-        elif path.suffix != ".json" and not os.path.exists(path):
-            library = Path(__file__).parents[1] / "library" / "models"
-            path = library / f"{source}.json"
-            if not os.path.exists(path):
-                names = [file.stem for file in library.glob("*.json")]
-                raise UserError(
-                    f"model {source}",
-                    found="no such folder or file",
-                    allowed=(
-                        f"a Hugging Face model folder, a config.json, or one of the {len(names)}"
-                        " names in simulator/library/models, such as qwen2.5-7b"
-                    ),
-                    fix=suggestion(source, names, "check the path or the name"),
-                )
+        path = model_file(source)
         name = path.parent.name if path.name == "config.json" else path.stem
         return cls.from_config(read_json(path), str(path), name)
+
+
+def library() -> dict[str, Path]:
+    """Returns the files of the library's models by name."""
+    folder = Path(__file__).parents[1] / "library" / "models"
+    return {file.stem: file for file in sorted(folder.glob("*.json"))}
+
+
+def model_file(source: str) -> Path:
+    """Returns the config.json that `source` means: a folder, a file, or a name (`base/names.py`).
+
+    A path that exists is preferred to a name of the library. Raises UserError if there is neither.
+    """
+    path = Path(source)
+    # Unlike Path.is_dir, os.path.isdir returns False if the name is too long or not permitted.
+    if os.path.isdir(path):
+        if not os.path.exists(path / "config.json"):
+            raise UserError(
+                f"model {source}",
+                found="a folder without config.json",
+                allowed="a Hugging Face model folder, which has this file",
+                fix="name the folder that has it",
+            )
+        return path / "config.json"
+    if path.suffix == ".json" or os.path.exists(path):
+        return path
+    known = library()
+    if name := meant(source, known):
+        return known[name]
+    raise UserError(
+        f"model {source}",
+        found="no such folder, file or name",
+        allowed="a Hugging Face model folder, a config.json, or a name that `megatrain list models`"
+        " prints, such as qwen2.5-7b",
+        fix=suggestion(source, known, "check the path or the name"),
+    )

@@ -53,7 +53,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     summed chunk by chunk."""
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
-    `megatrain plan` sets it by default."""
+    It is False by default, because not every model and kernel can do that
+    (`ModelSpec.documents_obstacle`). The commands set it for each model that can, so give
+    `documents=True` in Python to get the workload of the command line."""
     no_dropout: bool = False
     """True if dropout and router noise in the model's config are ignored. Otherwise a model with
     either is refused."""

@@ -109,16 +109,16 @@ def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
     the first error if no policy is left.
     """
     choices: list[Choice] = []
-    refused: UserError | None = None
+    refused: list[UserError] = []
     for plan in plans:
         try:
             choices.append(_best(plan, costs))
         except UserError as error:
-            if len(plans) > 1:
-                warnings.warn(f"left out: {error}", PolicyWarning, stacklevel=3)
-            refused = refused or error
+            refused.append(error)
     if refused and not choices:
-        raise refused
+        raise refused[0]
+    for reason in refused:
+        warnings.warn(f"left out: {reason}", PolicyWarning, stacklevel=3)
     return choices
 
 

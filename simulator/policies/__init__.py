@@ -179,7 +179,7 @@ def verified(plan: Plan) -> Schedule:
             "plan: digest",
             found=repr(plan.digest),
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
-            fix="make the plan again with `megatrain plan`",
+            fix="write it again with `megatrain plan --from`, or make a new plan",
         )
     schedule.check(optimizer.find(plan.workload.optimizer).moments)
     return schedule

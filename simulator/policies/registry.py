@@ -38,6 +38,5 @@ POLICIES: Registry[Policy] = Registry(
     "megatrain.simulator.policies",
     {policy.name: policy for policy in _BUILT_IN},
     group="megatrain.policies",
-    last=lambda policy: policy.prediction_only,
 )
 find, registered = POLICIES.find, POLICIES.registered

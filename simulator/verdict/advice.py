@@ -2,7 +2,9 @@
 
 If the model does not fit, each change is tried on the plans that need the least memory
 (`capacity.py`). A search finds one of them if it finds no other plan that fits. Changes that make
-the model fit come first.
+the model fit come first, with the speed that a search finds with them. Memory that the machine
+does not have is suggested for the host only. A GPU's memory cannot be bought, so other machines and
+smaller models of the library are suggested in its place (`alternatives.py`).
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
 see. Changes that the runtime does not support yet are marked `unsupported`. They are tried on
@@ -16,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.base.units import format_bytes
+from megatrain.simulator.base.units import exact_size, format_bytes, parse_bytes, rounded_up
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
@@ -25,7 +27,7 @@ from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.assessment import Choice, assess
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -35,33 +37,13 @@ from megatrain.simulator.planner.capacity import (
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.schedule import Op, base_buffer
 from megatrain.simulator.schedule.arithmetic import state_bytes
+from megatrain.simulator.verdict.alternatives import alternatives
+from megatrain.simulator.verdict.suggestion import Suggestion
 
 _GIB = 2**30
 _PLENTY = 2**59  # bytes of host memory, more than any plan needs
 _LEAST_GAIN = 0.01  # suggestions that gain less are left out
-_MOST_DEVICE = 4  # largest device memory to suggest, as a multiple of the present one
 _LOSS_CHUNKS = (512, 256, 128)
-
-
-class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
-    """One change of the input and its effect."""
-
-    change: str
-    """The change as options of `megatrain check`, or in words if there is no option for it."""
-    options: dict[str, str] = {}
-    """Option without dashes -> its new value. Empty if the command has no option for the change."""
-    unsupported: bool = False
-    """Whether the runtime does not support the change yet."""
-    fits: bool
-    """Whether the model fits with the change."""
-    bytes_missing: int = 0
-    """Bytes by which memory still exceeds the limits."""
-    bytes_saved: int = 0
-    """Bytes of device and host memory that the change saves. Negative if it needs more."""
-    tokens_per_second: float | None = None
-    """Approximate speed with the change. None if no time was predicted."""
-    gain: float | None = None
-    """Approximate gain in tokens/s: 0.1 is 10 % more. None if no time was predicted."""
 
 
 class Search(Protocol):
@@ -107,11 +89,13 @@ class Adviser:
                 :most
             ]
         tried = [entry for entry in self._fitting() if entry.fits or entry.bytes_saved > 0]
-        return tuple(
-            sorted(
-                tried, key=lambda entry: (not entry.fits, entry.unsupported, entry.bytes_missing)
-            )
+        found = sorted(
+            tried, key=lambda entry: (not entry.fits, entry.unsupported, entry.bytes_missing)
         )[:most]
+        fitting = [entry for entry in found if entry.fits and not entry.unsupported]
+        enlarged = any("memory" in name for entry in fitting for name in entry.options)
+        others = alternatives(self.plan, self.hardware, machines=not enlarged)
+        return (*fitting, *others, *(entry for entry in found if entry not in fitting))
 
     # Changes that make the model fit
 
@@ -139,7 +123,8 @@ class Adviser:
 
     def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
         """Returns the effect of another workload on memory. `values` are the changed options."""
-        account = min((footprint.account() for footprint in self._least(work)), key=_excess)
+        least = self._least(work)
+        account = min((footprint.account() for footprint in least), key=_excess)
         options = {name: str(value) for name, value in values.items()}
         return Suggestion(
             change=_as_options(options),
@@ -147,7 +132,31 @@ class Adviser:
             fits=account.fits,
             bytes_missing=account.excess_bytes,
             bytes_saved=self._total - _total(account),
+            tokens_per_second=self._speed(work, least) if account.fits else None,
+            note=_note(options, work),
         )
+
+    def _speed(self, work: Workload, least: list[MemoryFootprint], **limits: int) -> float | None:
+        """Returns the tokens per second that a search finds with another workload or other limits.
+
+        If it finds nothing that fits, it is the speed of the first of `least` that fits, which are
+        plans for the same workload and limits. None if none of them fits.
+        """
+        found = self.search(work, **self._limits | limits)
+        if not found.feasible:
+            fitting = next((footprint for footprint in least if footprint.account().fits), None)
+            if fitting is None:
+                return None
+            found = assess(fitting.placed(), fitting.costs)
+        return tokens_per_second(work, found.step_seconds)
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        """The memory limits of the plan, as the search takes them."""
+        return {
+            "device_limit": self.plan.device_limit_bytes,
+            "host_limit": self.plan.host_limit_bytes,
+        }
 
     @property
     def _total(self) -> int:
@@ -157,10 +166,13 @@ class Adviser:
     def _more_memory(self) -> list[Suggestion]:
         """Returns suggestions to add memory, as little as makes one of the policies fit.
 
-        1. More host memory, if a policy fits with enough of it. Otherwise the largest batch that
-           fits with enough host memory, together with the host memory that it needs.
+        1. More host memory, if a policy fits with enough of it: the least with which it fits, and
+           the least with which it is fastest. Otherwise the largest batch that fits with enough
+           host memory, together with the host memory that it needs.
         2. More device memory, if a policy fits in the present host memory.
         3. More of both, if neither alone is enough.
+
+        Device memory that the machine does not have is not suggested.
         """
         accounts, found = [footprint.account() for footprint in self.footprints], list[Suggestion]()
         roomy = [footprint.account(host_limit=_PLENTY) for footprint in self.footprints]
@@ -173,11 +185,14 @@ class Adviser:
             account for account in accounts if account.host_peak_bytes <= account.host_limit_bytes
         ]
         if device_fits:
-            found.append(
-                self._memory(
-                    {"host": min(self._least_host(footprint) for footprint in device_fits)}
-                )
+            least, index = min(
+                (self._least_host(footprint), index) for index, footprint in enumerate(device_fits)
             )
+            # A search with so little memory finds the same plan, and takes seconds.
+            plan = msgspec.structs.replace(device_fits[index].plan, host_limit_bytes=least)
+            choice = assess(MemoryFootprint(plan, self.costs).placed(), self.costs)
+            found.append(self._memory({"host": least}, choice=choice))
+            found += self._most_useful_host(least)
         elif batch := largest_batch(self.footprints, self.work, _PLENTY):
             work = msgspec.structs.replace(self.work, batch=batch)
             able = [
@@ -200,40 +215,90 @@ class Adviser:
             found.append(
                 self._memory({"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes})
             )
-        return found
+        return [entry for entry in found if self._has(entry)]
+
+    def _has(self, entry: Suggestion) -> bool:
+        """Returns whether the machine has the device memory of a suggestion.
+
+        On a machine with one memory, its host memory is the device's too.
+        """
+        size = entry.options.get("device-memory")
+        return size is None or parse_bytes(size) <= self.hardware.device_bytes
+
+    def _most_useful_host(self, least: int) -> list[Suggestion]:
+        """Returns the suggestion to have as much host memory as the fastest plan needs.
+
+        Returns nothing if that is `least`, the least host memory that fits, or if it is no faster.
+        """
+        if self.hardware.unified:
+            return []
+        found = self.search(self.work, **self._limits | {"host_limit": _PLENTY})
+        size = rounded_up(found.account.host_peak_bytes)
+        if not found.feasible or size <= least:
+            return []
+        entry = self._memory({"host": size}, choice=found)
+        return [msgspec.structs.replace(entry, note="more host memory gains nothing")]
 
     def _least_host(self, footprint: MemoryFootprint, work: Workload | None = None) -> int:
         """Returns the least host memory with which the footprint fits, in bytes.
 
-        It is a whole number of GiB. State moves to the device as far as that has room.
+        It is a whole number of GiB, or of MiB for a small model. State moves to the device as far
+        as that has room.
         """
-        enough = -(-footprint.account(work, host_limit=_PLENTY).host_peak_bytes // _GIB)
-        short = 0
+        most = rounded_up(footprint.account(work, host_limit=_PLENTY).host_peak_bytes)
+        unit = _GIB if most >= 8 * _GIB else 2**20
+        short, enough = 0, most // unit
         while enough - short > 1:
             middle = (enough + short) // 2
             short, enough = (
                 (short, middle)
-                if footprint.account(work, host_limit=middle * _GIB).fits
+                if footprint.account(work, host_limit=middle * unit).fits
                 else (middle, enough)
             )
-        return enough * _GIB
+        return enough * unit
 
-    def _memory(self, needs: dict[str, int], others: dict[str, str] | None = None) -> Suggestion:
+    def _memory(
+        self,
+        needs: dict[str, int],
+        others: dict[str, str] | None = None,
+        choice: Choice | None = None,
+    ) -> Suggestion:
         """Returns the suggestion to have more memory.
 
         Args:
             needs: `device` or `host` -> bytes of memory needed.
             others: Further options that the suggestion changes.
+            choice: The plan with that memory, if it is known. Otherwise it is searched.
         """
         limits = {"device": self.plan.device_limit_bytes, "host": self.plan.host_limit_bytes}
         if self.hardware.unified:  # both options limit the same memory
             needs = dict.fromkeys(limits, sum(needs.values()))
-        options = (others or {}) | {f"{place}-memory": _gib(size) for place, size in needs.items()}
+        needs = {place: rounded_up(size) for place, size in needs.items()}
+        options = (others or {}) | {
+            f"{place}-memory": exact_size(size) for place, size in needs.items()
+        }
         more = sum(max(size - limits[place], 0) for place, size in needs.items()) // (
             2 if self.hardware.unified else 1
         )
+        work = msgspec.structs.replace(
+            self.work, batch=int(options.get("batch", str(self.work.batch)))
+        )
         return Suggestion(
-            change=f"{_as_options(options)}, {format_bytes(more)} more", options=options, fits=True
+            change=f"{_as_options(options)}, {format_bytes(more)} more",
+            options=options,
+            fits=True,
+            tokens_per_second=(
+                tokens_per_second(work, choice.step_seconds)
+                if choice
+                else self._speed(
+                    work,
+                    self._least(
+                        work, **{f"{place}_limit_bytes": size for place, size in needs.items()}
+                    ),
+                    **{f"{place}_limit": size for place, size in needs.items()},
+                )
+            ),
+            note=_note(others or {}, work),
         )
 
     def _smaller_moments(self) -> list[Suggestion]:
@@ -281,10 +346,7 @@ class Adviser:
         Returns None if nothing fits, or if a lower bound of the step time shows that the change
         gains too little.
         """
-        held = {
-            "device_limit": self.plan.device_limit_bytes,
-            "host_limit": self.plan.host_limit_bytes,
-        } | limits
+        held = self._limits | limits
         least = self._least_seconds(work, held["device_limit"], held["host_limit"])
         if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
             return None
@@ -299,6 +361,7 @@ class Adviser:
             options,
             gain,
             _total(self.choice.account) - _total(found.account),
+            note="nothing streams then" if note else _note(options, work),
         )
 
     def _least_seconds(self, work: Workload, device_limit: int, host_limit: int) -> float:
@@ -320,6 +383,7 @@ class Adviser:
         saved: int,
         *,
         unsupported: bool = False,
+        note: str = "",
     ) -> Suggestion:
         return Suggestion(
             change=change,
@@ -329,13 +393,14 @@ class Adviser:
             bytes_saved=saved,
             tokens_per_second=self.speed * (1 + gain),
             gain=gain,
+            note=note,
         )
 
     def _resident(self) -> Suggestion | None:
         """Returns the gain of enough device memory to stream nothing. More memory gains nothing.
 
-        Returns None if nothing streams already, if the memory is more than four times the present
-        one, or if the policy `resident` is not to be used.
+        Returns None if nothing streams already, if the machine does not have so much memory, or if
+        the policy `resident` is not to be used.
         """
         if {"h2d", "d2h"}.isdisjoint(self.choice.bounds.lanes_ns) or "resident" not in self.names:
             return None
@@ -343,13 +408,11 @@ class Adviser:
         plan = msgspec.structs.replace(
             self.plan, policy="resident", knobs=type(self.plan.knobs)(), workload=few
         )
-        size = MemoryFootprint(plan, self.costs).account().device_peak_bytes
+        size = rounded_up(MemoryFootprint(plan, self.costs).account().device_peak_bytes)
         # If it fits already, the search did not choose it because something else is faster.
-        if not self.plan.device_limit_bytes < size <= _MOST_DEVICE * self.plan.device_limit_bytes:
+        if not self.plan.device_limit_bytes < size <= self.hardware.device_bytes:
             return None
-        return self._searched(
-            {"device-memory": _gib(size)}, self.work, device_limit=-(-size // _GIB) * _GIB
-        )
+        return self._searched({"device-memory": exact_size(size)}, self.work, device_limit=size)
 
     def _fast_moments(self) -> Suggestion | None:
         """Returns the gain of moments in bf16, which halves their bytes.
@@ -403,9 +466,13 @@ def _excess(account: Account) -> tuple[int, int]:
     return account.excess_bytes, _total(account)
 
 
-def _gib(size: int) -> str:
-    """Returns `size`, rounded up to whole GiB, as the value of an option."""
-    return f"{-(-size // _GIB)}GiB"
+def _note(options: dict[str, str], work: Workload) -> str:
+    """Returns what the changed `options`, which make up the workload `work`, cost in words."""
+    if "clipping" in options:
+        return "gives up gradient clipping"
+    if {"batch", "accumulation", "seq"} & options.keys():
+        return f"a step has {work.step_tokens:,} tokens"
+    return ""
 
 
 def _with_half_moments(account: Account) -> Account:

@@ -21,7 +21,7 @@ from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.within_spread import WithinSpread
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
-from megatrain.simulator.engine.exposed import exposed_ns, slowed_ns
+from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
@@ -36,9 +36,10 @@ from megatrain.simulator.planner.capacity import (
 )
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.verdict.advice import Adviser, Suggestion
+from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, estimate
+from megatrain.simulator.verdict.suggestion import Suggestion
 
 
 class TrainingEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +47,14 @@ class TrainingEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     """Tokens to train on."""
+    hours: float
+    """Hours of training: tokens / tokens_per_second / 3600, with all GPUs together."""
+    hours_low: float | None = None
+    """Hours if each step takes the lower end of its range. None if there is no range."""
+    hours_high: float | None = None
+    """Hours if each step takes the upper end of its range. None if there is no range."""
     days: float
-    """Days of training: tokens / tokens_per_second / 86400, with all GPUs together."""
+    """The same in days: hours / 24."""
     energy_kwh: float | None
     """Energy of all GPUs in kWh: board power x hours / 1000. On a machine with unified memory, the
     power is that of the whole package. None if the power is not known."""
@@ -69,15 +76,23 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Number of parameters that one token uses. It is smaller in a mixture of experts."""
     hardware: str
     """Name of the machine."""
+    machine: str = ""
+    """The machine's name as people write it, such as `RTX 4090`."""
+    host_memory_assumed: bool = False
+    """Whether the host memory is the usual one of such a machine, which nobody stated."""
     unified: bool
     """Whether CPU and GPU share one memory. The device's bytes are then the whole memory, and
     nothing is copied."""
     workload: Workload
     """The workload of a step."""
+    model_longest_row: int | None = None
+    """The most tokens of a sequence by the model's own config. None if it does not say."""
     policy: str
     """Name of the chosen policy."""
     knobs: dict[str, object]
     """Knobs that the policy reads, with their values. Empty for a policy of another system."""
+    batch_chosen: bool = False
+    """Whether the micro-batch was chosen because none was named."""
     prediction_only: bool
     """Whether the policy is that of another system, which the runtime cannot execute."""
     feasible: bool
@@ -94,13 +109,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Upper end of the range of the step time. None as for `step_seconds_low`."""
     tokens_per_second: float
     """Predicted tokens per second."""
+    tokens_per_second_low: float | None = None
+    """Tokens per second if a step takes `step_seconds_high`. None as for `step_seconds_low`."""
+    tokens_per_second_high: float | None = None
+    """Tokens per second if a step takes `step_seconds_low`. None as for `step_seconds_low`."""
     tflops_6n: float
     """6 x all parameters x tokens/s, in TFLOPS. For a mixture of experts this exceeds what the GPU
     computes. See `tflops_6n_active`."""
     tflops_6n_active: float
     """6 x the parameters that one token uses x tokens/s, in TFLOPS."""
     mfu: float | None
-    """Model FLOPs utilisation. None if the machine's peak rate is not known for the dtype."""
+    """Model FLOPs utilisation: the model's FLOPs as a share of the GPU's peak by its datasheet.
+    None if the library has no datasheet of the GPU with a peak for the dtype."""
+    matmul_rate_share: float | None = None
+    """The model's FLOPs as a share of the rate of a large matrix product that the calibration
+    measured. None if the machine was not calibrated."""
     lower_bound_seconds: float
     """Seconds that no order of the plan's ops can beat."""
     lower_bound_lane: str
@@ -108,6 +131,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: dict[str, float] = {}
     """Lane -> time in which it ran and compute did not. Lanes that ran at the same time share it.
     `waiting` is the time in which no lane ran. See `exposed.py`."""
+    step_shares: dict[str, float] = {}
+    """What the GPU does in a step -> share of the step. `compute` is the time in which layers are
+    computed. In the rest compute waits: for the optimizer on the host (`host_optimizer`) or on the
+    device (`device_optimizer`), for `copies`, or for `nothing_else`, which is dispatch and the
+    host's time between steps. They add up to 1. Empty if the plan was not simulated."""
     slowed_seconds: float = 0.0
     """Additional time of compute ops because other lanes run at the same time."""
     streams: bool = True
@@ -175,15 +203,20 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
     plan, account, limits = choice.plan, choice.account, choice.bounds
     work, seconds = plan.workload, choice.step_seconds
     peer = policy_library.is_prediction_only(plan.policy)
-    peak = hardware.peak_tflops.get(work.dtype)
+    peak, matmul = hardware.datasheet_tflops(work.dtype), hardware.peak_tflops.get(work.dtype)
     low, high = _range(choice, hardware)
     verdict = Verdict(
         model=plan.model.name,
         parameters=plan.model.parameters,
         active_parameters=plan.model.active_parameters,
         hardware=hardware.name,
+        machine=_title(hardware),
+        host_memory_assumed=(
+            hardware.costs is None and plan.host_limit_bytes == hardware.host_bytes
+        ),
         unified=hardware.unified,
         workload=work,
+        model_longest_row=plan.model.longest_row,
         policy=plan.policy,
         knobs={} if peer else _knobs(plan),
         prediction_only=peer,
@@ -193,11 +226,16 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         step_seconds_low=low,
         step_seconds_high=high,
         tokens_per_second=tokens_per_second(work, seconds),
+        tokens_per_second_low=tokens_per_second(work, high) if high else None,
+        tokens_per_second_high=tokens_per_second(work, low) if low else None,
         tflops_6n=tflops_6n(plan.model, work, seconds),
         tflops_6n_active=tflops_6n(plan.model, work, seconds)
         * plan.model.active_parameters
         / plan.model.parameters,
         mfu=mfu(plan.model, work, seconds, peak) if peak else None,
+        matmul_rate_share=(
+            mfu(plan.model, work, seconds, matmul) if matmul and hardware.costs else None
+        ),
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
         lower_bound_lane=limits.latest,
         streams=not {"h2d", "d2h"}.isdisjoint(limits.lanes_ns),
@@ -220,6 +258,34 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         if tokens is None
         else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
     )
+
+
+def _title(hardware: HardwareSpec) -> str:
+    """Returns the machine's name as people write it."""
+    known = HardwareSpec.of_gpu(hardware.costs.measured_on) if hardware.costs else None
+    return hardware.title or (known.title if known else "") or f"machine {hardware.name}"
+
+
+_WAITS = {
+    "cpu": "host_optimizer",
+    "update": "device_optimizer",
+    "h2d": "copies",
+    "d2h": "copies",
+    WAITING: "nothing_else",
+}
+"""What compute waits for, by the lane that is busy meanwhile."""
+
+
+def _shares(exposed: dict[str, float], makespan_ns: int, step_seconds: float) -> dict[str, float]:
+    """Returns `Verdict.step_shares`, from the exposed ns by lane and the makespan of the step."""
+    step_ns = step_seconds * 1e9
+    shares = {"compute": (makespan_ns - sum(exposed.values())) / step_ns}
+    for lane, time in exposed.items():
+        shares[_WAITS[lane]] = shares.get(_WAITS[lane], 0.0) + time / step_ns
+    shares["nothing_else"] = 1 - sum(
+        share for name, share in shares.items() if name != "nothing_else"
+    )
+    return shares
 
 
 def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float | None]:
@@ -279,8 +345,15 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
         else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
+    low, high = (
+        None if end is None else hours * end / verdict.step_seconds
+        for end in (verdict.step_seconds_low, verdict.step_seconds_high)
+    )
     return TrainingEstimate(
         tokens=tokens,
+        hours=hours,
+        hours_low=low,
+        hours_high=high,
         days=hours / 24,
         energy_kwh=None if hardware.watts is None else gpus * hardware.watts * hours / 1000,
         watts=hardware.watts,
@@ -350,6 +423,7 @@ def explain(
         verdict,
         slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
+        step_shares=_shares(exposed, timeline.makespan_ns, verdict.step_seconds),
         extrapolated=dict(flagged),
         advice=advice,
         one_more_gib=more_memory,

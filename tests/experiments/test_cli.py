@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatrain.experiments.cli import layout, this_machine, verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime.calibration.presets import LARGE, model_of
-from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
+from megatrain.simulator.base.units import format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import evaluation, lower, names, peers
 from megatrain.simulator.schedule.plan import Knobs, Plan
@@ -40,6 +42,7 @@ KEYS = {
     "advice",
 }
 RUN_FILES = {
+    "checkpoints",
     "plan.toml",
     "hardware.toml",
     "config.toml",
@@ -229,11 +232,13 @@ def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) 
         12,
         "--policy",
         "sequential",
+        "--why",
         "--out",
         "plan.toml",
     )
     assert outcome.status == 0, outcome.err
-    flagged = next(line for line in outcome.out.splitlines() if line.startswith("costs: measured "))
+    assert "some operations were not measured in this size" in flat(outcome.out)
+    flagged = flat(outcome.out).partition("Costs measured ")[2]
     assert "outside the measured range: " in flagged
     assert all(
         f"{kind} ({count} ops)" in flagged
@@ -300,7 +305,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert outcome.out.endswith(
         f"wrote new/plans/plan.toml: policy double_buffer, schedule {plan.digest}\n"
     )
-    assert "(57.63 k parameters) on here" in outcome.out
+    assert "(57.6 k) fits on machine here with 500 KiB of VRAM" in flat(outcome.out)
 
     outcome = command("simulate", "new/plans/plan.toml", "--json", "--trace", "new/simulated.json")
     assert (outcome.status, outcome.err) == (0, "")
@@ -404,8 +409,12 @@ def test_simulate_prints_every_lane_and_the_memory(command: Any) -> None:
     Path("plan.toml").write_text(
         text.replace(f"device_limit_bytes = {plan.device_limit_bytes}", "device_limit_bytes = 1000")
     )
-    assert "of 1000 B: DOES NOT FIT" in command("simulate", "plan.toml").out
-    assert only_object(command("simulate", "plan.toml", "--json").out)["feasible"] is False
+    outcome = command("simulate", "plan.toml")
+    assert (outcome.status, outcome.err) == (3, "")
+    assert "of 1000 B: DOES NOT FIT" in outcome.out
+    outcome = command("simulate", "plan.toml", "--json")
+    assert outcome.status == 3
+    assert only_object(outcome.out)["feasible"] is False
 
 
 @pytest.mark.usefixtures("workplace")
@@ -464,6 +473,11 @@ def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in
     assert files_in(workplace) == before
 
 
+def flat(text: str) -> str:
+    """The text without its line breaks and columns."""
+    return " ".join(text.split())
+
+
 def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
     words = (
         "check",
@@ -482,8 +496,11 @@ def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
     assert (report["step_seconds_low"], report["step_seconds_high"]) == pytest.approx(
         (0.8 * report["step_seconds"], 1.2 * report["step_seconds"])
     )
-    low, high = (format_seconds(report[f"step_seconds_{end}"]) for end in ("low", "high"))
-    assert f"so a step may take {low} to {high}" in command(*words).out
+    low, high = (layout.rough(report[f"tokens_per_second_{end}"]) for end in ("low", "high"))
+    text = command(*words).out
+    assert f"({low} to {high}; from datasheets, not measured)" in text
+    assert "assumed" not in text, "the host memory was given"
+    assert not report["host_memory_assumed"]
 
 
 def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
@@ -499,45 +516,61 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
         "--gpus",
         "8",
     )
-    report, text = only_object(command(*words, "--json").out), command(*words).out
+    report = only_object(command(*words, "--json").out)
+    printed = command(*words, "--why").out
+    assert max(map(len, printed.splitlines())) <= 80
+    text = flat(printed)
+    assert f"Speed {report['tokens_per_second']:,.0f} tokens/s " in text
+    ends = [layout.rough(report[f"tokens_per_second_{end}"]) for end in ("low", "high")]
+    assert f"({ends[0]} to {ends[1]}; " in text
+    assert f"{layout.seconds(report['step_seconds'])} a step of 32 x 1,024 tokens" in text
+    assert report["batch_chosen"]
+    assert ", the largest micro-batch up to 32 that fits, MFU " in text
+    assert f"MFU {report['mfu']:.0%}" in text
+    assert f"{report['mfu']:.1%} of the datasheet's peak (MFU)" in text
     assert (
-        f"step {format_seconds(report['step_seconds'])}, {report['tokens_per_second']:,.0f}"
-        f" tokens/s, {report['tflops_6n']:.4g} TFLOPS (6N)" in text
-    )
-    assert f"MFU {report['mfu']:.1%}" in text
-    assert (
-        "lower bound for any order of these operations:"
+        "no order of these operations takes less than"
         f" {format_seconds(report['lower_bound_seconds'])} ({report['lower_bound_lane']})" in text
     )
     for lane, seconds in report["exposed_seconds"].items():
         assert (f"{lane} {format_seconds(seconds)}" in text) == (
             seconds >= report["step_seconds"] / 1000
         )
-    for place in ("device", "host"):
-        assert (
-            f"] {format_bytes(report[f'{place}_peak_bytes'])} of"
-            f" {format_bytes(report[f'{place}_limit_bytes'])}" in text
-        )
+    assert sum(report["step_shares"].values()) == pytest.approx(1)
+    assert f"GPU computes {report['step_shares']['compute']:.0%}, waits for " in text
+    assert f"for copies {report['step_shares']['copies']:.0%}" in text
+    for label, place in (("VRAM", "device"), ("RAM", "host")):
+        peak, limit = (report[f"{place}_{end}_bytes"] / 2**30 for end in ("peak", "limit"))
+        assert f"{label} {peak:.1f} of {limit:.1f} GiB {layout.bar(peak, limit)}" in text
         for name, size in report["classes"][place].items():
-            assert (
-                size < report[f"{place}_peak_bytes"] / 1000
-                or f" {name:<14}{format_bytes(size):>12}" in text
-            )
+            shown = f"{verdict_text.CLASS_NAMES[name]} {size / 2**30:.1f}"
+            assert size < 0.05 * 2**30 or shown in text
     assert (
-        f"a context of {report['longest_context']:,} tokens (batch 1), a micro-batch of"
-        f" {report['largest_batch']:,} x 1024" in text
+        f"a context of up to {report['longest_context']:,} tokens, or"
+        f" {report['largest_batch']:,} sequences of 1,024" in text
     )
     assert report["advice"]
     for entry in report["advice"]:
-        assert f"{entry['gain']:+.0%}, {entry['tokens_per_second']:,.0f} tokens/s" in text
-        assert entry["change"] in text
+        if entry["unsupported"]:
+            assert f"{entry['change']}, {entry['gain']:+.0%}: not in the runtime yet" in text
+        else:
+            option = " ".join(f"--{name} {value}" for name, value in entry["options"].items())
+            assert (
+                f"{option} {entry['gain']:+.0%} {entry['tokens_per_second']:,.0f} tokens/s"
+                f" {entry['note']}".strip()
+                in text
+            )
+    training = report["training"]
+    hours = [training[key] for key in ("hours", "hours_low", "hours_high")]
     assert (
-        f"1 B tokens: {report['training']['days']:,.2f} days,"
-        f" {report['training']['energy_kwh']:,.1f} kWh at 700 W per GPU" in text
+        f"Time 1 B tokens in {layout.hours(*hours)} on 8 GPUs,"
+        f" {layout.rough(training['energy_kwh'])} kWh of GPU energy" in text
     )
-    assert f"8 GPUs: {report['several']['tokens_per_second']:,.0f} tokens/s" in text
+    assert training["days"] == pytest.approx(training["hours"] / 24)
+    assert f"8 GPUs {report['multi_gpu']['tokens_per_second']:,.0f} tokens/s" in text
     assert report["multi_gpu"]["note"] in text
     assert "first estimate" in report["multi_gpu"]["note"]
+    assert "megatrain plan qwen2.5-7b --hardware h200 --device-memory 60GiB" in text
 
 
 def test_check_of_what_does_not_fit(command: Any) -> None:
@@ -550,22 +583,34 @@ def test_check_of_what_does_not_fit(command: Any) -> None:
         "20GiB",
         "--host-memory",
         "100GiB",
+        "--batch",
+        "32",
     )
     outcome = command(*words, "--json")
-    assert (outcome.status, outcome.err) == (2, "")
+    assert (outcome.status, outcome.err) == (3, "")
     report = only_object(outcome.out)
     assert report.keys() >= KEYS
     assert report["feasible"] is False
     assert report["binding"] in report["pools"]
     first = report["advice"][0]
-    outcome = command(*words)
-    assert (outcome.status, outcome.err) == (2, "")
-    assert "DOES NOT FIT" in outcome.out
-    assert report["reason"] in outcome.out
-    assert all(entry["change"] in outcome.out for entry in report["advice"])
+    outcome = command(*words, "--why")
+    assert (outcome.status, outcome.err) == (3, "")
+    text = flat(outcome.out)
+    assert text.startswith("NO Full fine-tuning of qwen2.5-32b (32.8 B) does not fit on one H200")
+    assert f"Limit {report['binding']}: {report['reason']}" in text
+    for entry in report["advice"]:
+        name = entry["model"] or " ".join(f"--{key} {to}" for key, to in entry["options"].items())
+        assert not entry["fits"] or (
+            f"{name} {layout.speed(entry['tokens_per_second'])} tokens/s" in text
+        )
+        assert entry["fits"] or entry["unsupported"] or name not in text
     assert first["fits"]
     taken = [word for name, value in first["options"].items() for word in (f"--{name}", value)]
-    assert command(*words, *taken).status == 0
+    again = command(*words, *taken, "--json")
+    assert again.status == 0
+    assert only_object(again.out)["tokens_per_second"] == pytest.approx(
+        first["tokens_per_second"], rel=0.02
+    )
 
 
 def test_check_of_a_machine_with_one_memory(command: Any) -> None:
@@ -581,10 +626,119 @@ def test_check_of_a_machine_with_one_memory(command: Any) -> None:
     )
     outcome = command(*words)
     assert (outcome.status, outcome.err) == (0, "")
-    assert "one memory for CPU and GPU, nothing is copied" in outcome.out
-    assert "fits with policy resident" in outcome.out
-    assert not [line for line in outcome.out.splitlines() if line.startswith(("host", "device"))]
+    assert "fits on one Apple M4 Max with 96 GiB of memory." in flat(outcome.out)
+    bars = [line.split()[0] for line in outcome.out.splitlines() if "##" in line]
+    assert bars == ["Memory"]
     assert only_object(command(*words, "--json").out)["unified"] is True
+
+
+@pytest.mark.parametrize(
+    ("model", "host", "batch"),
+    [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-14b", "64GiB", 1)],
+)
+def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
+    command: Any, model: str, host: str, batch: int
+) -> None:
+    words = ("check", model, "--hardware", "rtx3080-10gb", "--host-memory", host, "--policy")
+    report = only_object(command(*words, "k_buffer", "--json").out)
+    assert report["batch_chosen"]
+    assert report["workload"]["batch"] == batch
+    if batch < 32:
+        larger = command(*words, "k_buffer", "--batch", 2 * batch)
+        assert larger.status == 3, "twice as many do not fit"
+
+
+def test_a_sequence_beyond_the_model_s_own_limit_is_said(command: Any, workplace: Path) -> None:
+    assert json.loads((workplace / "tiny/config.json").read_text())["max_position_embeddings"] == 64
+    words = ("tiny", "--hardware", "h200", "--batch", "1", "--seq")
+    outcome = command("check", *words, "128")
+    assert (outcome.status, outcome.err) == (0, "")
+    note = (
+        "Note sequences of 128 tokens are longer than the model's own limit of 64"
+        " (max_position_embeddings)"
+    )
+    assert note in flat(outcome.out)
+    assert "(the model's own limit is 64)" in flat(outcome.out)
+    assert "Note" not in command("check", *words, "64").out
+    assert note in flat(command("plan", *words, "128", "--out", "new.toml").out)
+
+
+def answer_as_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """Puts a program `nvidia-smi` first on the path that prints `answer`."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def test_without_hardware_it_is_this_machine(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer_as_the_driver(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090, 24564")
+    monkeypatch.setattr(this_machine, "_host_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr(this_machine, "_cores", lambda: 8)
+    words = ("check", "qwen2.5-0.5b", "--batch", "1")
+    outcome = command(*words)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "fits on one RTX 4090 (this machine) with 23 GiB of VRAM and 100 GiB of RAM." in flat(
+        outcome.out
+    )
+    assert "calibrate qwen2.5-0.5b" in outcome.out
+    report = only_object(command(*words, "--json").out)
+    assert report["device_limit_bytes"] == int(0.96 * 24564 * 2**20)
+    assert not report["host_memory_assumed"]
+    known, here = HardwareSpec.load("rtx4090"), this_machine.this_machine()
+    assert here.cpu_update_per_s == known.cpu_update_per_s / 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (None, "no NVIDIA GPU on this machine"),
+        ("", "no NVIDIA GPU on this machine"),
+        ("NVIDIA TITAN X, 12288", "a GPU that the library does not have, NVIDIA TITAN X"),
+    ],
+)
+def test_a_machine_without_a_known_gpu_is_told_to_name_one(
+    answer: str | None, found: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if answer is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        answer_as_the_driver(tmp_path, monkeypatch, answer)
+    outcome = command("check", "qwen2.5-7b")
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.count("\n") == 1
+    assert f"--hardware: found no --hardware, and {found}" in outcome.err
+    assert "--hardware " in outcome.err.partition("; fix: ")[2]
+
+
+def test_this_machine_s_own_memory_and_cores_are_read() -> None:
+    assert 2**20 < this_machine._host_bytes() < 2**60
+    assert this_machine._cores() >= 1
+
+
+def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [ModelSpec.load(name) for name in ("qwen2.5-72b", "qwen2.5-1.5b", "qwen2.5-0.5b")]
+    monkeypatch.setattr("megatrain.simulator.verdict.alternatives.library_models", lambda: few)
+    words = ("check", "--hardware", "rtx3080-10gb")
+    outcome = command(*words)
+    assert (outcome.status, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("YES     These models of the library can be fine-tuned in full")
+    assert [line.split()[0] for line in lines[-3:-1]] == ["qwen2.5-1.5b", "qwen2.5-0.5b"]
+    assert lines[-1] == "1 other model of the library does not fit."
+    models = only_object(command(*words, "--json").out)["models"]
+    assert [
+        f"{model['tokens_per_second']:,.0f}" in line
+        for model, line in zip(models, lines[-3:-1], strict=True)
+    ] == [True, True]
+    one = only_object(command("check", "qwen2.5-1.5b", *words[1:], "--json").out)
+    assert models[0]["tokens_per_second"] == pytest.approx(one["tokens_per_second"])
+    assert models[0]["workload"] == one["workload"]
+    none = command(*words, "--host-memory", "1GiB", "--device-memory", "1GiB")
+    assert (none.status, none.out) == (3, "NO      No model of the library fits.\n")
 
 
 def test_check_of_every_policy(command: Any) -> None:
@@ -605,8 +759,9 @@ def test_check_of_every_policy(command: Any) -> None:
     assert all(report.keys() >= KEYS for report in reports)
     assert [report["step_seconds"] for report in reports] == sorted(
         report["step_seconds"] for report in reports
-    )  # all fit, so the fastest is the first
-    table = command(*words).out.splitlines()
+    )  # all fit: fastest first
+    *table, last = command(*words).out.splitlines()
+    assert last == "* another system, for prediction only"
     tight = (
         "check",
         "qwen2.5-7b",
@@ -617,11 +772,12 @@ def test_check_of_every_policy(command: Any) -> None:
         "--host-memory",
         "120GiB",
     )
-    lines = {line.split()[0]: line for line in command(*tight).out.splitlines()[1:]}
+    lines = {line.split()[0]: line for line in command(*tight).out.splitlines()[1:-1]}
     for report in only_object(command(*tight, "--json").out)["policies"]:
         line = lines[report["policy"]]
         assert (" OOM " in line) == (not report["feasible"])
-        assert report["feasible"] or report["reason"] in line
+        assert report["feasible"] or line.endswith((" RAM", " VRAM"))
+        assert len(line) <= 80
     assert " OOM " in lines["zero3_offload"]
     long = (*tight, "--tokens", "1B")
     days = {line.split()[0]: line for line in command(*long).out.splitlines()}
@@ -631,10 +787,10 @@ def test_check_of_every_policy(command: Any) -> None:
             assert report["training"]["days"] == pytest.approx(
                 1e9 / report["tokens_per_second"] / 86400
             )
-            assert f" {report['training']['days']:,.2f} " in days[report["policy"]]
+            assert f" {report['training']['hours']:,.1f} " in days[report["policy"]]
     assert [line.split()[0] for line in table[1:]] == [report["policy"] for report in reports]
     assert (
-        {line.split()[0] for line in table if "prediction only" in line}
+        {line.split()[0] for line in table if line.split()[1] == "*"}
         == {report["policy"] for report in reports if report["prediction_only"]}
         == set(peers())
     )

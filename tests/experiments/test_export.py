@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 Command = Callable[..., Any]
-TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", "2")
+TRAIN = (
+    *("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", "2"),
+    *("--schedule.kind", "constant"),
+)
 
 
 @pytest.fixture
@@ -63,6 +66,18 @@ def test_the_newest_checkpoint_is_what_the_run_ended_with(trained: Path, command
         AutoTokenizer.from_pretrained("out")("how are you").input_ids
         == AutoTokenizer.from_pretrained("tiny")("how are you").input_ids
     )
+
+
+def test_a_run_with_default_settings_can_be_exported(
+    finished: Path, tmp_path: Path, command: Command
+) -> None:
+    """One that saved nothing names the model that it wrote."""
+    outcome = command("export", finished, "--out", tmp_path / "out")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert same(tensors(tmp_path / "out"), tensors(finished / "model"))
+    shutil.copytree(finished, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
+    refused = command("export", tmp_path / "unsaved", "--out", tmp_path / "again")
+    assert f"fix: use the trained model in {tmp_path / 'unsaved' / 'model'}\n" in refused.err
 
 
 @pytest.mark.usefixtures("trained")
@@ -170,7 +185,7 @@ def test_what_cannot_be_is_one_line(command: Command) -> None:
         ),
         (
             ("run", "--out", "corpus/one.txt/out"),
-            "corpus/one.txt/out: found file exists; allowed: a folder that can be made",
+            "corpus/one.txt, which is not a writable folder; allowed: a path in a writable folder",
         ),
     ):
         outcome = command("export", *words)

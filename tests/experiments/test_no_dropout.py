@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli.commands import calibrate
 from megatrain.experiments.cli.options import OneLineParser
+from megatrain.runtime.calibration.presets import DefaultSet
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -41,10 +43,10 @@ def test_a_model_with_dropout_is_planned_and_trained(
         "new.toml",
     )
     refused = command(*words)
-    assert refused.status == 0
+    assert refused.status == 2
     assert (
-        "`megatrain train` will refuse this plan: model tiny: attention_dropout: found 0.1;"
-        " allowed: 0; fix: make the plan with --no-dropout" in refused.out
+        "model tiny: attention_dropout: found 0.1; allowed: 0; fix: make the plan with --no-dropout"
+        in refused.err
     )
     planned = command(*words, "--no-dropout")
     assert planned.status == 0
@@ -91,8 +93,9 @@ def test_calibrate_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("hardware.toml").exists()
     parser = OneLineParser()
     calibrate.describe(parser)
-    (subject,), workload, _ = calibrate._wanted(
-        parser.parse_args([*words, "--no-dropout"]), torch.device("cpu")
+    model = ModelSpec.load("tiny")
+    workload, _ = calibrate._wanted(
+        parser.parse_args([*words, "--no-dropout"]), model, DefaultSet((), 32, 1024, ())
     )
     assert workload.no_dropout
-    assert subject.config.attention_dropout == 0
+    assert config_of(model).attention_dropout == 0

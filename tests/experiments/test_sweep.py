@@ -291,13 +291,13 @@ def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--over", "slots", 1), "an axis 'slots'; allowed: policy, weight_slots"),
+        (("--over", "slots", 1), "'slots'; allowed: policy, a knob"),
         (("--over", "weight_slots", "two"), "found 'two'"),
         (("--over", "weight_slots", 0), "knobs: weight_slots: found 0"),
         (("--over", "clipping", "some"), "found 'some'"),
         (("--over", "weight_slots"), "no value"),
         (("--over", "batch", 1, "--over", "batch", 2), "batch twice"),
-        (("--over", "policy", "k_buffers"), "found 'k_buffers'; allowed: double_buffer"),
+        (("--over", "policy", "k_buffers"), "did you mean k_buffer?"),
         (("--over", "device_memory", "much"), "found 'much'"),
         (
             ("--over", "weight_slots", *range(1, 1002), "--over", "batch", *range(1, 1002)),

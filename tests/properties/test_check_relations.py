@@ -182,9 +182,15 @@ def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
 def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
     """A plan that advice says fits does fit, and its gain is within one percentage point."""
     before = case.judged(advise=True)
-    entries = [entry for entry in before.advice if entry.options and entry.fits]
+    entries = [entry for entry in before.advice if entry.fits and (entry.options or entry.model)]
     assume(entries)
     entry = data.draw(st.sampled_from(entries))
+    if entry.model or "hardware" in entry.options:
+        model, machine = entry.model or case.model, entry.options.get("hardware", case.machine)
+        limits = case.limits if entry.model else {}
+        hardware = HardwareSpec.load(machine)
+        assert judge(ModelSpec.load(model), hardware, case.work, advise=False, **limits).feasible
+        return
     fields = {
         "batch": "batch",
         "seq": "sequence",

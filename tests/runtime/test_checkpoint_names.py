@@ -37,6 +37,7 @@ IN_PARTS = {
     "cohere2_moe",
     "hy_v3",
     "minimax",
+    "phimoe",
     "ernie4_5_moe",
     "hunyuan_v1_moe",
     "laguna",

@@ -101,18 +101,18 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
     inputs = [tensor.bfloat16() for tensor in wide]
     wide = [tensor.float() for tensor in inputs]
     gradient = torch.randn(2, 256, heads, depth, device="cuda").bfloat16()
-    module, others = torch.nn.Module(), {"sliding_window": window or None}
+    module = torch.nn.Module()
 
     def calculate(
         query: Any, key: Any, value: Any, bounds: Any
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         left: list[torch.Tensor] = []
-        return 2 * attend(module, query, key, value, bounds, results=left, **others)[0], left
+        return 2 * attend(module, query, key, value, bounds, results=left)[0], left
 
     def go_on(query: Any, key: Any, value: Any, bounds: Any, kept: Attention) -> torch.Tensor:
         # The factor of 2 keeps the compiled output from being an input's memory, which would have
         # no gradient. In a layer, a matrix product follows.
-        return 2 * attend(module, query, key, value, bounds, kept=kept, **others)[0]
+        return 2 * attend(module, query, key, value, bounds, kept=kept)[0]
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -122,7 +122,7 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
     )
     for cuts in CUTS:
         documents = documents_of(cuts, "cuda")
-        bounds = lengths.bounds(documents, lengths.room(documents), compiled=compiled)
+        bounds = lengths.bounds(documents, lengths.room(documents), window, compiled=compiled)
         index, number = torch.arange(256, device="cuda"), begins(documents).cumsum(1)
         behind = index[:, None] - index
         seen = (

@@ -4,6 +4,7 @@ frequencies of its own length, as if it were alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,13 @@ from whole_models import (
     scale_of,
     token_losses,
     whole_model,
+    without_draws,
 )
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.scaled_positions import ScaledPositions, document_lengths
+from megatrain.runtime.layers.transformers_model import refuse_unlike_transformers
 
 LIMIT = 8
 """number of tokens up to which positions are not scaled; the documents of `PACKED` have 9, 1, 14,
@@ -51,9 +54,13 @@ LATENT = {
     "rope_parameters": {**LONG, "short_factor": [1.0] * 4, "long_factor": HALF[:4]},
     "max_position_embeddings": 64,
 }
+MSCALED = {
+    "rope_parameters": {**LONGROPE["rope_parameters"], "short_mscale": 1.1, "long_mscale": 1.3}
+}
 SCALED = [
     ("llama", LONGROPE),
     ("phi3", {**LONGROPE, "original_max_position_embeddings": LIMIT}),
+    ("phimoe", {**LONGROPE, **MSCALED, **without_draws("phimoe")}),
     ("minicpm3", LATENT),
     ("llama", DYNAMIC),
     ("qwen2", DYNAMIC),
@@ -133,3 +140,13 @@ def test_each_length_has_its_own_frequencies_whatever_came_before(changes: dict[
 def test_a_token_knows_how_long_its_document_is() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
     assert document_lengths(positions).tolist() == [[3, 3, 3, 1, 2, 2], [6] * 6]
+
+
+@pytest.mark.parametrize(("family", "changes"), SCALED)
+def test_a_trial_run_leaves_the_model_s_config_as_it_is(
+    family: str, changes: dict[str, Any]
+) -> None:
+    model = model_of(family, **changes)
+    before = copy.deepcopy(model.config)
+    refuse_unlike_transformers(model)
+    assert model.config == before

@@ -60,6 +60,8 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 96,
     },
     "minicpm3": {**LATENT},
+    "jetmoe": {"kv_channels": 16, "num_local_experts": 8},
+    "phimoe": {"num_local_experts": 8},
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_5_moe_text": {
         **EXPERTS,

@@ -5,9 +5,11 @@ It has weights, batches, gradients of both, and their difference.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
+from megatrain.runtime.layers.layer_draws import seed_of
 from megatrain.runtime.layers.meta_model import widen_buffers
 from megatrain.runtime.optimizer.adamw import round_to_bf16
 from megatrain.simulator.model.families import CANNOT_SEPARATE_DOCUMENTS, FAMILIES
@@ -111,6 +114,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "floor_scale": SEQUENCE + 1,
     },
     "mellum": {"sliding_window": 8, "layer_types": SLIDING},
+    "phimoe": {"sliding_window": 8, "router_jitter_noise": 0.5, "input_jitter_noise": 0.1},
     "minicpm3": {"num_key_value_heads": 4},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
     "qwen3_5_text": {"full_attention_interval": 2},
@@ -251,6 +255,30 @@ def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
                 if hub_name(str(index), name, stack) not in saved:
                     continue  # transformers computes these tables
                 buffer.copy_(weights(str(index), name, tuple(buffer.shape)))
+    return with_our_draws(model)
+
+
+def without_draws(family: str) -> dict[str, Any]:
+    """The changes after which the family's layers draw nothing at random."""
+    return dict.fromkeys(FAMILIES[family].draws, 0.0)
+
+
+def with_our_draws(model: Any, step: int = 1) -> Any:
+    """The model, whose layers draw in training what ours draw in this step: each call of a layer
+    is that of the next micro-batch.
+    """
+    if FAMILIES[model.config.model_type].draws:
+        for index, layer in enumerate(DecoderStack.of(model).layers_of(model)):
+            micro_batches = itertools.count()
+
+            def seed(
+                _layer: object, _input: object, name: str, micro_batches: Iterator[int]
+            ) -> None:
+                torch.manual_seed(seed_of(step, next(micro_batches), name))
+
+            layer.register_forward_pre_hook(
+                functools.partial(seed, name=str(index), micro_batches=micro_batches)
+            )
     return model
 
 
@@ -291,11 +319,15 @@ def difference(ours: Tensors, theirs: Tensors) -> float:
 
     A difference is relative to the tensor's largest element, or to 1e-4 if that is more. A smaller
     gradient is the rest of terms that cancel: without rotary positions, the gradient of a key's
-    bias is zero except for rounding.
+    bias is zero except for rounding. For the same reason, differences of up to 1e-8 do not
+    count: a sliding window of one token leaves no more of the gradients of queries and keys.
     """
     assert ours.keys() == theirs.keys()
     return max(
-        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-4))
+        float(
+            ((ours[name] - theirs[name]).abs().max() - 1e-8).clamp(min=0)
+            / theirs[name].abs().max().clamp(min=1e-4)
+        )
         for name in theirs
     )
 

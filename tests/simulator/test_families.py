@@ -20,6 +20,7 @@ from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from megatrain.runtime.layers import grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
@@ -165,6 +166,8 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 16},
     ],
     "minimax": [{"layer_types": ["full_attention", "full_attention", "linear_attention"] * 2}],
+    "jetmoe": [{"num_key_value_heads": 2, "num_attention_heads": 4}, {"num_local_experts": 4}],
+    "phimoe": [BIASED, {"lm_head_bias": True}, {"sliding_window": 16}, {"num_local_experts": 4}],
     "persimmon": [{"qk_layernorm": False}],
     "hy_v3": [
         BIASED,
@@ -313,6 +316,7 @@ BOUNDED = ("falcon", "codegen", "minimax")
 SAVED += [
     ("gemma2", {"attn_logit_softcapping": None}),
     ("stablelm", {"qk_layernorm": True}),
+    ("phimoe", {"input_jitter_noise": 0.01}),
     ("cohere2_moe", {"num_shared_experts": 2}),
 ]
 
@@ -346,6 +350,7 @@ def test_saved_bytes_are_what_autograd_keeps(
         .to(TORCH_DTYPE[dtype])
         .train()
     )
+    grouped_experts.install(model)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.05)
     positions = torch.arange(sequence)[None]

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from megatrain.runtime.layers import grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
@@ -114,6 +115,7 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
         .to(TORCH_DTYPE[dtype])
         .train()
     )
+    grouped_experts.install(model)
     positions = torch.arange(work.sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(

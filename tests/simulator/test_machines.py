@@ -171,3 +171,13 @@ def test_a_faster_gpu_computes_a_layer_sooner() -> None:
         cost_model(HardwareSpec.load(name), model, workload).duration_ns(op) for name in order
     ]
     assert durations == sorted(durations, reverse=True)
+
+
+def test_every_machine_has_a_name_as_people_write_it_and_no_two_the_same_gpu() -> None:
+    machines = [HardwareSpec.load(name) for name in NAMES]
+    assert len({machine.title for machine in machines} - {""}) == len(machines)
+    gpus = [gpu for machine in machines for gpu in machine.gpu_names]
+    assert len(set(gpus)) == len(gpus)
+    for machine in machines:
+        assert all(HardwareSpec.of_gpu(gpu) == machine for gpu in machine.gpu_names)
+    assert HardwareSpec.of_gpu("h200") is None, "its own name is not the driver's"

@@ -264,6 +264,10 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
             {**GOOD, "model_type": "qwen3_moe", "mlp_only_layers": [True]},
             ["mlp_only_layers", "found [True]", "a list of layer numbers"],
         ),
+        (
+            {**GOOD, "model_type": "falcon", "output_attentions": True},
+            ["output_attentions", "found True", "allowed: false"],
+        ),
     ],
 )
 def test_a_config_that_is_not_supported_is_one_line(config: object, words: list[str]) -> None:

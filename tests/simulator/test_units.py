@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 import megatrain.simulator
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.units import format_bytes, format_seconds, parse_bytes
+from megatrain.simulator.base.units import (
+    exact_size,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    rounded_up,
+)
 
 MODULES = sorted(
     module.name
@@ -38,8 +44,12 @@ def test_there_are_examples_in_the_docstrings() -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1", 1),
         ("512B", 512),
+        ("24G", 24 * 2**30),
+        ("24g", 24 * 2**30),
+        ("24gb", 24 * 10**9),
+        ("24gib", 24 * 2**30),
+        ("1.5 T", 3 * 2**39),
         ("1kB", 1000),
         ("1 KiB", 1024),
         ("1.5GiB", 3 * 2**29),
@@ -59,6 +69,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
         "GiB",
         "-1GiB",
         "0",
+        "24",
         "1e9",
         "1.5.2 GB",
         "12 parsecs",
@@ -79,6 +90,17 @@ def test_other_texts_are_refused_in_one_line(text: str) -> None:
     assert "allowed: " in message
     assert "fix: " in message
     assert "\n" not in message
+
+
+def test_a_number_without_a_unit_is_told_the_usual_one() -> None:
+    with pytest.raises(UserError, match=r"found 24, a number without a unit; .*; fix: write 24GiB"):
+        parse_bytes("24", "--device-memory")
+
+
+@given(st.integers(1, 2**59))
+def test_the_value_of_an_option_is_not_rounded(size: int) -> None:
+    assert parse_bytes(exact_size(size)) == pytest.approx(size, rel=1e-15)
+    assert 0 <= rounded_up(size) - size < max(2**20, size / 8 + 1)
 
 
 @given(st.text(max_size=30))

@@ -90,6 +90,11 @@ def test_sums(device_limit: int | None) -> None:
     assert verdict.step_seconds_low is not None
     assert verdict.step_seconds_high is not None
     assert verdict.step_seconds_low < verdict.step_seconds < verdict.step_seconds_high
+    assert sum(verdict.step_shares.values()) == pytest.approx(1)
+    assert all(share >= -1e-9 for share in verdict.step_shares.values())
+    assert verdict.step_shares["compute"] == pytest.approx(1 - exposed / verdict.step_seconds)
+    assert verdict.tokens_per_second_high == pytest.approx(8 * 1024 / verdict.step_seconds_low)
+    assert verdict.tokens_per_second_low == pytest.approx(8 * 1024 / verdict.step_seconds_high)
 
 
 def span(lane: str, start: int, end: int) -> Span:
@@ -260,6 +265,34 @@ def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) 
     )
 
 
+def test_the_least_memory_that_fits_a_small_model_is_not_rounded_to_gib() -> None:
+    tiny = small_model.SMALL.with_layers(1)
+    work = Workload(batch=1, sequence=16, loss_chunk=16)
+    verdict = judge(tiny, H200, work, device_limit=600 * 2**20)
+    assert not verdict.feasible
+    entry = next(entry for entry in verdict.advice if "device-memory" in entry.options)
+    size = parse_bytes(entry.options["device-memory"])
+    assert entry.options["device-memory"].endswith("MiB")
+    assert judge(tiny, H200, work, device_limit=size, advise=False).feasible
+    assert not judge(tiny, H200, work, device_limit=size - 2**20, advise=False).feasible
+
+
+def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
+    """Another machine and a smaller model are named in its place, and keep their word."""
+    model, work = ModelSpec.load("llama-3.2-1b"), Workload(batch=64, sequence=4096)
+    hardware = HardwareSpec.load("rtx3080-10gb")
+    verdict = judge(model, hardware, work)
+    assert not verdict.feasible
+    assert not [entry for entry in verdict.advice if "device-memory" in entry.options]
+    (machine,) = [entry for entry in verdict.advice if "hardware" in entry.options]
+    other = judge(model, HardwareSpec.load(machine.options["hardware"]), work, advise=False)
+    assert other.feasible
+    assert other.tokens_per_second == pytest.approx(machine.tokens_per_second, rel=0.02)
+    for entry in verdict.advice:
+        if entry.model:
+            assert judge(ModelSpec.load(entry.model), hardware, work, advise=False).feasible
+
+
 def test_a_suggestion_that_promises_speed_keeps_it() -> None:
     """A suggestion's gain is what a search with its options finds."""
     work = msgspec.structs.replace(WORK, batch=2)
@@ -337,6 +370,9 @@ def test_training_arithmetic() -> None:
     verdict = small(tokens=10**9)
     assert verdict.training is not None
     assert verdict.training.days == pytest.approx(1e9 / verdict.tokens_per_second / 86400)
+    assert verdict.training.hours == pytest.approx(24 * verdict.training.days)
+    assert verdict.training.hours_low == pytest.approx(0.9 * verdict.training.hours)
+    assert verdict.training.hours_high == pytest.approx(1.1 * verdict.training.hours)
     assert verdict.training.energy_kwh == pytest.approx(700 * verdict.training.days * 24 / 1000)
     unstated = small(hardware=msgspec.structs.replace(H200, watts=None), tokens=10**9)
     assert unstated.training is not None

@@ -24,6 +24,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess
 from megatrain.simulator.planner.batch_splits import best_split, splits
+from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import _least_seconds, candidates, search
 from megatrain.simulator.verdict.marginal_memory import GIB, MarginalMemory, one_more_gib
 from megatrain.simulator.verdict.verdict import explain
@@ -31,6 +32,11 @@ from megatrain.simulator.verdict.verdict import explain
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
 HALF = ModelSpec.load("qwen2.5-0.5b")
+
+
+def flat(text: str) -> str:
+    """The text without its line breaks and columns."""
+    return " ".join(text.split())
 
 
 def chosen(work: Workload = WORK, **more: Any) -> Choice:
@@ -50,17 +56,15 @@ def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choice.plan).ops)
     verdict = explain(choice, H200)
     assert not verdict.streams
-    assert (
-        verdict_text.text(verdict)
-        .splitlines()[1]
-        .startswith("fits with policy overlapped: do not stream, everything stays on the device, ")
-    )
+    assert "; everything stays on the GPU, nothing is copied" in flat(verdict_text.text(verdict))
+    why = flat(verdict_text.text(verdict, why=True))
+    assert "Plan policy overlapped: do not stream, everything stays on the device, " in why
     assert {margin.gain for margin in verdict.one_more_gib} == {0.0}
     streamed = explain(
         candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0], H200
     )
     assert streamed.streams
-    assert "do not stream" not in verdict_text.text(streamed)
+    assert "nothing is copied" not in flat(verdict_text.text(streamed, why=True))
 
 
 def test_the_runner_up_is_another_plan_and_not_faster() -> None:
@@ -74,8 +78,22 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     played = assess(plan, cost_model(H200, SMALL, WORK))
     assert played.feasible
     assert played.step_seconds == pytest.approx(second.step_seconds, rel=0.001)
-    text = verdict_text.text(explain(choice, H200))
-    assert f"runner-up: policy {second.policy}, " in text
+    text = flat(verdict_text.text(explain(choice, H200), why=True))
+    assert f"Second policy {second.policy}, " in text
+
+
+def test_of_many_micro_batches_the_engine_s_time_decides_which_plan_comes_second() -> None:
+    """The search times two of them."""
+    work = Workload(batch=4, sequence=512, accumulation=6)
+    choice = PlacementSearch(
+        chosen(work, device_limit=7 * GIB).plan, cost_model(H200, SMALL, work)
+    ).best()
+    second = choice.runner_up
+    assert second is not None
+    plan = msgspec.structs.replace(choice.plan, knobs=second.knobs)
+    played = assess(plan, cost_model(H200, SMALL, work))
+    assert played.step_seconds == second.step_seconds
+    assert second.step_seconds >= choice.step_seconds
 
 
 def test_many_micro_batches_of_recomputing_are_not_searched_where_storing_is_faster() -> None:
@@ -138,7 +156,8 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
         choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB
     )
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
-    assert "one more GiB of device memory: +" in verdict_text.text(explain(choice, H200))
+    text = flat(verdict_text.text(explain(choice, H200), why=True))
+    assert "one more GiB of device memory: +" in text
 
 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:

@@ -13,6 +13,7 @@ from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.within_spread import WithinSpread
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.metrics import mfu
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess
@@ -125,6 +126,28 @@ def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> Non
     assert noisy.step_seconds_high is not None
     assert noisy.step_seconds_low < verdict.step_seconds_low
     assert noisy.step_seconds_high > verdict.step_seconds_high
+
+
+def test_mfu_is_of_the_datasheet_s_peak_and_not_of_the_measured_product(
+    plan: Plan, machine: HardwareSpec
+) -> None:
+    told, sheet = summarize(chosen(plan, machine), machine), HardwareSpec.load("h200")
+    peaks = [each.peak_tflops["bf16"] for each in (sheet, machine)]
+    assert peaks[1] < 0.9 * peaks[0]
+    expected = [mfu(plan.model, plan.workload, told.step_seconds, peak) for peak in peaks]
+    assert [told.mfu, told.matmul_rate_share] == expected
+    assert told.machine == "H200"
+    assert not told.host_memory_assumed
+    assert machine.costs is not None
+    elsewhere = msgspec.structs.replace(
+        machine, costs=msgspec.structs.replace(machine.costs, measured_on="NVIDIA TITAN X")
+    )
+    unknown = summarize(chosen(plan, elsewhere), elsewhere)
+    assert (unknown.mfu, unknown.matmul_rate_share) == (None, expected[1])
+    assert unknown.machine == f"machine {machine.name}"
+    unmeasured = summarize(chosen(plan, sheet), sheet)
+    assert unmeasured.matmul_rate_share is None
+    assert unmeasured.mfu is not None
 
 
 def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: HardwareSpec) -> None:

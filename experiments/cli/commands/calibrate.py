@@ -16,10 +16,9 @@ from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
-    from megatrain.runtime.calibration.calibrate import Subject
+    from megatrain.runtime.calibration.presets import DefaultSet
     from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.model.workload import Workload
 
 _SHOWN_DIFFERENCES = 5
@@ -96,9 +95,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatrain.experiments.files.hardware_file import write_hardware
-    from megatrain.runtime.calibration.calibrate import calibrate
+    from megatrain.runtime.calibration.presets import DefaultSet, model_of
     from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
 
     options.check_writable(args.out)
     if args.optimizer != "adamw":
@@ -116,8 +115,20 @@ def run(args: argparse.Namespace) -> int:
             allowed="a file that `megatrain calibrate` wrote",
             fix="leave --again out",
         )
+    models = [ModelSpec.load(source) for source in args.model]
+    usual = DefaultSet((), 32, 1024, ())
+    if not models:
+        usual = _default_set(args)
+        models = [model_of(name) for name in usual.models]
+    workload, points = _wanted(args, models[0], usual)
+
+    # PyTorch is loaded only now, after all mistakes in the command have been reported.
+    from megatrain.experiments.files.hardware_file import write_hardware
+    from megatrain.runtime.calibration.calibrate import Subject, calibrate
+    from megatrain.runtime.layers.functional_layers import config_of
+
     device = options.device(args)
-    (subject, *others), workload, points = _wanted(args, device)
+    subject, *others = [Subject(model, config_of(model)) for model in models]
     console, began = Console(), time.monotonic()
 
     def progress(what: str) -> None:
@@ -153,41 +164,39 @@ def run(args: argparse.Namespace) -> int:
     return _compare(earlier, hardware, str(args.again)) if earlier else 0
 
 
+def _default_set(args: argparse.Namespace) -> DefaultSet:
+    """Returns the default set of models for this machine."""
+    from megatrain.runtime import machine
+    from megatrain.runtime.calibration.presets import default_set
+
+    device = options.device(args)
+    return default_set(
+        device.type,
+        args.device_memory or machine.usable_device_bytes(device),
+        args.host_memory or machine.host_bytes(),
+    )
+
+
 def _wanted(
-    args: argparse.Namespace, device: torch.device
-) -> tuple[list[Subject], Workload, list[Workload]]:
-    """Returns the models to measure, the workload, and the other points of the grid."""
+    args: argparse.Namespace, model: ModelSpec, usual: DefaultSet
+) -> tuple[Workload, list[Workload]]:
+    """Returns the workload and the other points of the grid. `usual` has the defaults."""
     import msgspec
 
-    from megatrain.runtime import machine
-    from megatrain.runtime.calibration.calibrate import Subject
-    from megatrain.runtime.calibration.presets import DefaultSet, default_set, model_of, usual_grid
-    from megatrain.runtime.layers.functional_layers import config_of
-    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.runtime.calibration.presets import usual_grid
 
-    usual = DefaultSet((), 32, 1024, ())
-    if not args.model:
-        usual = default_set(
-            device.type,
-            args.device_memory or machine.usable_device_bytes(device),
-            args.host_memory or machine.host_bytes(),
-        )
-    models = [ModelSpec.load(source) for source in args.model] or [
-        model_of(name) for name in usual.models
-    ]
     around = () if args.batch or args.seq else usual.grid
     args.batch, args.seq, args.dtype = (
         args.batch or usual.batch,
         args.seq or usual.sequence,
         args.dtype or usual.dtype,
     )
-    workload = options.workload(args, models[0])
-    subjects = [Subject(model, config_of(model)) for model in models]
+    workload = options.workload(args, model)
     points = [
         msgspec.structs.replace(workload, batch=rows, sequence=length)
         for rows, length in args.grid or around
     ] or usual_grid(workload)
-    return subjects, workload, points
+    return workload, points
 
 
 def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:

@@ -8,6 +8,7 @@ and little memory.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from megatrain.experiments.cli import options
@@ -46,6 +47,16 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatrain.runtime.checkpoint.stored_steps import steps_to_export
+    from megatrain.runtime.files.model_source import name_on_hub
+
+    # Checked before PyTorch is loaded.
+    if not os.path.exists(args.run / "manifest.json"):
+        steps_to_export(args.run, args.from_step)
+    options.check_new(args.out)
+    if args.model is not None:
+        name_on_hub(args.model)
+
     from megatrain.runtime.training.exporting import export_run
 
     done = export_run(

@@ -1,31 +1,61 @@
 """Choose the fastest plan for a model on a machine, and write it to a file.
 
 A plan has the policy, the placement, the number of slots, the size of copies and the checkpoint
-interval.
+interval. A plan for a model folder is refused if `megatrain train` would refuse it. A plan for a
+config.json or a name in the library may be for prediction only. With --from, a written plan is
+changed as --set says, and predicted again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatrain.experiments.cli import options, verdict_text
+from megatrain.experiments.cli import layout, options, policy_table, verdict_text
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
+
+if TYPE_CHECKING:
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.planner.search import Choice
+    from megatrain.simulator.schedule.plan import Plan
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL",
         help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b",
     )
-    options.add_hardware(parser)
+    options.add_hardware(parser, required=False)
     options.add_policy(parser)
     options.add_workload(parser)
     options.add_step_tokens(parser)
+    parser.add_argument(
+        "--from",
+        dest="source_plan",
+        type=Path,
+        metavar="PLAN",
+        help="change this plan, in place of choosing one for MODEL and --hardware",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --from: change a knob, a placement, the policy, a field of the workload, or a"
+        " memory limit, e.g. checkpoint_interval=1, weights=e,0-11 or device_memory=40GiB",
+    )
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="also print the placement, the runner-up and the bounds of the step time",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -37,42 +67,168 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 @without_garbage_collection()
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
-    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.runtime.layers.supported import refuse_unsupported
+    from megatrain.simulator.policies import is_prediction_only
     from megatrain.simulator.verdict.verdict import explain, summarize
 
     if args.policy == "all":
         args.policy = "best"
+    _refuse_contradictions(args)
     options.check_writable(args.out)
-    hardware = HardwareSpec.load(args.hardware)
-    source = (
-        options.relative(Path(args.model), args.out.parent)
-        if os.path.exists(args.model)
-        else args.model
-    )
-    named = (
-        options.relative(Path(args.hardware), args.out.parent)
-        if os.path.exists(args.hardware)
-        else args.hardware
-    )
-    found = check.choices(args, hardware, source, named)
-    verdicts, best = [summarize(choice, hardware) for choice in found], found[0]
-    print(verdict_text.text(explain(best, hardware, check.policies(args.policy))))
+    found, hardware = _changed(args) if args.source_plan else _chosen(args)
+    best, names = found[0], check.policies(args.policy)
+    verdicts = [summarize(choice, hardware) for choice in found]
+    # Advice is a search for another plan, which the user of --from does not want.
+    verdict = explain(best, hardware, names, advise=not args.source_plan)
+    print(verdict_text.text(verdict, layout.terminal_width(), why=args.why))
     if len(found) > 1:
-        print("\nthe best plan of each policy:\n" + verdict_text.table(verdicts))
+        print("\nThe best plan of each policy:\n" + policy_table.table(verdicts))
     if not best.feasible:
-        raise UserError(
+        raise DoesNotFit(
             str(args.out),
             found="no plan that fits; nothing was written",
             allowed=verdict_text.limits(verdicts[0]),
             fix=best.account.advice,
         )
+    folder = args.out.parent / best.plan.source
+    trained = folder.is_dir() and not is_prediction_only(best.plan.policy)
+    if trained:
+        _refuse_untrainable(best.plan, folder)
     best.plan.save(args.out)
-    try:
-        refuse_unsupported(best.plan.model, best.plan.workload)
-        if os.path.isdir(args.model):
-            refuse_multimodal(Path(args.model), best.plan.model)
-    except UserError as error:
-        print(f"\nfor prediction only, `megatrain train` will refuse this plan: {error}")
-    print(f"\nwrote {args.out}: policy {best.plan.policy}, schedule {best.plan.digest}")
+    if not trained:
+        try:
+            refuse_unsupported(best.plan.model, best.plan.workload)
+        except UserError as error:
+            print(f"\nfor prediction only, `megatrain train` will refuse this plan: {error}")
+    print(
+        f"\nwrote {shlex.quote(str(args.out))}: policy {best.plan.policy}, schedule"
+        f" {best.plan.digest}"
+    )
     return 0
+
+
+def _refuse_untrainable(plan: Plan, folder: Path) -> None:
+    """Raises UserError if `megatrain train` would refuse `plan`, whatever the device and settings.
+
+    Imports torch and transformers, which takes some seconds.
+    """
+    from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+
+    # These need no torch, so that their refusals come at once.
+    refuse_multimodal(folder, plan.model)
+    refuse_unsupported(plan.model, plan.workload)
+    from megatrain.runtime.execution.preflight import preflight
+    from megatrain.runtime.optimizer.settings import AdamW
+    from megatrain.runtime.training.opening import exported_config
+
+    preflight(plan, AdamW(), None)
+    exported_config(folder, plan.model, init="model")
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Raises UserError unless either MODEL and `--hardware` are given, or `--from`."""
+    if args.source_plan is None:
+        missing = [
+            name
+            for name, value in (("MODEL", args.model), ("--hardware", args.hardware))
+            if not value
+        ]
+        if missing or args.set:
+            raise UserError(
+                "plan",
+                found=f"no {', '.join(missing)}" if missing else "--set without --from",
+                allowed="megatrain plan MODEL --hardware H --out PLAN, or megatrain plan --from"
+                " PLAN --set KEY=VALUE --out PLAN",
+                fix="see `megatrain plan --help`",
+            )
+        return
+    parser = options.OneLineParser(prog="megatrain plan")
+    describe(parser)
+    default = parser.parse_args(["--out", "PLAN"])
+    for action in parser._actions:
+        if action.dest in ("help", "source_plan", "set", "out"):
+            continue
+        if getattr(args, action.dest) != getattr(default, action.dest):
+            name = (*action.option_strings, action.metavar)[0]
+            raise UserError(
+                "plan --from",
+                found=f"{name} as well",
+                allowed="--set and --out",
+                fix=f"leave {name} out, and change the plan with --set KEY=VALUE",
+            )
+
+
+def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
+    """Returns the best plan of each policy for the model and the machine of the options."""
+    from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
+    from megatrain.simulator.model.specs import model_file
+
+    hardware = HardwareSpec.load(args.hardware)
+    if os.path.exists(args.model):
+        source = options.relative(Path(args.model), args.out.parent)
+    else:  # a name on the hub is kept, because its weights are there
+        source = args.model if "/" in args.model else model_file(args.model).stem
+    named = (
+        options.relative(Path(args.hardware), args.out.parent)
+        if os.path.exists(args.hardware)
+        else hardware_name(args.hardware)
+    )
+    return check.choices(args, hardware, source, named), hardware
+
+
+def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
+    """Returns the plan of `--from` as `--set` changes it, predicted again."""
+    import msgspec
+
+    from megatrain.experiments.sweep.grid import axis, changed
+    from megatrain.simulator.base.units import format_seconds
+    from megatrain.simulator.costs import cost_model
+    from megatrain.simulator.planner.search import assess
+    from megatrain.simulator.schedule.plan import Plan
+
+    values: dict[str, Any] = {}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(
+                "--set",
+                found=repr(text),
+                allowed="KEY=VALUE",
+                fix="write it like --set checkpoint_interval=1",
+            )
+        key, (values[key],) = axis(name.strip(), [value.strip()], "--set")
+    plan = Plan.load(args.source_plan)
+    hardware = options.hardware_of(args.source_plan, plan.hardware)
+    folder, before = args.source_plan.parent, plan.prediction
+    moved = {
+        field: options.relative(folder / name, args.out.parent)
+        for field, name in (("hardware", plan.hardware), ("source", plan.source))
+        if os.path.exists(folder / name)
+    }
+    plan = msgspec.structs.replace(changed(plan, values), **moved)
+    _refuse_unread(plan, values)
+    choice = assess(plan, cost_model(hardware, plan.model, plan.workload))
+    args.policy = plan.policy
+    if before is not None:
+        print(
+            f"step {format_seconds(choice.step_seconds)}; it was"
+            f" {format_seconds(before.step_seconds)} in {args.source_plan}"
+        )
+    return [choice], hardware
+
+
+def _refuse_unread(plan: Plan, values: dict[str, Any]) -> None:
+    """Raises UserError if `values` has a knob or a placement that the plan's policy ignores."""
+    from megatrain.simulator.policies import find
+    from megatrain.simulator.schedule.plan import Knobs
+
+    policy = find(plan.policy)
+    read = (*policy.knobs, *(f"placement.{name}" for name in policy.placements))
+    for name in values:
+        if (name in Knobs.__struct_fields__ or name.startswith("placement.")) and name not in read:
+            raise UserError(
+                f"--set {name}",
+                found=f"a knob that policy {plan.policy} does not read",
+                allowed=", ".join(read) or "no knob",
+                fix="leave it out, or set another policy too",
+            )

@@ -21,12 +21,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli import options
-    from megatrain.experiments.run_report.compared_run import compare_run
+    from megatrain.experiments.run_report.compared_run import compare_run, refuse_unmeasured
     from megatrain.experiments.run_report.page import write_page
 
     path: Path = args.out or args.run / "report.html"
-    compared = compare_run(args.run)
+    refuse_unmeasured(args.run)
     options.check_writable(path)
+    compared = compare_run(args.run)
     write_page(compared, path)
     print(f"wrote {path}: open it in a browser; it needs no network")
     return 0

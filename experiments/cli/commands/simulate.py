@@ -24,6 +24,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.commands.check import as_json
+    from megatrain.simulator.base.errors import DoesNotFit
     from megatrain.simulator.base.units import format_bytes, format_seconds
     from megatrain.simulator.costs import cost_model
     from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.verdict import summarize
 
+    if args.trace:
+        options.check_writable(args.trace)
     plan = Plan.load(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
     schedule, costs = verified(plan), cost_model(hardware, plan.model, plan.workload)
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 }
             )
         )
-        return 0
+        return 0 if choice.feasible else DoesNotFit.status
     print(
         f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}:"
         f" {len(schedule.ops)} ops"
@@ -106,4 +109,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"  limited by {account.binding}: {account.advice}")
     if args.trace:
         print(f"wrote {args.trace}: open it at https://ui.perfetto.dev")
-    return 0
+    return 0 if choice.feasible else DoesNotFit.status

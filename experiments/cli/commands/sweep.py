@@ -111,7 +111,8 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     """
     from megatrain.experiments.sweep.grid import plans
     from megatrain.simulator import policies
-    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
+    from megatrain.simulator.model import optimizer
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.schedule.plan import Plan
 
@@ -125,14 +126,17 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     model = ModelSpec.load(args.model)
     base = Plan(
         policy=policies.names()[0],
-        hardware=args.hardware,
+        hardware=hardware_name(args.hardware),
         source=args.model,
         model=model,
         workload=options.workload(args, model),
         device_limit_bytes=args.device_memory or hardware.device_bytes,
         host_limit_bytes=args.host_memory or hardware.host_bytes,
     )
-    return plans(base, grids)
+    found = plans(base, grids)
+    for name in dict.fromkeys(plan.workload.optimizer for plan in found):
+        optimizer.find(name)
+    return found
 
 
 def run(args: argparse.Namespace) -> int:

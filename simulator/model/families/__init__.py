@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatrain.simulator.base.errors import UserError, suggestion
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.model.families.config import (
     NULLS,
     ZERO_FOR_NULL,
@@ -168,7 +169,7 @@ def _unknown_family(model_type: object, where: str) -> UserError:
     """
     where, allowed = (
         f"{where}: model_type",
-        f"one of {len(FAMILIES)} families, which `python -m megatrain.experiments.families` lists",
+        f"one of {len(FAMILIES)} families, which `megatrain list families` prints",
     )
     if not isinstance(model_type, str):
         return UserError(

@@ -42,6 +42,8 @@ _NOISE = frozenset(
 
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """Keys that have an effect only if the first one is true."""
+_SCORES_ON_REQUEST = {"falcon": "output_attentions"}
+"""Family -> a key of `_NOISE` with which its model computes attention in another way."""
 ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
 """Keys whose null is stored as 0."""
 NULLS = "nulls"
@@ -242,6 +244,9 @@ def essential(config: dict[str, Any]) -> dict[str, Any]:
     TOML has no null. A null becomes 0 (`ZERO_FOR_NULL`) or an entry in the list under `NULLS`.
     """
     noise = _NOISE if config.get(_ROUTER_LOSS[0]) is True else _NOISE.union(_ROUTER_LOSS)
+    asked = _SCORES_ON_REQUEST.get(str(config.get("model_type")))
+    if asked and config.get(asked):
+        noise -= {asked}
     kept = {
         key: 0 if value is None and key in ZERO_FOR_NULL else value
         for key, value in config.items()

@@ -43,6 +43,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Rows at the start of a table of positions that belong to no token."""
     longest: str = ""
     """The key of config.json with the longest row that the model accepts. Empty means no limit."""
+    draws: tuple[str, ...] = ()
+    """The keys of config.json that say how widely layers draw at random in training, other than
+    dropout. The runtime trains with them. Empty means that layers draw nothing."""
     head: str = "lm_head"
     """The name of the output projection, which is outside of the decoder."""
     head_bias: bool | str = False

@@ -36,19 +36,23 @@ from megatrain.simulator.model.families.kinds import (
     llama4_chunks,
     llama4_scaled_from,
     llama4_sparse,
+    one_window,
     pattern,
 )
 from megatrain.simulator.model.families.parts import (
     Kept,
     Part,
+    Tensors,
     Traffic,
     attend,
     attention,
     gated_mlp,
+    layer_norm,
     linear,
     merge_parts,
     residual,
     rms_norm,
+    rotary,
     shared_input,
     turned_in_pairs,
 )
@@ -176,6 +180,134 @@ def mellum(c: ModelConfig, kind: Kind) -> Parts:
         *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
         *mlp,
         *pre_norms(c),
+    )
+
+
+_CHOSEN = "num_experts_per_tok"
+JETMOE_DEFAULTS: dict[str, Any] = {
+    "activation_function": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 12,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 16,
+    "num_local_experts": 8,
+    _CHOSEN: 2,
+    "kv_channels": 128,
+}
+_DRAWN = 2
+"""Experts that Phi-3.5-MoE draws for each token, whatever `num_experts_per_tok` is. Only its
+router's loss uses that key."""
+
+
+def drawing_router(name: str, hidden: int, experts: int) -> Part:
+    """Returns the router of Phi-3.5-MoE, which draws one expert at random among those with nearly
+    the best score, and then a second one.
+
+    All is in the compute dtype. Forward, for each of the two: the best score (1), magnitudes (2),
+    a bound (2), distances (2), a ratio (3), a comparison (2), a mask (3), noise (1), its logarithm
+    (2), a difference (3), the largest (1) and a softmax (2). Backward: the gradient of the scores
+    (7). Autograd saves a mask of bytes, the softmax and four indices for each of the two.
+    """
+    return Part(
+        tensors=((f"{name}.weight", (experts, hidden)),),
+        active=experts * hidden,
+        forward=Traffic(_DRAWN * 24 * experts),
+        backward=Traffic(_DRAWN * 7 * experts),
+        kept=Kept(_DRAWN * 3 * experts // 2, _DRAWN * 8),
+    )
+
+
+def phimoe(c: ModelConfig, kind: Kind) -> Parts:
+    """Mixtral with layer norms, biases, and a router that draws experts at random."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling")
+    if isinstance(rope, dict):
+        types = (rope.get("rope_type"), rope.get("type"))
+        if next((each for each in types if each), "default") not in ("default", "longrope"):
+            raise c.wrong("rope_parameters", "a rope_type of default or longrope")
+    bias, count = c.flag("attention_bias"), top_k(c, "num_local_experts")[0]
+    if count < _DRAWN:
+        raise c.wrong("num_local_experts", f"at least the {_DRAWN} experts of a token")
+    # Before the router and in it, the hidden states are multiplied with noise in place.
+    noise = Part(
+        forward=Traffic(2 * 4 * c.hidden),
+        backward=Traffic(2 * 3 * c.hidden),
+        kept=Kept(2 * c.hidden),
+    )
+    return (
+        *attention(c, kind.attention, bias=bias, out_bias=bias),
+        drawing_router("mlp.router", c.hidden, count),
+        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, _DRAWN),
+        layer_norm("input_layernorm", c.hidden, first=True),
+        layer_norm("post_attention_layernorm", c.hidden),
+        *((noise,) if c.get("input_jitter_noise") else ()),
+        residual(c.hidden),
+    )
+
+
+def jetmoe_config(config: dict[str, Any], _where: str) -> dict[str, Any]:
+    """Returns the config with the number of attention heads, which transformers computes: as many
+    for each expert as there are heads of keys.
+    """
+    pairs, chosen = (
+        config.get(key, JETMOE_DEFAULTS[key]) for key in ("num_key_value_heads", _CHOSEN)
+    )
+    known = isinstance(pairs, int) and isinstance(chosen, int)
+    return {**config, "num_attention_heads": pairs * chosen} if known else config
+
+
+def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
+    """Experts in the MLP, and experts for the projections of queries and of attention's output.
+
+    Each expert of attention has as many heads as there are heads of keys and values, which are
+    repeated for every expert.
+    """
+    if c.flag("output_router_logits"):
+        raise c.wrong("output_router_logits", "false, since this model's router loss is not known")
+    count, chosen = top_k(c, "num_local_experts")
+    if chosen > 2:
+        raise c.wrong(
+            _CHOSEN, "at most 2, since recompute could add the outputs of more in another order"
+        )
+    hidden, inner, size = c.hidden, c.size("intermediate_size"), c.kv_heads * c.head_dim
+    queries, rows = chosen * size, chosen * hidden
+    mlp, name = experts("", hidden, inner, count, chosen), "self_attention"
+    # Autograd saves what is added to the sums over a token's experts.
+    attention_experts = Part(
+        active=2 * rows * size,
+        idle=(count - chosen) * 2 * hidden * size,
+        forward=Traffic(9 * rows + 7 * queries + 4 * size),
+        backward=Traffic(16 * rows + 10 * queries + 6 * size),
+        kept=Kept(3 * rows + 2 * queries, 8 * chosen),
+    )
+    scores = _without_tensors(router("", hidden, count))
+    return (
+        Part(tensors=_jetmoe_experts("mlp", hidden, (2 * inner, inner), count)),
+        *_without_tensors(mlp),
+        Part(kept=Kept(rows)),
+        *scores,
+        rms_norm("input_layernorm", hidden, first=True),
+        rms_norm("post_attention_layernorm", hidden),
+        residual(hidden),
+        Part(tensors=_jetmoe_experts(f"{name}.experts", hidden, (size, size), count)),
+        attention_experts,
+        *scores,
+        linear(f"{name}.kv_proj", hidden, 2 * size),
+        rotary(queries + size),
+        attend(c, kind.attention, kv_heads=c.heads),
+        shared_input(hidden, 3),
+    )
+
+
+def _jetmoe_experts(name: str, hidden: int, widths: tuple[int, int], count: int) -> Tensors:
+    """Returns the tensors of experts whose first and second projection have these widths."""
+    into, out = widths
+    return (
+        (f"{name}.bias", (hidden,)),
+        (f"{name}.input_linear.weight", (count, into, hidden)),
+        (f"{name}.output_linear.weight", (count, hidden, out)),
+        (f"{name}.router.layer.weight", (count, hidden)),
     )
 
 
@@ -322,6 +454,10 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "shared_intermediate_size": 0,
         },
     ),
+    "jetmoe": Family(
+        layer=jetmoe, mlp=every_layer, published=jetmoe_config, defaults=JETMOE_DEFAULTS,
+        names={"head_dim": "kv_channels"},
+    ),
     "llama4_text": Family(
         layer=llama4, attention=llama4_chunks, mlp=llama4_sparse, scaled_from=llama4_scaled_from,
         defaults={
@@ -357,6 +493,13 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         defaults={
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
             "num_experts_per_tok": 8,
+        },
+    ),
+    "phimoe": Family(
+        layer=phimoe, attention=one_window, mlp=every_layer, norm=layer_norm,
+        draws=("router_jitter_noise", "input_jitter_noise"), head_bias="lm_head_bias",
+        defaults={
+            **_SILU, "num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2,
         },
     ),
     "qwen3_5_moe_text": Family(

@@ -125,6 +125,9 @@ def falcon(c: ModelConfig, kind: Kind) -> Parts:
     )
     if c.flag("alibi"):
         raise c.wrong("alibi", "false, with rotary positions")
+    if c.flag("output_attentions"):
+        # transformers then adds its boolean mask to the scores, so that later tokens are seen.
+        raise c.wrong("output_attentions", "false")
     pairs = c.size("num_kv_heads", heads) if groups else (heads if several else 1)
     if heads % pairs:
         raise c.wrong("num_kv_heads", f"a divisor of the {heads} attention heads")

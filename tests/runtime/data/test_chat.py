@@ -114,6 +114,9 @@ TEMPLATES = {
     ),
     # The text is collected before it is written.
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
+    "collected, changed": (
+        "{% set text %}" + HEAD + BODY + "{% endset %}{{ text[:-2] }}\n" + PROMPT
+    ),
     "blank": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}{% if"
         " add_generation_prompt %}assistant: {% endif %}"
@@ -317,8 +320,8 @@ def test_the_whole_conversation_has_loss_where_all_is_asked_for(
     assert targets("plain", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all") == [
         "<|im_start|>assistant\nworld<|im_end|>\n"
     ]
-    assert "does not show" in targets(
-        "collected", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all"
+    assert "changes the text" in targets(
+        "collected, changed", Conversation(messages=FOUR[:2], silent=frozenset({0})), "all"
     )
 
 
@@ -360,10 +363,10 @@ def test_the_last_turn_by_markers_is_the_last_assistant_message(
     ("template", "messages", "reason"),
     [
         (
-            "collected",
+            "collected, changed",
             FOUR,
             (
-                "the chat template does not show which text belongs to which message;"
+                "the chat template changes the text of messages after {% set %} took it;"
                 " {% generation %} in it would mark the text that the model generates"
             ),
         ),

@@ -153,7 +153,10 @@ def test_strict_stops_at_the_first_bad_row(
             [{"text": 3}, {"text": 4}],
             r"found no row that can be used, the first .*rows\.jsonl:1: `text` is not a string",
         ),
-        ([{"messages": CHAT[:1]}], "the first .*:1: no assistant turn in `messages`"),
+        (
+            [{"messages": CHAT[:1]}],
+            "the first .*:1: no assistant turn in `messages`; allowed: at least one row without",
+        ),
         (
             [{"question": "q", "answer": "a"}, {"id": 3}],
             (

@@ -35,6 +35,14 @@ def test_checkpoints_need_a_run_folder(place: Path, prepare: Any) -> None:
         prepare(place, None, **{"saving.every_steps": 2})
 
 
+def test_a_config_is_needed_and_a_model_is_not(place: Path) -> None:
+    plan, config = place / "plan.toml", Config(training=TrainingSettings(steps=2))
+    trainer = Trainer(plan, data=place / "corpus", config=config, device=torch.device("cpu"))
+    assert trainer.source == str(place / "small")
+    with pytest.raises(UserError, match=r"Trainer: config: found none; .*TrainingSettings"):
+        Trainer(plan, data=place / "corpus")
+
+
 def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(
     place: Path, prepare: Any
 ) -> None:
@@ -129,7 +137,7 @@ def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
         UserError,
         match=(
             r"host memory: found a plan that needs .*; allowed: 1\.00 MiB, what this machine"
-            r" has; fix: raise the limit by"
+            r" has; fix: make a plan for this machine"
         ),
     ):
         run(place)

@@ -1,0 +1,81 @@
+"""Writes the commands to type after `megatrain check`, with the options that it was given."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from megatrain.simulator.base.units import exact_size
+
+if TYPE_CHECKING:
+    from megatrain.simulator.verdict.verdict import Verdict
+
+
+def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list[str], str]]:
+    """Returns the words of each command, and what it does.
+
+    For a model that fits, they measure this machine unless that was done, plan, and train. For
+    another one, they list what fits.
+    """
+    limits = [
+        word
+        for name, size in (("device", args.device_memory), ("host", args.host_memory))
+        if size is not None
+        for word in (f"--{name}-memory", exact_size(size))
+    ]
+    hardware = ["--hardware", args.hardware] if args.hardware else []
+    if not verdict.feasible:
+        return [(_quoted("check", *hardware, *limits), "lists the models that fit")]
+    if verdict.prediction_only:
+        return []
+    work = _workload(args, verdict)
+    commands = []
+    if not verdict.calibrated:
+        commands.append(
+            (
+                _quoted("calibrate", args.model, *work, "--out", "hardware.toml"),
+                "measures the machine it runs on: give its file by --hardware",
+            )
+        )
+    named = hardware or ["--hardware", "hardware.toml"]
+    policy = [] if args.policy == "best" else ["--policy", args.policy]
+    commands.append(
+        (
+            _quoted("plan", args.model, *named, *limits, *policy, *work, "--out", "plan.toml"),
+            "writes the plan that `megatrain train` executes",
+        )
+    )
+    return commands
+
+
+def _quoted(*words: str) -> list[str]:
+    return ["megatrain", *(shlex.quote(word) for word in words)]
+
+
+def _workload(args: argparse.Namespace, verdict: Verdict) -> list[str]:
+    """Returns the options of the workload: its size, and what differs from the defaults."""
+    work = verdict.workload
+    values = {
+        "batch": (work.batch, None),
+        "seq": (work.sequence, None),
+        "accumulation": (work.accumulation, 1),
+        "dtype": (work.dtype, "bf16"),
+        "clipping": (work.clipping, "global"),
+        "optimizer": (work.optimizer, "adamw"),
+        "attention": (work.attention, None),
+        "loss-chunk": (work.loss_chunk, 1024),
+    }
+    words = [
+        word
+        for name, (value, default) in values.items()
+        if value != default
+        for word in (f"--{name}", str(value))
+    ]
+    flags = {
+        "--compile": work.compiled,
+        "--no-dropout": work.no_dropout,
+        "--plain-packing": args.documents is False,
+        "--documents": args.documents is True,
+    }
+    return words + [flag for flag, given in flags.items() if given]

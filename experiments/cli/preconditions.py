@@ -1,0 +1,54 @@
+"""check_training: reports what a training run lacks before PyTorch is loaded.
+
+Loading PyTorch and transformers takes up to half a minute. A mistake in the command should not cost
+that. What only the contents of the model and the data show is reported later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain.runtime.training.config import Config
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
+
+
+def check_training(plan_file: Path, model: str | None, config: Config) -> None:
+    """Raises UserError if the plan cannot be executed, or if the model or the data is missing.
+
+    Args:
+        plan_file: the plan's file.
+        model: what `--model` names, or None for the model in the plan.
+        config: the settings of the run.
+    """
+    from megatrain.runtime.data.sources import sources_of
+    from megatrain.runtime.data.tokenize import read_chat_template
+    from megatrain.runtime.files.model_source import name_on_hub
+    from megatrain.runtime.layers.supported import refuse_unsupported
+    from megatrain.simulator.policies import executable
+    from megatrain.simulator.schedule.plan import Plan
+
+    plan, data = Plan.load(plan_file), config.data
+    refuse_unsupported(plan.model, plan.workload)
+    executable(plan)
+    for path in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
+        refuse_other_than_utf8(path)
+    sources_of(data)
+    if data.chat_template:
+        read_chat_template(data.chat_template)
+    if config.training.init == "model":
+        beside = plan_file.parent / plan.source
+        name_on_hub(model or str(beside if beside.exists() else plan.source))
+
+
+def refuse_other_than_utf8(path: str) -> None:
+    """Raises UserError if `path` is not UTF-8 text, because TOML files cannot store it."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            printable(path),
+            found="a name that is not UTF-8 text, or a locale that is not UTF-8",
+            allowed="a name that config.toml can store",
+            fix="rename it, or set LC_ALL=C.UTF-8",
+        ) from None

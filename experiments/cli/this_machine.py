@@ -1,0 +1,84 @@
+"""Describes this machine without importing torch: its GPU, its memory and its cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import HardwareSpec
+
+_USABLE = 0.96
+"""Share of a GPU's memory that tensors can have, as `megatrain calibrate` takes it."""
+_ASK = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+_MIB = 2**20
+
+
+def this_machine() -> HardwareSpec:
+    """Returns the library's machine with this machine's GPU, memory and cores.
+
+    The driver names the first GPU and its memory. Rates are those of the library: nothing is
+    measured. Raises UserError if there is no NVIDIA GPU, or if the library does not have it.
+    """
+    name, total = _gpu()
+    known = HardwareSpec.of_gpu(name)
+    if known is None:
+        raise UserError(
+            "--hardware",
+            found=f"no --hardware, and a GPU that the library does not have, {name}",
+            allowed="a name in the library, or a file that `megatrain calibrate` wrote",
+            fix="run `megatrain calibrate --out hardware.toml` and give --hardware hardware.toml",
+        )
+    cores, host = _cores(), _host_bytes()
+    device = known.device_bytes if total is None else int(_USABLE * total)
+    share = cores / known.cores
+    return msgspec.structs.replace(
+        known,
+        title=f"{known.title} (this machine)",
+        device_bytes=min(device, host) if known.unified else device,
+        host_bytes=host,
+        cores=cores,
+        cpu_update_per_s=known.cpu_update_per_s * share,
+        cpu_adam_per_s=known.cpu_adam_per_s * share,
+    )
+
+
+def _gpu() -> tuple[str, int | None]:
+    """Returns the first GPU's name and its memory in bytes. The memory is None if the driver does
+    not say, as on a machine where CPU and GPU share one.
+    """
+    try:
+        done = subprocess.run(_ASK, capture_output=True, text=True, timeout=30, check=True)
+        name, total = done.stdout.splitlines()[0].rsplit(", ", 1)
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        raise UserError(
+            "--hardware",
+            found="no --hardware, and no NVIDIA GPU on this machine (nvidia-smi finds none)",
+            allowed="a name in the library, such as rtx4090, a100-80-sxm or h200, or a file that"
+            " `megatrain calibrate` wrote",
+            fix="name the machine to ask about, like --hardware rtx4090",
+        ) from None
+    return name, int(total) * _MIB if total.strip().isdigit() else None
+
+
+def _cores() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _host_bytes() -> int:
+    """Returns this machine's memory in bytes, or the limit of its control group if it is lower."""
+    kib = next(
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal:")
+    )
+    limit = Path("/sys/fs/cgroup/memory.max")
+    try:
+        most = limit.read_text().strip()
+    except OSError:
+        most = ""
+    return min(kib * 1024, int(most)) if most.isdigit() else kib * 1024

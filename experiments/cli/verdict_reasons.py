@@ -1,0 +1,219 @@
+"""Formats the reasons for a verdict: what `check --why` prints below it.
+
+They are the plan's knobs and placement, the lanes, the bounds, the runner-up, the gain of one more
+GiB, and where the durations come from. Nothing is computed here: every number is a field of the
+verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from megatrain.experiments.cli import layout
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.schedule.plan import Placement
+
+if TYPE_CHECKING:
+    from megatrain.simulator.schedule.plan import Knobs
+    from megatrain.simulator.verdict.verdict import Verdict
+
+PLACEMENT_LABELS = {
+    "weights": "weights of {} on the device",
+    "master_low": "low halves of {} on the device",
+    "moments": "moments of {} on the device",
+    "gradients": "gradients of {} on the device",
+    "saved_activations": "activations of {} saved",
+    "offloaded_inputs": "inputs of {} offloaded",
+    "saved_attention": "attention of {} saved",
+    "host_updated": "updates of {} on the host",
+}
+"""Field of a placement -> text that describes it, with `{}` for the layers."""
+
+
+def reasons(verdict: Verdict, width: int) -> list[str]:
+    """Returns the lines of `check --why`, wrapped at `width` columns."""
+    known = "another system, prediction only" if verdict.prediction_only else _knobs(verdict)
+    lines = layout.labelled("Plan", f"policy {verdict.policy}: {known}", width)
+    if verdict.feasible:
+        lines += layout.labelled("Lanes", _lanes(verdict), width)
+        lines += layout.labelled("Bound", _bound(verdict), width)
+    else:
+        lines += layout.labelled("Limit", f"{verdict.binding}: {verdict.reason}", width)
+    lines += layout.labelled("Rates", _rates(verdict), width)
+    if second := _runner_up(verdict):
+        lines += layout.labelled("Second", second, width)
+    for label, line in zip(("1 GiB", ""), margins(verdict), strict=False):
+        lines += layout.labelled(label, line, width)
+    later = [entry for entry in verdict.advice if entry.unsupported]
+    for entry in later:
+        gain = f", {entry.gain:+.0%}" if entry.gain is not None else ""
+        lines += layout.labelled("Later", f"{entry.change}{gain}: not in the runtime yet", width)
+    return lines + layout.labelled("Costs", _costs(verdict), width)
+
+
+def _lanes(verdict: Verdict) -> str:
+    """Returns what each lane does, and for how long compute is idle behind it."""
+    work = ", ".join(
+        f"{lane} {format_seconds(seconds)}"
+        for lane, seconds in sorted(verdict.lane_seconds.items(), key=lambda item: -item[1])
+    )
+    waits = ", ".join(
+        f"{lane} {format_seconds(seconds)}"
+        for lane, seconds in sorted(verdict.exposed_seconds.items(), key=lambda item: -item[1])
+        if seconds >= verdict.step_seconds / 1000
+    )
+    slowed = (
+        f"; other lanes slow compute by {format_seconds(verdict.slowed_seconds)}"
+        if verdict.slowed_seconds >= verdict.step_seconds / 1000
+        else ""
+    )
+    idle = f"compute is idle while these run: {waits}" if waits else "compute is never idle"
+    return f"work of a step: {work}; {idle}{slowed}"
+
+
+def _bound(verdict: Verdict) -> str:
+    return (
+        f"limited by {verdict.binding}, the lane with the most work; no order of these operations"
+        f" takes less than {format_seconds(verdict.lower_bound_seconds)}"
+        f" ({verdict.lower_bound_lane})"
+    )
+
+
+def _rates(verdict: Verdict) -> str:
+    """Returns the rates of the matrix products, and what they are shares of."""
+    active = (
+        f" of all parameters, {verdict.tflops_6n_active:.4g} of the active ones"
+        if verdict.active_parameters != verdict.parameters
+        else ""
+    )
+    shares = [
+        f"{share:.1%} of {whole}"
+        for share, whole in (
+            (verdict.mfu, "the datasheet's peak (MFU)"),
+            (verdict.matmul_rate_share, "the measured matrix-product rate"),
+        )
+        if share is not None
+    ]
+    return ", ".join([f"{verdict.tflops_6n:.4g} TFLOPS (6N){active}", *shares])
+
+
+def _runner_up(verdict: Verdict) -> str:
+    """Returns the second-best plan, or nothing if there is none."""
+    second = verdict.runner_up
+    if second is None or not verdict.feasible:
+        return ""
+    slower = second.step_seconds / verdict.step_seconds - 1
+    least, other = (
+        ("at least ", "") if second.at_least else ("", f": {_changes(second.knobs, verdict)}")
+    )
+    return (
+        f"policy {second.policy}, {least}{format_seconds(second.step_seconds)},"
+        f" {slower:.1%} slower{other}"
+    )
+
+
+def _knobs(verdict: Verdict) -> str:
+    """Returns the knobs and the placement of the plan as one phrase."""
+    knobs = verdict.knobs
+    if not verdict.streams:
+        placement = knobs.get("placement")
+        kept = (
+            _placed(placement, ("saved_activations", "saved_attention"))
+            if isinstance(placement, Placement)
+            else []
+        )
+        advised = (
+            []
+            if verdict.unified or not verdict.feasible
+            else ["do not stream, everything stays on the device"]
+        )
+        return ", ".join(
+            [
+                *advised,
+                *kept,
+                f"checkpoint_interval {knobs['checkpoint_interval']}",
+                "nothing is copied",
+            ]
+        )
+    parts = [
+        f"{name} {value}"
+        for name, value in knobs.items()
+        if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")
+    ]
+    placement = knobs.get("placement", Placement())
+    if isinstance(placement, Placement):
+        parts += _placed(placement, PLACEMENT_LABELS)
+    if "chunk_bytes" in knobs:
+        parts.append(f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}")
+    return ", ".join(parts)
+
+
+def _placed(placement: Placement, fields: Iterable[str]) -> list[str]:
+    """Returns the labels of those `fields` that contain layers."""
+    return [
+        PLACEMENT_LABELS[field].format(layers)
+        for field in fields
+        if (layers := getattr(placement, field))
+    ]
+
+
+def margins(verdict: Verdict) -> list[str]:
+    """Returns one line each for the gain from one more GiB of device memory and of host memory."""
+    lines = []
+    for margin in verdict.one_more_gib:
+        bought = (
+            f"{margin.gain:+.1%}, {margin.tokens_per_second:,.0f} tokens/s:"
+            f" {_changes(margin.knobs, verdict)}"
+            if margin.knobs
+            else "no gain"
+        )
+        lines.append(f"one more GiB of {margin.place} memory: {bought}")
+    return lines
+
+
+def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
+    """Returns the differences between `knobs` and those of the verdict."""
+    if knobs is None:
+        return ""
+    here: Placement = verdict.knobs.get("placement", Placement())  # type: ignore[assignment]
+    changed = [
+        name
+        for name in knobs.__struct_fields__
+        if name in verdict.knobs
+        and name != "placement"
+        and getattr(knobs, name) != verdict.knobs[name]
+    ]
+    parts = [
+        f"{name}"
+        f" {format_bytes(knobs.chunk_bytes) if name == 'chunk_bytes' else getattr(knobs, name)}"
+        for name in changed
+    ]
+    placed = [
+        name
+        for name in here.__struct_fields__
+        if getattr(knobs.placement, name) != getattr(here, name)
+    ]
+    parts += [
+        PLACEMENT_LABELS[name].format(getattr(knobs.placement, name) or "none") for name in placed
+    ]
+    return ", ".join(parts) or "the same knobs"
+
+
+def _costs(verdict: Verdict) -> str:
+    """Returns where the durations come from, and which of them were extrapolated."""
+    source = (
+        f"measured {verdict.calibrated}"
+        if verdict.calibrated
+        else "from datasheet rates, not measured"
+    )
+    if verdict.step_seconds_low is not None and verdict.step_seconds_high is not None:
+        source += (
+            f"; a step may take {format_seconds(verdict.step_seconds_low)} to"
+            f" {format_seconds(verdict.step_seconds_high)}"
+        )
+    flagged = ", ".join(
+        f"{kind} ({count:,} ops)" if count else kind for kind, count in verdict.extrapolated.items()
+    )
+    where = "" if verdict.calibrated else " of copies"
+    return source + (f"; outside the measured range{where}: {flagged}" if flagged else "")

@@ -1,0 +1,100 @@
+"""Lists the models of the library that a machine can train, with the speed of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from megatrain.experiments.cli import layout
+from megatrain.experiments.cli.commands import check
+from megatrain.simulator.base.errors import DoesNotFit, UserError
+
+if TYPE_CHECKING:
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.verdict.verdict import Verdict
+
+
+def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
+    """Prints one line for each model of the library that fits, the largest first, and returns the
+    exit status. Each line is printed as soon as its model was searched.
+
+    The micro-batch is that of `--batch`, or the largest up to 32 that fits the model.
+    """
+    from megatrain.simulator.verdict.alternatives import library_models
+
+    found: list[Verdict] = []
+    refused: UserError | None = None
+    rest = 0
+    for model in library_models():
+        try:
+            verdict = _verdict(args, hardware, model)
+        except UserError as error:
+            # A calibrated machine has no costs for most models.
+            refused = error
+            continue
+        if not verdict.feasible:
+            rest += 1
+            continue
+        if not args.json:
+            if not found:
+                print("\n".join(_heading(verdict, args)), flush=True)
+            print(_row(verdict), flush=True)
+        found.append(verdict)
+    if refused and not found and not rest:
+        raise refused
+    if args.json:
+        print(json.dumps({"models": [check.as_json(verdict) for verdict in found]}))
+    elif found:
+        others = "1 other model of the library does" if rest == 1 else f"{rest} others do"
+        print(f"{others} not fit.")
+    else:
+        print("NO      No model of the library fits.")
+    return 0 if found else DoesNotFit.status
+
+
+def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict:
+    """Returns the verdict on a model's fastest plan, or on any plan if none fits."""
+    from megatrain.experiments.cli import options
+    from megatrain.simulator.planner.search import candidates
+    from megatrain.simulator.verdict.alternatives import usual_policies
+    from megatrain.simulator.verdict.verdict import summarize
+
+    if args.batch is None:
+        args = check.with_fitting_batch(args, hardware, model)
+    usual = args.policy in ("best", "all")
+    names = usual_policies(hardware) if usual else [args.policy]
+    found = candidates(
+        model,
+        hardware,
+        options.workload(args, model, quiet=True),
+        device_limit=options.device_limit(args.device_memory, hardware),
+        host_limit=args.host_memory,
+        policies=names,
+    )
+    return summarize(found[0], hardware)
+
+
+def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:
+    from megatrain.experiments.cli import verdict_text
+
+    return [
+        *layout.labelled(
+            "YES",
+            "These models of the library can be fine-tuned in full on"
+            f" {verdict_text.where(verdict)}, with sequences of {args.seq:,} tokens.",
+            layout.terminal_width(),
+        ),
+        "",
+        f"{'model':<19}{'size':>8}{'batch':>6}{'tokens/s':>10}{'VRAM':>11}{'RAM':>11}",
+    ]
+
+
+def _row(verdict: Verdict) -> str:
+    host = "" if verdict.unified else layout.size(verdict.host_peak_bytes)
+    return (
+        f"{verdict.model:<19}{layout.count(verdict.parameters):>8}{verdict.workload.batch:>6}"
+        f"{layout.speed(verdict.tokens_per_second):>10}{layout.size(verdict.device_peak_bytes):>11}"
+        f"{host:>11}"
+    )

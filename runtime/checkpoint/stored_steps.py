@@ -1,0 +1,53 @@
+"""The steps of a run's checkpoints, by the names of their folders. This module loads no PyTorch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatrain.simulator.base.errors import UserError
+
+_NAME = re.compile(r"step-(\d{8})")
+
+
+def checkpoint_name(step: int) -> str:
+    """Returns the name of the folder of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def stored_steps(folder: Path) -> list[int]:
+    """Returns the steps of all checkpoints in `folder` in ascending order, also of damaged ones."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        int(match[1])
+        for path in folder.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    )
+
+
+def steps_to_export(run: Path, step: int | None) -> list[int]:
+    """Returns the steps of the checkpoints to try: `step`, or all of them, the newest first.
+
+    Raises UserError if the folder `run` has no checkpoint, or none of `step`.
+    """
+    steps = stored_steps(run / "checkpoints")
+    if step is not None and step not in steps:
+        raise UserError(
+            str(run / "checkpoints"),
+            found=f"no checkpoint of step {step}",
+            allowed=", ".join(map(str, steps)) or "none yet",
+            fix="name one of these",
+        )
+    if not steps:
+        raise UserError(
+            str(run),
+            found="no checkpoint" if run.is_dir() else "no such folder",
+            allowed="the folder of a checkpoint, or of a run with a checkpoint",
+            fix=(
+                f"use the trained model in {run / 'model'}"
+                if (run / "model").is_dir()
+                else "check the path"
+            ),
+        )
+    return [step] if step is not None else steps[::-1]

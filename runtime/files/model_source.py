@@ -1,0 +1,41 @@
+"""Where a model comes from: a folder, or a name on the hub. This module loads no PyTorch."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from megatrain.simulator.base.errors import UserError
+
+_HUB_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
+    r"(@(?P<revision>[A-Za-z0-9][\w./-]{0,127}))?"
+)
+
+
+class HubName(NamedTuple):
+    """A model on the hub."""
+
+    name: str
+    """`org/name`."""
+    revision: str | None
+    """A branch, a tag or a commit; None for the newest."""
+
+
+def name_on_hub(source: str) -> HubName | None:
+    """Returns the name on the hub that `source` is, or None if it is a folder.
+
+    A folder that exists is preferred. Raises UserError if `source` is neither.
+    """
+    named = _HUB_NAME.fullmatch(source)
+    if named and not os.path.exists(source):
+        return HubName(named["name"], named["revision"])
+    if os.path.isdir(source):
+        return None
+    raise UserError(
+        f"model {source}",
+        found="no such folder",
+        allowed="a Hugging Face model folder, or a name on the hub such as org/name",
+        fix="check `source` in the plan, or pass --model or --init random",
+    )

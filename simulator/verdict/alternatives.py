@@ -1,0 +1,131 @@
+"""Finds machines and models of the library that fit where a model does not fit a machine.
+
+A GPU's memory cannot be bought, so another machine or a smaller model is what remains. Each is the
+first one that fits: of machines with more memory the one with the least, of models the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec, library_names
+from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict.suggestion import Suggestion
+
+
+def alternatives(plan: Plan, hardware: HardwareSpec, *, machines: bool) -> list[Suggestion]:
+    """Returns at most one machine that `plan`'s model fits, if `machines` are wanted, and one
+    smaller model that fits `hardware`.
+
+    The workload is that of `plan`, and for a model also the limits.
+    """
+    found = list(_another_machine(plan, hardware)) if machines else []
+    return [*found, *_smaller_model(plan, hardware)]
+
+
+def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
+    """Returns whether any of the policies `names` fits with the workload and the limits of `plan`.
+
+    Raises UserError if `hardware` was measured and has no costs for the model and the workload.
+    """
+    if hardware.unified:
+        least = min(plan.device_limit_bytes, plan.host_limit_bytes)
+        plan = msgspec.structs.replace(plan, device_limit_bytes=least, host_limit_bytes=least)
+    costs = cost_model(hardware, plan.model, plan.workload)
+    return any(footprint.account().fits for footprint in usable(plan, hardware, costs, names))
+
+
+def library_models() -> list[ModelSpec]:
+    """Returns the models of the library, the one with the most parameters first."""
+    folder = Path(__file__).parents[1] / "library" / "models"
+    models = (ModelSpec.load(file.stem) for file in sorted(folder.glob("*.json")))
+    return sorted(models, key=lambda model: -model.parameters)
+
+
+def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
+    """Yields the machine with the least GPU memory, more than `hardware` has, that fits."""
+    machines = [HardwareSpec.load(name) for name in library_names()]
+    larger = [
+        machine
+        for machine in machines
+        if machine.gpu_names and machine.device_bytes > hardware.device_bytes
+    ]
+    for machine in sorted(larger, key=lambda each: (each.device_bytes, each.host_bytes)):
+        moved = msgspec.structs.replace(
+            plan,
+            hardware=machine.name,
+            device_limit_bytes=machine.device_bytes,
+            host_limit_bytes=machine.host_bytes,
+        )
+        if not _fits(moved, machine):
+            continue
+        found = candidates(plan.model, machine, plan.workload, policies=usual_policies(machine))[0]
+        yield _suggestion(
+            found,
+            f"--hardware {machine.name}",
+            {"hardware": machine.name},
+            f"{machine.title}, with {machine.host_bytes / 2**30:.0f} GiB of RAM",
+        )
+        return
+
+
+def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
+    """Yields the largest smaller model that fits, of the same series if one of it does.
+
+    Yields nothing for a machine that was measured, which has no costs for other models.
+    """
+    if hardware.costs is not None:
+        return
+    series = plan.model.name.partition("-")[0]
+    models = [model for model in library_models() if model.parameters < plan.model.parameters]
+    for model in sorted(models, key=lambda model: not model.name.startswith(series)):
+        other = msgspec.structs.replace(plan, model=model, source=model.name)
+        if not _fits(other, hardware):
+            continue
+        found = candidates(
+            model,
+            hardware,
+            plan.workload,
+            device_limit=plan.device_limit_bytes,
+            host_limit=plan.host_limit_bytes,
+            policies=usual_policies(hardware),
+        )[0]
+        yield msgspec.structs.replace(
+            _suggestion(found, model.name, {}, "a smaller model"), model=model.name
+        )
+        return
+
+
+def usual_policies(hardware: HardwareSpec) -> list[str]:
+    """Returns the policies to search where many plans are: of those that the runtime executes, one
+    is nearly always the fastest, and searching only that one takes half of the time.
+    """
+    return ["resident"] if hardware.unified else ["overlapped"]
+
+
+def _fits(plan: Plan, hardware: HardwareSpec) -> bool:
+    """As `fits`, with the usual policies. False if there are no costs for the workload."""
+    try:
+        return fits(plan, hardware, usual_policies(hardware))
+    except UserError:
+        return False
+
+
+def _suggestion(choice: Choice, change: str, options: dict[str, str], note: str) -> Suggestion:
+    return Suggestion(
+        change=change,
+        options=options,
+        fits=choice.feasible,
+        tokens_per_second=tokens_per_second(choice.plan.workload, choice.step_seconds),
+        note=note,
+    )

@@ -1,0 +1,30 @@
+"""Suggestion: one change with which a model would fit or train faster, and its effect."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of the input and its effect."""
+
+    change: str
+    """The change as options of `megatrain check`, or in words if there is no option for it."""
+    options: dict[str, str] = {}
+    """Option without dashes -> its new value. Empty if the command has no option for the change."""
+    unsupported: bool = False
+    """Whether the runtime does not support the change yet."""
+    fits: bool
+    """Whether the model fits with the change."""
+    bytes_missing: int = 0
+    """Bytes by which memory still exceeds the limits."""
+    bytes_saved: int = 0
+    """Bytes of device and host memory that the change saves. Negative if it needs more."""
+    tokens_per_second: float | None = None
+    """Approximate speed with the change. None if no time was predicted."""
+    gain: float | None = None
+    """Approximate gain in tokens/s: 0.1 is 10 % more. None if no time was predicted."""
+    model: str = ""
+    """The library's model to train instead. Empty if the model stays."""
+    note: str = ""
+    """What the change costs or gives up, in words. Empty if there is nothing to say."""

@@ -1,0 +1,115 @@
+"""Wrong invocations of every verb, drawn at random: one line, status 2, nothing written, no PyTorch
+loaded. So each is reported within two seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import drawn_mistakes
+import pytest
+from drawn_mistakes import VALID, draw_mistakes, write_files
+
+
+def outcomes(invocations: list[list[str]]) -> list[tuple[int | None, str, str]]:
+    """The outcomes of invocations, all in one process."""
+    done = subprocess.run(
+        [sys.executable, drawn_mistakes.__file__],
+        input="".join(json.dumps(words) + "\n" for words in invocations),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(status, out, err) for status, out, err in map(json.loads, done.stdout.splitlines())]
+
+
+def check_line(words: list[str], status: int | None, out: str, err: str) -> None:
+    assert status == 2, (words, err or out)
+    assert out == "", words
+    assert err.startswith("megatrain: "), (words, err)
+    assert err.count("\n") == 1, (words, err)
+    assert err.endswith("\n"), (words, err)
+    assert all(part in err for part in (": found ", "; allowed: ", "; fix: ")), (words, err)
+    assert len(err) < 700, (words, err)
+
+
+@pytest.fixture
+def place(workplace: Path) -> Path:
+    """The workplace, with broken files too."""
+    write_files(workplace / "plan.toml")
+    return workplace
+
+
+def check_all(invocations: list[list[str]], place: Path, files_in: Any) -> None:
+    before = files_in(place)
+    found = outcomes(invocations)
+    assert len(found) == len(invocations)
+    for words, outcome in zip(invocations, found, strict=True):
+        check_line(words, *outcome)
+    assert files_in(place) == before
+
+
+def test_they_are_of_every_verb_and_differ() -> None:
+    drawn = draw_mistakes(200)
+    assert len({tuple(words) for words in drawn}) > 150
+    assert {words[0] for words in drawn} >= set(VALID)
+
+
+def test_200_wrong_invocations(place: Path, files_in: Any) -> None:
+    check_all(draw_mistakes(200), place, files_in)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_1000_more(place: Path, files_in: Any, seed: int) -> None:
+    check_all(draw_mistakes(1000, seed), place, files_in)
+
+
+def test_some_in_processes_of_their_own(place: Path, files_in: Any) -> None:
+    before = files_in(place)
+    for words in draw_mistakes(4, seed=99):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatrain", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        check_line(words, done.returncode, done.stdout, done.stderr)
+    assert files_in(place) == before
+
+
+TRAIN = ("train", "plan.toml", "--steps", "2", "--device", "cpu")
+EXPENSIVE = {
+    "missing data": (*TRAIN, "--data", "gone", "--out", "new"),
+    "data by a name that is not UTF-8": (*TRAIN, "--data", "bad\udce9.txt", "--out", "new"),
+    "out that exists": (*TRAIN, "--data", "corpus", "--out", "corpus"),
+    "out that cannot be made": (*TRAIN, "--data", "corpus", "--out", "/proc/nope/x"),
+    "edited plan": ("train", "edited.toml", *TRAIN[2:], "--data", "corpus", "--out", "new"),
+    "missing model": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "./gone"),
+    "export of no run": ("export", "corpus", "--out", "new"),
+    "export to what exists": ("export", "corpus", "--out", "tiny"),
+    "calibration of a missing model": ("calibrate", "gone", "--out", "new.toml"),
+    "calibration of too large a batch": ("calibrate", "tiny", "--batch", "9999999", "--out", "n"),
+    "report where nothing can be": ("report", "corpus", "--out", "/proc/nope/x.html"),
+}
+"""Mistakes that need not wait for PyTorch."""
+
+
+def test_mistakes_are_told_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
+    check_all([list(words) for words in EXPENSIVE.values()], place, files_in)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_probe_sees_pytorch_and_what_is_no_mistake() -> None:
+    train = ["train", *VALID["train"]]
+    (fine, loads) = outcomes([["list", "optimizers"], train])
+    assert fine[0] == 0
+    assert loads[0] is None
+    assert "imports torch" in loads[2]

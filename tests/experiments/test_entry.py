@@ -1,0 +1,88 @@
+"""The command's start: `python -m megatrain`, closed standard streams, Ctrl-C while it imports, and
+what the packages show of themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatrain.runtime
+import megatrain.simulator
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m megatrain WORDS`, through a shell that redirects its streams."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-m", "megatrain", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_package_is_the_command() -> None:
+    done = run("--version")
+    version = importlib.metadata.version("megatrain")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"megatrain {version}\n", "")
+
+
+@pytest.mark.parametrize("redirect", [">&-", "<&- >&-"])
+def test_a_closed_standard_output_is_no_error(redirect: str) -> None:
+    done = run("check", "qwen3-0.6b", "--hardware", "h200", "--batch", "1", redirect=redirect)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_mistake_with_every_stream_closed() -> None:
+    done = run("chekc", redirect="<&- >&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    done = run("list", "optimizers", redirect=">/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatrain: output: found no space left on device;")
+    assert done.stderr.count("\n") == 1
+
+
+INTERRUPTED = """
+import os, signal, sys
+from megatrain.experiments.cli.entry import main
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "megatrain.experiments.cli.options":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_during_imports_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "megatrain: interrupted\n")
+
+
+@pytest.mark.parametrize("package", [megatrain.simulator, megatrain.runtime], ids=repr)
+def test_a_package_lists_its_public_names(package: Any) -> None:
+    assert dir(package) == sorted(package.__all__)
+
+
+def test_every_package_has_types() -> None:
+    """A namespace has no marker of its own, so each package in it has one, also in the wheel."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for name, folder in setuptools["package-dir"].items():
+        assert (ROOT / folder / "py.typed").exists(), name
+        assert "py.typed" in setuptools["package-data"][name], name

@@ -1,0 +1,63 @@
+"""`megatrain list`: every name with what one needs to choose it, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.machine import library as machines
+from megatrain.simulator.model.families import FAMILIES, INSIDE, REFUSED, UNDESCRIBED
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.specs import library as models
+
+NAMES = {
+    "models": set(models()),
+    "hardware": set(machines()),
+    "policies": set(policies.registered()),
+    "optimizers": {"adamw"},
+    "families": {*FAMILIES, *INSIDE, *REFUSED, *UNDESCRIBED},
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_every_name_is_listed_once(
+    kind: str, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = json.loads(command("list", kind, "--json").out)
+    assert sorted(row["name"] for row in rows) == sorted(NAMES[kind])
+    heading, *lines = command("list", kind).out.splitlines()
+    assert heading.startswith("name")
+    starts = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert starts == [row["name"] for row in rows]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_numbers_are_those_of_the_library(command: Any) -> None:
+    rows = {row["name"]: row for row in json.loads(command("list", "models", "--json").out)}
+    model = ModelSpec.load("mixtral-8x7b")
+    assert rows["mixtral-8x7b"] == {
+        "name": "mixtral-8x7b",
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+        "layers": 32,
+        "native_context": 32768,
+        "family": "mixtral",
+    }
+    assert "mixtral-8x7b            46.7 B   12.9 B" in command("list", "models").out
+    rows = {row["name"]: row for row in json.loads(command("list", "hardware", "--json").out)}
+    machine = HardwareSpec.load("rtx4090")
+    assert rows["rtx4090"]["gpu_bytes"] == machine.device_bytes
+    assert rows["rtx4090"]["host_bytes"] == machine.host_bytes
+    assert rows["dgx-spark"]["link_gb_per_s"] is None
+
+
+def test_a_policy_says_what_it_does_and_whether_it_trains(command: Any) -> None:
+    rows = json.loads(command("list", "policies", "--json").out)
+    assert [row["name"] for row in rows if row["trains"]] == policies.names()
+    assert all(row["what"] for row in rows)
+    assert "Keeps all state on the device" in command("list", "policies").out

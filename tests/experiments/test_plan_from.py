@@ -1,0 +1,134 @@
+"""`megatrain plan --from PLAN --set KEY=VALUE`: a written plan with other knobs, predicted again.
+
+Also the names in written plans.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.simulator.policies import verified
+from megatrain.simulator.schedule.plan import Plan
+
+FROM = ("plan", "--from", "plan.toml", "--out", "new.toml")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_knob_is_changed_and_the_plan_predicted_again(command: Any) -> None:
+    before = Plan.load(Path("plan.toml"))
+    outcome = command(*FROM, "--set", "checkpoint_interval=2", "--set", "chunk_bytes=64KiB")
+    assert (outcome.status, outcome.err) == (0, "")
+    after = Plan.load(Path("new.toml"))
+    assert (after.knobs.checkpoint_interval, after.knobs.chunk_bytes) == (2, 2**16)
+    assert before.prediction
+    assert after.prediction
+    assert after.prediction != before.prediction
+    assert after.digest == verified(after).digest != before.digest
+    assert outcome.out.startswith("step ")
+    assert " in plan.toml\n" in outcome.out
+    changed = {"knobs", "digest", "prediction"}
+    kept = [name for name in Plan.__struct_fields__ if name not in changed]
+    assert all(getattr(after, name) == getattr(before, name) for name in kept)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_policy_and_a_placement_are_changed(command: Any) -> None:
+    words = ("--set", "policy=overlapped", "--set", "weights=e,0-1", "--set", "seq=8")
+    assert command(*FROM, *words).status == 0
+    plan = Plan.load(Path("new.toml"))
+    assert (plan.policy, plan.knobs.placement.weights) == ("overlapped", "e,0-1")
+    assert plan.workload.sequence == 8
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_edited_by_hand_is_made_whole(command: Any) -> None:
+    text = Path("plan.toml").read_text()
+    interval = "checkpoint_interval = 1"
+    assert interval in text
+    Path("plan.toml").write_text(text.replace(interval, "checkpoint_interval = 2"))
+    assert "`megatrain plan --from`" in command("simulate", "plan.toml").err
+    assert command(*FROM).status == 0
+    assert command("simulate", "new.toml").status == 0
+
+
+def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command: Any) -> None:
+    from megatrain.simulator.hardware import machine
+
+    shutil.copy(machine.library()["l40s"], "here.toml")
+    words = ("--batch", 2, "--seq", 16, "--loss-chunk", 16)
+    command("plan", "tiny", "--hardware", "here.toml", *words, "--out", "plan.toml")
+    (workplace / "below").mkdir()
+    assert command("plan", "--from", "plan.toml", "--out", "below/new.toml").status == 0
+    plan = Plan.load(workplace / "below" / "new.toml")
+    assert (plan.source, plan.hardware) == ("../tiny", "../here.toml")
+    assert command("simulate", "below/new.toml").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "fix"),
+    [
+        (("--set", "checkpoint_intervall=1"), "'checkpoint_intervall'", "checkpoint_interval?"),
+        (("--set", "checkpoint_interval=two"), "'two'", "another value"),
+        (("--set", "checkpoint_interval=0"), "0", "set checkpoint_interval = 1"),
+        (("--set", "checkpoint_interval"), "'checkpoint_interval'", "checkpoint_interval=1"),
+        (("--set", "weights_ahead=1"), "policy double_buffer does not read", "another policy"),
+        (("--set", "weights=e"), "policy double_buffer does not read", "another policy"),
+        (("--batch", 3), "--batch as well", "--set KEY=VALUE"),
+        (("--hardware", "h200"), "--hardware as well", "--set KEY=VALUE"),
+        (("tiny",), "MODEL as well", "--set KEY=VALUE"),
+        (("--set", "device_memory=1KiB"), "no plan that fits", "more of device memory"),
+    ],
+)
+def test_what_cannot_be_changed_is_one_line(
+    words: tuple[object, ...], found: str, fix: str, workplace: Path, command: Any
+) -> None:
+    outcome = command(*FROM, *words)
+    assert outcome.status == 2
+    line, _, shown = outcome.err.rpartition("; fix: ")
+    assert found in line
+    assert fix in shown
+    assert outcome.err.count("\n") == 1
+    assert not (workplace / "new.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ((), "no MODEL, --hardware"),
+        (("tiny",), "no --hardware"),
+        (("tiny", "--hardware", "h200", "--set", "batch=1"), "--set without --from"),
+    ],
+)
+@pytest.mark.usefixtures("workplace")
+def test_without_from_a_model_and_a_machine_are_needed(
+    words: tuple[str, ...], found: str, command: Any
+) -> None:
+    outcome = command("plan", *words, "--out", "new.toml")
+    assert outcome.status == 2
+    assert outcome.err.startswith(f"megatrain: plan: found {found}; ")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_has_the_library_s_names_and_the_hub_s(command: Any) -> None:
+    """A name on the hub stays, because the weights are there."""
+    words = ("--hardware", "RTX 4090", "--policy", "resident", "--batch", 1, "--seq", 16)
+    names = {"Qwen3 0.6B": "qwen3-0.6b", "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B"}
+    plans = []
+    for written, kept in names.items():
+        assert command("plan", written, *words, "--out", "new plan.toml").status == 0
+        plans.append(Plan.load(Path("new plan.toml")))
+        assert (plans[-1].source, plans[-1].hardware) == (kept, "rtx4090")
+    assert msgspec.structs.replace(plans[0], source="") == msgspec.structs.replace(
+        plans[1], source=""
+    )
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_name_with_a_blank_is_printed_in_quotes(command: Any) -> None:
+    outcome = command("plan", "--from", "plan.toml", "--out", "new plan.toml")
+    assert "\nwrote 'new plan.toml': " in outcome.out

@@ -1,0 +1,79 @@
+"""`megatrain plan` refuses a plan for a model folder that `megatrain train` would refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORK = ("--hardware", "h200", "--batch", 2, "--seq", 16, "--dtype", "fp32")
+REFUSED = {
+    "dropout": ({"attention_dropout": 0.1}, "model tiny: attention_dropout: found 0.1"),
+    "a kind of positions that transformers does not have": (
+        {"rope_scaling": {"rope_type": "of tomorrow"}},
+        "model tiny: config: found KeyError: 'of tomorrow'",
+    ),
+    "heads that transformers cannot split": ({"head_dim": 7}, "model tiny: config: found "),
+    "a value of a key that training does not use": (
+        {"bos_token_id": "first"},
+        "tiny/config.json: found ",
+    ),
+}
+
+
+@pytest.fixture
+def changed(workplace: Path) -> Callable[..., Path]:
+    """The model folder of the workplace with keys of its config.json changed."""
+
+    def change(keys: dict[str, Any]) -> Path:
+        path = workplace / "tiny" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+        return path
+
+    return change
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
+    command: Callable[..., Any], changed: Callable[..., Path], kind: str
+) -> None:
+    keys, message = REFUSED[kind]
+    changed(keys)
+    planned = command("plan", "tiny", *WORK, "--out", "new.toml")
+    assert planned.status == 2
+    assert message in planned.err
+    assert planned.err.count("\n") == 1
+    assert not Path("new.toml").exists()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_it_is_still_predicted(
+    command: Callable[..., Any], changed: Callable[..., Path], kind: str
+) -> None:
+    config = changed(REFUSED[kind][0])
+    assert command("check", "tiny", *WORK).status == 0
+    assert command("plan", config, *WORK, "--out", "new.toml").status == 0
+    assert Path("new.toml").exists()
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_policy_of_another_system_is_planned_for_prediction(command: Callable[..., Any]) -> None:
+    words = ("--policy", "megatrain_code", "--out", "new.toml")
+    assert command("plan", "tiny", *WORK, *words).status == 0
+
+
+def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
+    command: Callable[..., Any], changed: Callable[..., Path]
+) -> None:
+    """A plan that names the config.json reaches `train`, which says the same."""
+    keys, message = REFUSED["heads that transformers cannot split"]
+    config = changed(keys)
+    planned = command("plan", "tiny", *WORK, "--out", "new.toml")
+    assert command("plan", config, *WORK, "--out", "new.toml").status == 0
+    words = ("--data", "corpus", "--steps", 1, "--device", "cpu", "--out", "run")
+    trained = command("train", "new.toml", *words, "--model", "tiny")
+    assert message in planned.err
+    assert message in trained.err

@@ -1,0 +1,335 @@
+"""The text of a verdict: the whole of a YES and of a NO, its width, and what it leaves out."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.experiments.cli import layout, policy_table, verdict_text
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Knobs, Placement
+from megatrain.simulator.verdict.marginal_memory import MarginalMemory
+from megatrain.simulator.verdict.multi_gpu import MultiGpu
+from megatrain.simulator.verdict.suggestion import Suggestion
+from megatrain.simulator.verdict.verdict import RunnerUp, TrainingEstimate, Verdict
+
+GIB = 2**30
+COMMANDS = [
+    (
+        ["megatrain", "plan", "somebody-7b", "--hardware", "rtx4090", "--batch", "4", "--out", "p"],
+        "writes the plan",
+    )
+]
+
+
+def sizes(**gib: float) -> dict[str, int]:
+    """Bytes by class, from GiB."""
+    return {name: round(size * GIB) for name, size in gib.items()}
+
+
+FITS = Verdict(
+    model="somebody-7b",
+    parameters=7_615_616_512,
+    active_parameters=7_615_616_512,
+    hardware="rtx4090",
+    machine="RTX 4090",
+    host_memory_assumed=True,
+    unified=False,
+    workload=Workload(batch=4, sequence=2048, documents=True),
+    model_longest_row=32_768,
+    policy="overlapped",
+    knobs={"weight_slots": 2, "chunk_bytes": 2**26, "placement": Placement(weights="e,0-3")},
+    prediction_only=False,
+    feasible=True,
+    binding="cpu",
+    step_seconds=6.02,
+    step_seconds_low=4.816,
+    step_seconds_high=7.224,
+    tokens_per_second=1360.4,
+    tokens_per_second_low=1133.7,
+    tokens_per_second_high=1700.5,
+    tflops_6n=62.2,
+    tflops_6n_active=62.2,
+    mfu=0.377,
+    lower_bound_seconds=5.5,
+    lower_bound_lane="cpu",
+    exposed_seconds={"cpu": 1.2, "h2d": 0.4, "d2h": 0.14, "update": 0.001, "waiting": 0.0},
+    step_shares={
+        "compute": 0.711,
+        "copies": 0.0897,
+        "host_optimizer": 0.1992,
+        "device_optimizer": 0.0001,
+        "nothing_else": 0.0,
+    },
+    lane_seconds={"compute": 4.28, "cpu": 5.5},
+    device_peak_bytes=round(23.1 * GIB),
+    device_limit_bytes=round(23.5 * GIB),
+    host_peak_bytes=round(87.2 * GIB),
+    host_limit_bytes=192 * GIB,
+    pools={},
+    classes={
+        "device": sizes(weights=6.1, gradients=3.8, moments=7.5, activations=2, workspace=3.7),
+        "host": sizes(weights=24.2, gradients=12.3, moments=49.2, activations=1.5, staging=0.001),
+    },
+    calibrated="",
+    uncertainty=0.2,
+    extrapolated={},
+    longest_context=57_700,
+    largest_batch=28,
+    runner_up=RunnerUp(policy="k_buffer", step_seconds=7.5, at_least=True),
+    one_more_gib=(
+        MarginalMemory(
+            place="device",
+            step_seconds=6.0,
+            tokens_per_second=1365.3,
+            gain=0.0036,
+            knobs=Knobs(weight_slots=3, placement=Placement(weights="e,0-4")),
+        ),
+        MarginalMemory(place="host", step_seconds=6.02, tokens_per_second=1360.4, gain=0.0),
+    ),
+    advice=(
+        Suggestion(
+            change="--clipping none",
+            options={"clipping": "none"},
+            fits=True,
+            tokens_per_second=1910.2,
+            gain=0.404,
+            note="gives up gradient clipping",
+        ),
+        Suggestion(change="moments in bf16", unsupported=True, fits=True, gain=0.05),
+    ),
+    training=TrainingEstimate(
+        tokens=10_000_000,
+        hours=2.04,
+        hours_low=1.63,
+        hours_high=2.45,
+        days=0.085,
+        energy_kwh=0.918,
+        watts=450.0,
+    ),
+)
+YES = """\
+YES     Full fine-tuning of somebody-7b (7.62 B) fits on one RTX 4090 with
+        23.5 GiB of VRAM and 192 GiB of RAM (assumed; give yours by
+        --host-memory).
+
+Speed   1,360 tokens/s (1,130 to 1,700; from datasheets, not measured)
+        6.02 s a step of 4 x 2,048 tokens, MFU 38%
+Time    10 M tokens in 2.0 hours (1.6 to 2.5), 0.918 kWh of GPU energy
+VRAM    23.1 of  23.5 GiB  ####################
+        weights 6.1  gradients 3.8  optimizer 7.5  activations 2.0
+        temporary 3.7
+RAM     87.2 of 192.0 GiB  #########...........
+        weights 24.2  gradients 12.3  optimizer 49.2  activations 1.5
+Step    GPU computes 71%, waits for the optimizer on the CPU 20%, for copies 9%
+
+Room    a context of up to 57,700 tokens (the model's own limit is 32,768), or
+        28 sequences of 2,048
+Faster  --clipping none  +40%  1,910 tokens/s  gives up gradient clipping
+
+Next    megatrain plan somebody-7b --hardware rtx4090 --batch 4 --out p
+            # writes the plan
+        --why adds what is kept where, the runner-up and the bounds"""
+FAILS = msgspec.structs.replace(
+    FITS,
+    feasible=False,
+    host_memory_assumed=False,
+    workload=Workload(batch=1, sequence=65_536),
+    binding="host.moments",
+    reason="the nearest plan lacks 52.36 GiB of host memory",
+    step_shares={},
+    host_peak_bytes=round(180.4 * GIB),
+    host_limit_bytes=128 * GIB,
+    longest_context=0,
+    largest_batch=0,
+    training=None,
+    advice=(
+        Suggestion(
+            change="--host-memory 178GiB, 50.00 GiB more",
+            options={"host-memory": "178GiB"},
+            fits=True,
+            tokens_per_second=121.2,
+        ),
+        Suggestion(
+            change="--hardware h200",
+            options={"hardware": "h200"},
+            fits=True,
+            tokens_per_second=4699.3,
+            note="H200, with 251 GiB of RAM",
+        ),
+        Suggestion(
+            change="somebody-3b",
+            model="somebody-3b",
+            fits=True,
+            tokens_per_second=8.25,
+            note="a smaller model",
+        ),
+        Suggestion(
+            change="--clipping none",
+            options={"clipping": "none"},
+            fits=False,
+            bytes_missing=24 * GIB,
+        ),
+    ),
+)
+NO = """\
+NO      Full fine-tuning of somebody-7b (7.62 B) does not fit on one RTX 4090
+        with 23.5 GiB of VRAM and 128 GiB of RAM. With 1 x 65,536 tokens a
+        micro-batch it needs 178 GiB of RAM.
+
+VRAM     23.1 of  23.5 GiB  ####################
+        weights 6.1  gradients 3.8  optimizer 7.5  activations 2.0
+        temporary 3.7
+RAM     180.4 of 128.0 GiB  ####################
+        52.4 GiB too little
+        weights 24.2  gradients 12.3  optimizer 49.2  activations 1.5
+Note    the memory is that of the plan that comes nearest to fitting
+Note    sequences of 65,536 tokens are longer than the model's own limit of
+        32,768 (max_position_embeddings)
+
+Room    no micro-batch fits, not even the smallest
+What would do
+        --host-memory 178GiB    121 tokens/s
+        --hardware h200       4,699 tokens/s  H200, with 251 GiB of RAM
+        somebody-3b             8.2 tokens/s  a smaller model"""
+
+
+def changed(**fields: Any) -> Verdict:
+    """What fits, with other fields."""
+    return msgspec.structs.replace(FITS, **fields)
+
+
+def flat(text: str) -> str:
+    """The text without its line breaks and columns."""
+    return " ".join(text.split())
+
+
+def test_the_whole_text_of_a_yes() -> None:
+    assert verdict_text.text(FITS, commands=COMMANDS) == YES
+
+
+def test_the_whole_text_of_a_no() -> None:
+    assert verdict_text.text(FAILS) == NO
+
+
+@pytest.mark.parametrize("width", [80, 60, 50])
+@pytest.mark.parametrize("verdict", [FITS, FAILS], ids=["yes", "no"])
+def test_no_line_is_wider_than_the_terminal(verdict: Verdict, width: int) -> None:
+    several = MultiGpu(
+        gpus=8,
+        step_seconds=6.5,
+        tokens_per_second=10_000.0,
+        speedup=7.4,
+        host_peak_bytes=200 * GIB,
+        feasible=False,
+        gb_per_s=21.9,
+        gb_per_s_both=10.9,
+    )
+    whole = msgspec.structs.replace(verdict, multi_gpu=several)
+    lines = verdict_text.text(whole, width, why=True, commands=COMMANDS).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if line != line.rstrip()]
+    assert "\n".join(lines).isascii()
+
+
+def test_the_plan_is_shown_only_to_those_who_ask_why() -> None:
+    words = ("weight_slots", "e,0-3", "k_buffer", "one more GiB", "TFLOPS", "moments in bf16")
+    plain, why = flat(verdict_text.text(FITS)), flat(verdict_text.text(FITS, why=True))
+    assert not [word for word in words if word in plain]
+    assert all(word in why for word in words)
+    assert "no order of these operations takes less than 5.500 s (cpu)" in why
+    assert "Second policy k_buffer, at least 7.500 s, 24.6% slower" in why
+    assert "moments in bf16, +5%: not in the runtime yet" in why
+
+
+def test_mfu_is_told_apart_from_the_share_of_the_measured_rate() -> None:
+    text = flat(verdict_text.text(changed(matmul_rate_share=0.789), why=True))
+    assert "37.7% of the datasheet's peak (MFU)" in text
+    assert "78.9% of the measured matrix-product rate" in text
+    assert "MFU" not in verdict_text.text(changed(mfu=None))
+
+
+def test_changes_that_do_not_suffice_are_shown_only_where_none_does() -> None:
+    short = FAILS.advice[-1]
+    text = verdict_text.text(msgspec.structs.replace(FAILS, advice=(short,)))
+    assert "What would help\n        --clipping none  not enough: 24 GiB still lack" in text
+    assert "it lacks 52.4 GiB of RAM" in flat(text)
+    assert "not enough" not in NO
+
+
+def test_one_memory_has_one_bar() -> None:
+    text = verdict_text.text(changed(unified=True))
+    assert "fits on one RTX 4090 with 23.5 GiB of memory." in flat(text)
+    assert [line[:8] for line in text.splitlines() if "##" in line] == ["Memory  "]
+
+
+def test_a_small_model_s_memory_does_not_read_as_nothing() -> None:
+    small = changed(
+        device_peak_bytes=24 * 2**20,
+        classes={"device": {"weights": 24 * 2**20, "staging": 100}, "host": {}},
+        host_peak_bytes=0,
+    )
+    text = verdict_text.text(small)
+    assert "VRAM    24.0 MiB of  23.5 GiB  ...................." in text
+    assert "        weights 24.0\n" in text
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [(0.25, "15 minutes"), (2.04, "2.0 hours"), (47.9, "47.9 hours"), (49.0, "2.0 days")],
+)
+def test_time_is_in_hours_up_to_two_days(hours: float, shown: str) -> None:
+    assert FITS.training is not None
+    training = msgspec.structs.replace(
+        FITS.training, hours=hours, hours_low=None, hours_high=None, energy_kwh=None
+    )
+    text = verdict_text.text(changed(training=training))
+    assert f"Time    10 M tokens in {shown}\n" in text
+
+
+def test_a_calibrated_machine_says_when_it_was_measured() -> None:
+    text = verdict_text.text(
+        changed(
+            machine="machine here",
+            calibrated="2026-11-21",
+            extrapolated={"norm": 3},
+            host_memory_assumed=False,
+        ),
+        why=True,
+    )
+    assert "fits on machine here with 23.5 GiB of VRAM and 192 GiB of RAM." in flat(text)
+    assert "(1,130 to 1,700; measured 2026-11-21)" in text
+    exact = changed(
+        calibrated="2026-11-21", tokens_per_second_low=1360.1, tokens_per_second_high=1360.9
+    )
+    assert "1,360 tokens/s (measured 2026-11-21)" in verdict_text.text(exact)
+    assert "some operations were not measured in this size; --why names them" in flat(text)
+    assert "outside the measured range: norm (3 ops)" in flat(text)
+
+
+def test_the_table_of_policies_is_no_wider_than_a_terminal() -> None:
+    peer = changed(policy="zero3_offload", prediction_only=True, host_limit_bytes=GIB)
+    peer = msgspec.structs.replace(peer, feasible=False, training=None)
+    lines = policy_table.table([FITS, peer]).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:3] == ["overlapped", "6.02", "s"]
+    assert lines[2].split()[:3] == ["zero3_offload", "*", "OOM"]
+    assert lines[2].endswith("86.2 GiB RAM")
+    assert lines[3] == "* another system, for prediction only"
+
+
+@pytest.mark.parametrize("columns", ["30", "60", "200", ""])
+def test_the_width_is_that_of_the_terminal_within_reason(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert layout.terminal_width() == {"30": 50, "60": 60}.get(columns, 80)
+
+
+def test_the_examples_in_the_docstrings_of_the_layout_hold() -> None:
+    failures, attempted = doctest.testmod(layout)
+    assert attempted > 10
+    assert failures == 0

@@ -1,0 +1,180 @@
+"""Wrong invocations of the command, drawn at random: a valid one of each verb, with one mistake.
+
+As a program, it reads invocations as JSON lines and executes each in this process, in which PyTorch
+cannot be imported. It answers a line of JSON for each: [status, standard output, standard error].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+VALID: dict[str, tuple[str, ...]] = {
+    "check": ("qwen3-0.6b", "--hardware", "h200", "--batch", "2", "--seq", "128"),
+    "plan": ("tiny", "--hardware", "h200", "--batch", "2", "--seq", "16", "--out", "new.toml"),
+    "simulate": ("plan.toml", "--trace", "trace.json"),
+    "sweep": ("tiny", "--hardware", "h200", "--over", "batch", "1", "2", "--out", "new"),
+    "calibrate": ("tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "--out", "new.toml"),
+    "train": ("plan.toml", "--data", "corpus", "--steps", "2", "--device", "cpu", "--out", "new"),
+    "export": ("corpus", "--out", "new"),
+    "compare": ("corpus",),
+    "report": ("corpus", "--out", "new.html"),
+    "figures": ("figure1", "--out", "new"),
+    "list": ("models",),
+}
+"""A verb -> the rest of an invocation that would do something, or for `export`, `compare` and
+`report` fail only because the folder is no run."""
+BAD_NUMBERS = ("0", "-1", "two", "1e99", "nan", "", "3.5.2", "0x10", "½", "-24GiB", "--")
+BAD_SIZES = ("-24GiB", "banana", "0", "", "24 apples", "1e9GiB", "nan")
+BAD_NAMES = ("gone", "./gone", "h300", "qwen9", "no/such/name", "a b", "é", "\udce9", "x" * 300)
+BAD_OUTS = ("/proc/nope/x", "plan.toml/x", "/dev/null/x", "corpus/one.txt/x", "corpus/one.txt")
+BAD_FILES = ("gone.toml", "broken.toml", "binary.toml", "corpus", "corpus/one.txt", "/dev/null")
+WORKLOAD = {
+    **dict.fromkeys(("--batch", "--seq", "--accumulation", "--loss-chunk"), BAD_NUMBERS),
+    "--dtype": ("fp16", "", "BF16"),
+    "--clipping": ("all", "1.0"),
+    "--attention": ("sdpa",),
+    "--optimizer": ("lion", "gone.py", "corpus"),
+    **dict.fromkeys(("--device-memory", "--host-memory"), BAD_SIZES),
+}
+MACHINE = {"--hardware": (*BAD_NAMES, *BAD_FILES), "--policy": ("zigzag", "kbuffer", "gone.py", "")}
+WRONG: dict[str, dict[str, tuple[str, ...]]] = {
+    "check": {
+        **WORKLOAD,
+        **MACHINE,
+        "--tokens": BAD_NUMBERS,
+        "--gpus": (*BAD_NUMBERS, "64"),
+        "--cores": BAD_NUMBERS,
+    },
+    "plan": {**WORKLOAD, **MACHINE, "--out": BAD_OUTS[:-1], "--tokens-per-step": BAD_NUMBERS},
+    "simulate": {"--trace": BAD_OUTS[:-1]},
+    "sweep": {
+        **WORKLOAD,
+        **MACHINE,
+        "--over": ("slots", "batch", "dtype=bf16"),
+        "--grid": BAD_FILES,
+        "--out": BAD_OUTS,
+        "--jobs": BAD_NUMBERS,
+        "--steps": BAD_NUMBERS,
+    },
+    "calibrate": {
+        **WORKLOAD,
+        "--grid": ("4by16", "0x16", "", "1x99999999", "4x"),
+        "--again": (*BAD_FILES, "h200"),
+        "--device": ("gpu", "cuda:0"),
+        "--out": BAD_OUTS[:-1],
+    },
+    "train": {
+        "--data": ("gone", "plan.toml", "/dev/zero", "tiny", "\udce9", "x" * 300),
+        "--out": ("corpus", *BAD_OUTS),
+        "--config": BAD_FILES,
+        "--model": ("./gone", "corpus/one.txt", "a b"),
+        "--resume": ("gone", "corpus", "plan.toml"),
+        "--set": ("rat=1", "=", "steps", "every_steps=1", "batch=0", "rate=-1", "\udce9=1"),
+        "--steps": BAD_NUMBERS,
+        "--seed": BAD_NUMBERS[1:],
+        "--eval-data": ("gone", "plan.toml"),
+        "--eval-fraction": ("1", "-0.1", "much"),
+        "--chat-template": ("gone", "corpus"),
+        "--split": ("none",),
+        "--init": ("zeros",),
+        "--device": ("gpu",),
+    },
+    "export": {"--from-step": BAD_NUMBERS, "--dtype": ("fp16",), "--out": BAD_OUTS},
+    "compare": {},
+    "report": {"--out": BAD_OUTS[:-1]},
+    "figures": {},
+    "list": {},
+}
+"""A verb -> its options -> values that it refuses."""
+
+
+def _misspelt(word: str, draw: random.Random) -> str:
+    """Returns `word` with two letters exchanged, or one of them doubled or left out."""
+    place = draw.randrange(word.count("-", 0, 2), len(word) - 1)
+    first, second = word[place], word[place + 1]
+    part = draw.choice([second + first, first + first + second, second])
+    found = word[:place] + part + word[place + 2 :]
+    return found if not word.startswith(found) else word[:place] + "xx" + word[place:]
+
+
+def draw_mistake(verb: str, draw: random.Random) -> list[str]:
+    """Returns an invocation of `verb` with one mistake."""
+    words, wrong = list(VALID[verb]), WRONG[verb]
+    every = ["--json", "--hardware", "--accumulation", "--policy", *wrong]
+    kind = draw.choice(
+        ["verb", "option", "word", "value lost", *["first word"] * 2, *["value"] * 9]
+    )
+    if kind == "verb":
+        return [_misspelt(verb, draw), *words]
+    if kind == "option":
+        return [verb, *words, _misspelt(draw.choice(every), draw), "1"]
+    if kind == "word":
+        return [verb, *words, *draw.choice([("--", "extra", "words"), ("--no-such",), ("-x",)])]
+    if kind == "value lost" and wrong:
+        return [verb, *words, draw.choice(list(wrong))]
+    if kind == "value" and wrong:
+        option = draw.choice(list(wrong))
+        value = draw.choice(wrong[option])
+        joined = draw.choice([True, False]) and option != "--over"
+        return [verb, *words, *([f"{option}={value}"] if joined else [option, value])]
+    files = ("broken.toml", "edited.toml") if words[0] == "plan.toml" else ()
+    return [verb, draw.choice([*BAD_NAMES, *files]), *words[1:]]
+
+
+def write_files(plan: Path) -> None:
+    """Writes broken files next to `plan`, and a plan that was edited by hand."""
+    text = plan.read_text()
+    (plan.parent / "broken.toml").write_text(text[: len(text) // 2].rpartition("=")[0])
+    (plan.parent / "binary.toml").write_bytes(b"\xff\xfe\x00\x81" * 64)
+    edited = text.replace("checkpoint_interval = 1", "checkpoint_interval = 2")
+    (plan.parent / "edited.toml").write_text(edited)
+
+
+def draw_mistakes(count: int, seed: int = 0) -> list[list[str]]:
+    """Returns wrong invocations, about equally many of each verb."""
+    draw, verbs = random.Random(seed), list(VALID)
+    return [draw_mistake(verbs[number % len(verbs)], draw) for number in range(count)]
+
+
+class _NoPyTorch:
+    """Refuses to import PyTorch and transformers."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise AssertionError(f"imports {name}")
+
+
+def execute(words: list[str]) -> tuple[int | None, str, str]:
+    """Returns the status, the standard output and the standard error of one invocation. The status
+    is None if an exception escapes.
+    """
+    from megatrain.experiments.cli import main as cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status: int | None = cli.main(words)
+        except BaseException:
+            status = None
+            traceback.print_exc(file=err)
+    return status, out.getvalue(), err.getvalue()
+
+
+def main() -> NoReturn:
+    """Executes the invocations of standard input."""
+    finder: Any = _NoPyTorch()
+    sys.meta_path.insert(0, finder)
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(execute(json.loads(line))) + "\n")
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Names as people write them find the library's entry; others are refused with names that resemble
+them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.names import meant
+from megatrain.simulator.hardware import machine
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import specs
+from megatrain.simulator.model.specs import ModelSpec
+
+MODELS = {
+    "qwen2.5-14B": "qwen2.5-14b",
+    "qwen25-14b": "qwen2.5-14b",
+    "Qwen2_5 14b": "qwen2.5-14b",
+    "Qwen/Qwen2.5-14B-Instruct": "qwen2.5-14b",
+    "Qwen/Qwen3-4B-Base": "qwen3-4b",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "meta-llama/Meta-Llama-3.1-70B-Instruct": "llama-3.1-70b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
+    "google/gemma-2-9b-it/": "gemma-2-9b",
+    "llama 3.1 8b": "llama-3.1-8b",
+    "gpt_oss-20B": "gpt-oss-20b",
+}
+MACHINES = {
+    "H200": "h200",
+    "nvidia h200": "h200",
+    "rtx-4090": "rtx4090",
+    "4090": "rtx4090",
+    "RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "RTX A6000": "a6000",
+    "rtx pro 6000": "rtx-pro-6000",
+    "A100-80GB-SXM": "a100-80-sxm",
+    "GH200 96GB": "gh200-96",
+    "M3 Ultra": "apple-m3-ultra",
+    "AMD Instinct MI300X": "mi300x",
+    "dgx_spark": "dgx-spark",
+}
+
+
+@pytest.mark.parametrize("written", MODELS)
+def test_a_model_as_people_write_it(written: str) -> None:
+    assert ModelSpec.load(written).name == MODELS[written]
+
+
+@pytest.mark.parametrize("written", MACHINES)
+def test_a_machine_as_people_write_it(written: str) -> None:
+    assert HardwareSpec.load(written).name == MACHINES[written]
+
+
+@pytest.mark.parametrize(
+    "library", [specs.library(), machine.library()], ids=["models", "machines"]
+)
+def test_every_entry_is_found_by_its_name_however_it_is_written(library: dict[str, Path]) -> None:
+    """And by no other entry's."""
+    for name in library:
+        for written in (name, name.upper(), name.replace("-", "_"), name.replace("-", " ")):
+            others = [each for each in library if each != name]
+            assert meant(written, library) == name
+            assert meant(written, others) is None
+
+
+@pytest.mark.parametrize("written", ["qwen2-57b", "qwen2.5-1.45b", "qwen257b"])
+def test_digits_that_are_joined_in_another_way_are_another_model(written: str) -> None:
+    assert meant(written, specs.library()) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "fix"),
+    [
+        ("h100", "did you mean h100-pcie or h100-sxm?"),
+        ("A100", "did you mean a100-40, a100-80-pcie or a100-80-sxm?"),
+        ("rtx4091", "did you mean rtx4090?"),
+        ("4090 laptop", "did you mean rtx4090?"),
+        ("abacus", "check the path or the name"),
+    ],
+)
+def test_an_ambiguous_or_unknown_machine_is_refused(written: str, fix: str) -> None:
+    with pytest.raises(UserError) as raised:
+        HardwareSpec.load(written)
+    assert raised.value.fix.startswith(fix)
+    assert "`megatrain list hardware`" in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("written", "fix"),
+    [
+        ("mistralai/Mistral-7B-Instruct-v0.3", "did you mean mistral-7b?"),
+        ("qwen2.5-9b", "did you mean qwen2.5-7b, "),
+        ("llama-3.2", "did you mean llama-3.2-1b or llama-3.2-3b?"),
+        ("./gone", "check the path or the name"),
+    ],
+)
+def test_an_ambiguous_or_unknown_model_is_refused(written: str, fix: str) -> None:
+    with pytest.raises(UserError) as raised:
+        ModelSpec.load(written)
+    assert raised.value.fix.startswith(fix)
+    assert "`megatrain list models`" in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+def test_an_unknown_policy_is_refused_with_one_that_resembles_it() -> None:
+    with pytest.raises(UserError, match=r"`megatrain list policies`.*did you mean k_buffer\?"):
+        policies.find("kbufer")
+
+
+def test_a_path_is_preferred_to_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("h200").write_bytes(machine.library()["l40s"].read_bytes())
+    Path("qwen2.5-7b").mkdir()
+    Path("qwen2.5-7b", "config.json").write_bytes(specs.library()["phi-2"].read_bytes())
+    assert HardwareSpec.load("h200").name == "l40s"
+    assert ModelSpec.load("qwen2.5-7b").family == "phi"

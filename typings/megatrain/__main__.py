@@ -1,0 +1,1 @@
+../../experiments/cli/namespace/__main__.py
