@@ -21,8 +21,7 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
         model: what `--model` names, or None for the model in the plan.
         config: the settings of the run.
     """
-    from megatrain.runtime.data.mixture import places_of
-    from megatrain.runtime.data.sources import find
+    from megatrain.runtime.data.sources import sources_of
     from megatrain.runtime.data.tokenize import read_chat_template
     from megatrain.runtime.files.model_source import name_on_hub
     from megatrain.runtime.layers.supported import refuse_unsupported
@@ -32,13 +31,9 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     plan, data = Plan.load(plan_file), config.data
     refuse_unsupported(plan.model, plan.workload)
     executable(plan)
-    for name in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
-        refuse_other_than_utf8(name)
-    places = places_of(data)
-    for place in places.training:
-        find(place.path, (data.split,))
-    for path in places.evaluation:
-        find(path, places.evaluation_splits)
+    for path in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
+        refuse_other_than_utf8(path)
+    sources_of(data)
     if data.chat_template:
         read_chat_template(data.chat_template)
     if config.training.init == "model":

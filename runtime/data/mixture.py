@@ -1,6 +1,6 @@
 """Combines several sources of documents, each with a weight.
 
-A source is named by its path, or by `PATH:WEIGHT`. An epoch has each document of a source WEIGHT
+An epoch has each document of a source WEIGHT
 times. For the fraction of a weight, documents are drawn from the source. The draw depends only on
 the seed and on the documents, so a resumed run has the same ones.
 """
@@ -9,95 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents, JoinedTokens
-from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.data.sources import EVALUATION_SPLITS, DataSource
+from megatrain.runtime.data.sources import DataSource
 from megatrain.simulator.base.errors import UserError
-
-_WEIGHT = re.compile(r"(.+):(\d+\.?\d*|\.\d+)", re.DOTALL)
-_MOST = 1000
-
-
-class Weighted(NamedTuple):
-    """The path of a source, and how many times an epoch has its documents."""
-
-    path: Path
-    """A file or a folder."""
-    weight: float
-    """Number of times; 1 if no weight is named."""
-
-
-def parse_source(text: str) -> Weighted:
-    """Returns the path and the weight in `PATH` or `PATH:WEIGHT`.
-
-    If there is a file or folder whose whole name is `text`, it is the path. Raises UserError for a
-    weight that is out of range.
-    """
-    match = None if os.path.exists(text) else _WEIGHT.fullmatch(text)
-    if not match:
-        return Weighted(Path(text), 1.0)
-    if not 0 < (weight := float(match[2])) <= _MOST:
-        raise UserError(
-            f"data {match[1]}: weight",
-            found=match[2],
-            allowed=f"a number above 0, up to {_MOST}",
-            fix="write it like rows.jsonl:0.5, or leave the source out",
-        )
-    return Weighted(Path(match[1]), weight)
-
-
-class Places(NamedTuple):
-    """The files and folders that the options name."""
-
-    training: list[Weighted]
-    """those to train on"""
-    evaluation: list[Path]
-    """those to evaluate on; empty if the options name none"""
-    evaluation_splits: tuple[str, ...]
-    """splits for evaluation, the preferred first"""
-
-
-def places_of(options: DataOptions) -> Places:
-    """Returns the files and folders that `options` names for training and for evaluation.
-
-    Without evaluation data, another split of the training data is used if the options name one.
-    """
-    training = [parse_source(text) for text in options.paths]
-    evaluation: list[Path] = []
-    if options.evaluation_data:
-        evaluation = [Path(options.evaluation_data)]
-    elif options.evaluation_split:
-        evaluation = [place.path for place in training]
-    splits = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
-    return Places(training, evaluation, splits)
-
-
-def refuse_repeated(sources: Sequence[DataSource]) -> None:
-    """Raises UserError if a file is in several sources.
-
-    Its copies would be on both sides of an evaluation fraction, which a weight prevents.
-    """
-    counts = Counter(
-        file for source in sources for file in {file.resolve() for file in source.files}
-    )
-    if repeated := next((file for file, count in counts.items() if count > 1), None):
-        raise UserError(
-            f"data {repeated}",
-            found="a file that is named twice",
-            allowed="each file once",
-            fix=f"give it a weight: {repeated.name}:{counts[repeated]}",
-        )
 
 
 def joined(parts: Sequence[Documents], sources: Sequence[DataSource]) -> Documents:

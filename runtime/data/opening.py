@@ -20,11 +20,17 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_c
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.mixture import Weighted, joined, places_of, refuse_repeated, weighted
+from megatrain.runtime.data.mixture import joined, weighted
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import DataSource, find
+from megatrain.runtime.data.sources import (
+    DataSource,
+    WeightedPath,
+    sources_at,
+    sources_of,
+    weighted_path,
+)
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -69,17 +75,18 @@ def open_data(
     assert options.packing, "packing is taken from the plan if the options do not set it"
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    places = places_of(options)
-    training = reader.read([place.path for place in places.training], (options.split,))
+    sources, other_sources = sources_of(options)
+    named = [weighted_path(text) for text in options.paths]
+    training = reader.read(sources)
     kept, evaluation = training.documents, None
-    if places.evaluation:
-        other = reader.read(places.evaluation, places.evaluation_splits)
+    if other_sources is not None:
+        other = reader.read(other_sources)
         _compare(training, other, on_note)
         evaluation = other.documents
     else:
         kept, evaluation = split(kept, options)
     # Evaluation documents are set apart first, so that no copy of one is trained on.
-    epoch = _weighted(places.training, training, kept, seed, on_note)
+    epoch = _weighted(named, training, kept, seed, on_note)
     where = ", ".join(options.paths)
     corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
     held_out = None
@@ -140,8 +147,8 @@ def read_data(
     """
     tokenizer = _tokenizer_of(options, tokenizer_folder)
     reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
-    named = places_of(options).training
-    data = reader.read([place.path for place in named], splits or (options.split,))
+    named = [weighted_path(text) for text in options.paths]
+    data = reader.read(sources_at(options.paths, splits or (options.split,)))
     epoch = _weighted(named, data, data.documents, 0, on_note)
     return replace(data, documents=epoch), tokenizer
 
@@ -169,7 +176,7 @@ def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> No
 
 
 def _weighted(
-    named: list[Weighted], data: TokenizedData, documents: Documents, seed: int, on_note: Note
+    named: list[WeightedPath], data: TokenizedData, documents: Documents, seed: int, on_note: Note
 ) -> Documents:
     """Returns the documents of an epoch, and notes how many of each source it has.
 
@@ -251,14 +258,8 @@ class _Reader:
     on_note: Note
     """Receives lines for the user."""
 
-    def read(self, paths: Sequence[Path], splits: Sequence[str]) -> TokenizedData:
-        """Returns the documents of all `paths`, each from the first of `splits` that it has."""
-        if not paths:
-            raise UserError(
-                "data", found="no path", allowed="a file or a folder", fix="name one with --data"
-            )
-        sources = [find(path, splits) for path in paths]
-        refuse_repeated(sources)
+    def read(self, sources: list[DataSource]) -> TokenizedData:
+        """Returns the documents of all `sources`."""
         found = [self._documents(source) for source in sources]
         parts = [documents for documents, _ in found]
         return TokenizedData(

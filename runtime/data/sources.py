@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 
@@ -36,6 +38,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _NEVER_COMPRESSED = ("parquet", "arrow")  # these formats compress their own columns
 EVALUATION_SPLITS = ("validation", "test", "train")
 """Splits for evaluation, the preferred first, unless the options name one."""
+_WEIGHT = re.compile(r"(.+):(\d+\.?\d*|\.\d+)", re.DOTALL)
+_LARGEST_WEIGHT = 1000
 _METADATA = frozenset(
     (
         "dataset_info.json",
@@ -99,6 +103,72 @@ def suffix_of(file: Path) -> str:
     """Returns the ending of a file's name in lower case, without the ending of a compression."""
     stem, suffix = os.path.splitext(file.name.lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
+class WeightedPath(NamedTuple):
+    """The path of a source, and how many times an epoch has its documents."""
+
+    path: Path
+    """A file or a folder."""
+    weight: float
+    """Number of times; 1 if no weight is named."""
+
+
+def weighted_path(text: str) -> WeightedPath:
+    """Returns the path and the weight in `PATH` or `PATH:WEIGHT`.
+
+    If there is a file or folder whose whole name is `text`, it is the path. Raises UserError for a
+    weight that is out of range.
+    """
+    match = None if os.path.exists(text) else _WEIGHT.fullmatch(text)
+    if not match:
+        return WeightedPath(Path(text), 1.0)
+    if not 0 < (weight := float(match[2])) <= _LARGEST_WEIGHT:
+        raise UserError(
+            f"data {match[1]}: weight",
+            found=match[2],
+            allowed=f"a number above 0, up to {_LARGEST_WEIGHT}",
+            fix="write it like rows.jsonl:0.5, or leave the source out",
+        )
+    return WeightedPath(Path(match[1]), weight)
+
+
+def sources_of(options: DataOptions) -> tuple[list[DataSource], list[DataSource] | None]:
+    """Returns the files to train on, and those to evaluate on or None if the options name none.
+
+    Raises UserError as `sources_at` does.
+    """
+    sources = sources_at(options.paths, (options.split,))
+    if not (options.evaluation_data or options.evaluation_split):
+        return sources, None
+    splits = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
+    if options.evaluation_data:
+        return sources, [find(Path(options.evaluation_data), splits)]
+    return sources, sources_at(options.paths, splits)
+
+
+def sources_at(paths: Sequence[str], splits: Sequence[str]) -> list[DataSource]:
+    """Returns the files to read at each of `paths`, which may have weights.
+
+    Raises UserError as `find` does, if there is no path, and for a file that is in two sources. Of
+    its copies, some could be evaluated on and others trained on, which a weight prevents.
+    """
+    if not paths:
+        raise UserError(
+            "data", found="no path", allowed="a file or a folder", fix="name one with --data"
+        )
+    sources = [find(weighted_path(text).path, splits) for text in paths]
+    counts = Counter(
+        file for source in sources for file in {file.resolve() for file in source.files}
+    )
+    if repeated := next((file for file, count in counts.items() if count > 1), None):
+        raise UserError(
+            f"data {repeated}",
+            found="a file that is named twice",
+            allowed="each file once",
+            fix=f"give it a weight: {repeated.name}:{counts[repeated]}",
+        )
+    return sources
 
 
 def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:

@@ -19,7 +19,7 @@ def test_the_loss_on_the_same_data_is_that_of_the_run(
     other = prepared / "corpus" / "two.py"
     outcome = command(
         *("train", prepared / "plan.toml", "--data", prepared / "corpus" / "one.txt"),
-        *("--eval-data", other, "--steps", 2, "--device", "cpu", "--out", run),
+        *("--eval-data", other, "--steps", 2, "--lr", "1e-4", "--device", "cpu", "--out", run),
     )
     assert (outcome.status, outcome.err) == (0, "")
     recorded = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])

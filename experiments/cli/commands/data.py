@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 from megatrain.experiments.cli import options
 from megatrain.runtime.data.options import Columns, DataOptions, Loss
-from megatrain.runtime.data.sources import find
+from megatrain.runtime.data.sources import sources_at
 
 if TYPE_CHECKING:
     from megatrain.runtime.data.survey import Survey
@@ -74,10 +74,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.data.mixture import parse_source
-
-    for file in args.files:  # before slow imports, so that a mistake is told at once
-        find(parse_source(file).path, (args.split,))
+    sources_at(args.files, (args.split,))  # a mistake is told before slow imports
 
     from megatrain.runtime.data.preview import GUILLEMETS, Marks
     from megatrain.runtime.data.survey import survey

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from megatrain.experiments.cli import options
-from megatrain.runtime.data.sources import EVALUATION_SPLITS, find
+from megatrain.runtime.data.sources import EVALUATION_SPLITS, sources_at
 from megatrain.simulator.base.errors import UserError
 
 
@@ -46,8 +46,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.data.mixture import parse_source
-
     if not (args.run / "config.toml").is_file():
         raise UserError(
             str(args.run),
@@ -55,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
             allowed="the folder of a run that has started",
             fix="check the path",
         )
-    for path in args.data:  # before slow imports, so that a mistake is told at once
-        find(parse_source(path).path, (args.split,) if args.split else EVALUATION_SPLITS)
+    # a mistake is told before slow imports
+    sources_at(args.data, (args.split,) if args.split else EVALUATION_SPLITS)
 
     from megatrain.runtime.training.evaluating import evaluate_run
 

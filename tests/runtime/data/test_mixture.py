@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from small_rows import CHAT, same
 
 from megatrain.runtime.data.documents import Documents, JoinedTokens
-from megatrain.runtime.data.mixture import parse_source, weighted
+from megatrain.runtime.data.mixture import weighted
+from megatrain.runtime.data.sources import weighted_path
 from megatrain.simulator.base.errors import UserError
 
 Folder = Callable[..., Path]
@@ -42,19 +43,19 @@ def documents_of(lengths: Sequence[int], *, whole: bool = True) -> Documents:
     ],
 )
 def test_a_weight_is_the_number_at_the_end(text: str, path: str, weight: float) -> None:
-    assert parse_source(text) == (Path(path), weight)
+    assert weighted_path(text) == (Path(path), weight)
 
 
 def test_a_file_whose_name_ends_like_a_weight_is_read(tmp_path: Path) -> None:
     (tmp_path / "rows:2").mkdir()
-    assert parse_source(f"{tmp_path}/rows:2") == (tmp_path / "rows:2", 1)
-    assert parse_source(f"{tmp_path}/rows:2:3") == (tmp_path / "rows:2", 3)
+    assert weighted_path(f"{tmp_path}/rows:2") == (tmp_path / "rows:2", 1)
+    assert weighted_path(f"{tmp_path}/rows:2:3") == (tmp_path / "rows:2", 3)
 
 
 @pytest.mark.parametrize("weight", ["0", "0.0", "1001"])
 def test_a_weight_out_of_range_is_one_line(weight: str) -> None:
     with pytest.raises(UserError, match=rf"^data a\.jsonl: weight: found {weight}; allowed: a num"):
-        parse_source(f"a.jsonl:{weight}")
+        weighted_path(f"a.jsonl:{weight}")
 
 
 @settings(max_examples=60)
