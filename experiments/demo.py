@@ -136,7 +136,11 @@ def demo(out: Path, steps: int, device: str) -> None:
         "plan", model, "--hardware", hardware, "--device-memory", f"{cap}B", *work, "--out", plan
     )
     stage(4, "train: execute the plan")
-    command("train", plan, "--data", corpus, "--steps", steps, "--device", device, "--out", run)
+    random = ("--init", "random", "--lr", "1e-3")
+    command(
+        *("train", plan, "--data", corpus, "--steps", steps, *random),
+        *("--device", device, "--out", run),
+    )
     stage(5, "compare: predicted and measured, as a table, as pictures and as an HTML page")
     command("compare", run)
     command("report", run)

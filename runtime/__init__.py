@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from megatrain.runtime.execution.executor import Executor
     from megatrain.runtime.training.callback import Callback
     from megatrain.runtime.training.config import Config
+    from megatrain.runtime.training.progress import Progress
     from megatrain.runtime.training.trainer import Trainer
 
-__all__ = ["Callback", "Config", "Executor", "Trainer"]
+__all__ = ["Callback", "Config", "Executor", "Progress", "Trainer"]
 
 _HOMES = {
     "Callback": "training.callback",
     "Config": "training.config",
     "Executor": "execution.executor",
+    "Progress": "training.progress",
     "Trainer": "training.trainer",
 }
 

@@ -62,12 +62,13 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupted(name: str, error: KeyboardInterrupt) -> int:
-    """Prints one line and returns the exit status after a signal.
+    """Prints one line, with the notes of `error`, and returns the exit status after a signal.
 
     The status is 130 after Ctrl-C, 143 after SIGTERM, and 129 after SIGHUP.
     """
     with contextlib.suppress(OSError):  # the terminal may have been closed
-        print(f"{name}: interrupted", file=sys.stderr)
+        notes: list[str] = getattr(error, "__notes__", [])
+        print(f"{name}: {'; '.join(notes) or 'interrupted'}", file=sys.stderr)
     return error.status if isinstance(error, Interrupted) else 130
 
 

@@ -1,21 +1,39 @@
 """Progress bars of a training run, on the terminal.
 
-There is one bar each for allocating memory, loading weights, and training. The training bar shows
-the loss, the speed and the remaining time. Notes on the data are printed above the bars.
+There is one bar each for allocating memory, loading weights, and training. A line below the
+training bar shows loss, learning rate, speed, memory, and how the steps compare with the
+prediction. Notes on the data are printed above the bars.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from megatrain.experiments.cli.allocation_bar import allocation_bar
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
+from megatrain.runtime.training.progress import TimeLeft, described, exact, format_duration
+from megatrain.simulator.base.units import format_bytes
 
 if TYPE_CHECKING:
     from megatrain.runtime.training.training_run import TrainingRun
+
+
+class _Bars(Progress):
+    """Bars with a line of text below them."""
+
+    details = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.details:
+            yield Text(self.details, no_wrap=True, overflow="ellipsis")
 
 
 class ProgressBars(Callback):
@@ -25,18 +43,14 @@ class ProgressBars(Callback):
     then, so that an error message does not follow half-drawn bars.
     """
 
-    def __init__(self, parameters: int, steps: int) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-        )
-        self._bars = Progress(*columns)
+    def __init__(self, parameters: int) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
+        self._bars = _Bars(*columns)
+        self._parameters, self._loaded = parameters, 0
         self._loading = self._bars.add_task("load ", total=parameters, state="")
-        self._training = self._bars.add_task("train", total=steps, state="", start=False)
-        self._evaluated = ""
+        self._training = self._bars.add_task("train", total=None, state="", start=False)
+        self._left = TimeLeft()
+        self._memory = self._evaluated = self._compared = ""
         self._notes: list[str] = []
         self._allocation = ExitStack()
         self._allocated = self._allocation.enter_context(allocation_bar())
@@ -54,40 +68,61 @@ class ProgressBars(Callback):
     def on_load(self, parameters: int) -> None:
         """Advances the bar for loading weights by a number of parameters."""
         self._begin()
-        self._bars.advance(self._loading, parameters)
+        self._loaded += parameters
+        share = self._loaded / max(self._parameters, 1)
+        state = f"{share:4.0%} of {self._parameters / 1e6:,.1f} M parameters"
+        self._bars.update(self._loading, completed=self._loaded, state=state)
 
     def on_start(self, trainer: TrainingRun) -> None:
         """Starts the training bar at the first step of this run."""
         self._begin()
-        self._bars.update(self._training, completed=trainer.first_step - 1)
+        self._left.start(trainer.first_step)
+        steps = trainer.config.training.steps
+        self._bars.update(self._training, total=steps, completed=trainer.first_step - 1)
         self._bars.start_task(self._training)
+        sizes = [
+            f"{format_bytes(trainer.executor.allocated(each))} {each}"
+            for each in ("device", "host")
+        ]
+        self._memory = " + ".join(sizes)
 
     def _begin(self) -> None:
         """Removes the bar for memory, prints the notes, and shows the other bars."""
         self._allocation.close()
-        encoding = self._bars.console.encoding
         for note in self._notes:
-            # A note may quote data in characters that the terminal cannot show.
-            note = note.encode(encoding, "backslashreplace").decode(encoding)
-            self._bars.console.print(note, markup=False, highlight=False, soft_wrap=True)
+            self._print(note)
         self._notes.clear()
         self._bars.start()
 
+    def _print(self, text: str) -> None:
+        encoding = self._bars.console.encoding
+        # A note may quote data in characters that the terminal cannot show.
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         """Updates the training bar, and prints the checksum of weights if there is one."""
-        state = f"loss {step.loss:.4f}{self._evaluated}  {step.tokens_per_second:,.0f} tokens/s"
+        steps = trainer.config.training.steps
+        left = self._left.after(step.number, steps)
+        state = f"{step.number}/{steps}"
+        if left:
+            now = datetime.now().astimezone()
+            ends = now + timedelta(seconds=left)
+            day = "" if ends.date() == now.date() else f"{ends:%d %b }"
+            state += f"  {format_duration(left)} left, until {day}{ends:%H:%M}"
+        parts = described(step), self._evaluated, self._compared, self._memory
+        self._bars.details = "  ".join(part for part in parts if part)
         self._bars.update(self._training, completed=step.number, state=state)
         if step.checksum is not None:
-            self._bars.console.print(
-                f"step {step.number}: loss {step.loss!r}, checksum {step.checksum:016x}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            self._print(exact(step))
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
-        """Adds the evaluation loss to the training bar."""
-        self._evaluated = f" (evaluation {evaluation.loss:.4f})"
+        """Shows the evaluation loss and its step."""
+        self._evaluated = f"evaluation {evaluation.loss:.4f} at step {evaluation.number}"
+
+    def compared(self, text: str) -> None:
+        """Shows how measured steps compare with the prediction."""
+        self._compared = text
 
     def close(self) -> None:
         """Stops drawing. The bars stay on the terminal as they are."""

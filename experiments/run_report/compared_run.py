@@ -44,7 +44,7 @@ class ComparedRun(NamedTuple):
 
 
 def compare_run(folder: Path) -> ComparedRun:
-    """Returns the comparison for a folder that `megatrain train` has finished. Writes nothing.
+    """Returns the comparison for a folder that `megatrain train` wrote. Writes nothing.
 
     Raises UserError if `folder` is no such folder, or if one of its files cannot be read.
     """
@@ -52,8 +52,8 @@ def compare_run(folder: Path) -> ComparedRun:
         raise UserError(
             str(folder),
             found="no measured.json" if os.path.isdir(folder) else "no such folder",
-            allowed="a folder that `megatrain train` has finished",
-            fix="check the path, or train to the end",
+            allowed="a folder in which `megatrain train` measured a step",
+            fix="check the path, or train more steps than the first two",
         )
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)

@@ -7,8 +7,9 @@ and the loss.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
@@ -159,33 +160,36 @@ def draw_loss(folder: Path, record: StepRecord, plan: Plan) -> None:
     )
 
 
-def peaks(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> tuple[PeakError, ...]:
+def memory_errors(
+    measured: Mapping[str, Any], plan: Plan, schedule: Schedule, costs: CostModel
+) -> tuple[PeakError, ...]:
     """Returns predicted and allocated bytes of the pools on device and host.
 
-    With CUDA, a third row compares the peak of the whole device.
+    With CUDA, a third row compares the peak of the whole device. `measured` is what a run writes
+    to `memory.json`.
+    """
+    rows = []
+    for place in ("device", "host"):
+        sized = sum(
+            buffer.allocated
+            for buffer in schedule.buffers
+            if buffer.place == place and not buffer.dynamic
+        )
+        rows.append(peak_error(f"{place} pools", sized, int(measured[f"{place}_pool_bytes"])))
+    if "device_peak_bytes" in measured:
+        predicted = plan_account(plan, schedule, costs).device_peak_bytes
+        rows.append(peak_error("whole device peak", predicted, int(measured["device_peak_bytes"])))
+    return tuple(rows)
+
+
+def peaks(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> tuple[PeakError, ...]:
+    """Returns predicted and allocated memory of the run in `folder`.
 
     Raises UserError if `memory.json` is not as `megatrain train` writes it.
     """
     measured = read_json(folder / "memory.json")
-    account = plan_account(plan, schedule, costs)
     try:
-        rows = []
-        for place in ("device", "host"):
-            sized = sum(
-                buffer.allocated
-                for buffer in schedule.buffers
-                if buffer.place == place and not buffer.dynamic
-            )
-            rows.append(peak_error(f"{place} pools", sized, int(measured[f"{place}_pool_bytes"])))
-        if "device_peak_bytes" in measured:
-            rows.append(
-                peak_error(
-                    "whole device peak",
-                    account.device_peak_bytes,
-                    int(measured["device_peak_bytes"]),
-                )
-            )
-        return tuple(rows)
+        return memory_errors(measured, plan, schedule, costs)
     except (KeyError, TypeError, ValueError):
         raise UserError(
             str(folder / "memory.json"),

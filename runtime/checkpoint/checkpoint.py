@@ -56,10 +56,7 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
         if not folder.parent.is_dir():
             folder.parent.mkdir(parents=True)
             sync(folder.parent.parent)
-        needed, free = (
-            sum(tensor.nbytes for tensor in tensors.values()) + _OVERHEAD_BYTES,
-            shutil.disk_usage(folder.parent).free,
-        )
+        needed, free = checkpoint_bytes(executor), shutil.disk_usage(folder.parent).free
         if needed > free:
             raise OSError(
                 28, f"no space left on device: {needed} bytes are needed, {free} are free"
@@ -91,6 +88,11 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def checkpoint_bytes(executor: Executor) -> int:
+    """Returns the size of a checkpoint on the disk, or a little more."""
+    return sum(tensor.nbytes for tensor in executor.state.tensors().values()) + _OVERHEAD_BYTES
 
 
 def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> RunState:
@@ -260,6 +262,8 @@ def refuse_other_run(
 ) -> None:
     """Raises UserError if the checkpoint belongs to another run. The error names all differences.
 
+    A run may become longer, but not shorter if its learning rate depends on the number of steps.
+
     Args:
         manifest: manifest of the checkpoint.
         plan: plan of the run.
@@ -276,6 +280,8 @@ def refuse_other_run(
     before = {
         key: value for key, value in manifest.run.settings.items() if known or key in settings
     }
+    if is_longer(before, settings):
+        before["training.steps"] = settings["training.steps"]
     for prefix, was, now in (
         ("workload", manifest.workload, plan.workload),
         ("optimizer", manifest.optimizer, _described(optimizer)),
@@ -299,6 +305,12 @@ def refuse_other_run(
                 "resume with what the checkpoint was made with, or start a new run from its weights"
             ),
         )
+
+
+def is_longer(before: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Returns whether a run whose learning rate depends on its steps has more steps than before."""
+    was, now = before.get("training.steps"), settings.get("training.steps")
+    return isinstance(was, int) and isinstance(now, int) and now > was
 
 
 def _tensor_names(stack: Mapping[str, Any]) -> list[str]:

@@ -66,6 +66,13 @@ class Checkpoints:
             if (match := _NAME.fullmatch(path.name)) and path.is_dir()
         )
 
+    def free_bytes(self) -> int:
+        """Returns the free bytes of the disk with the folder, which need not exist yet."""
+        there = next(
+            each for each in (self.folder, *self.folder.absolute().parents) if each.exists()
+        )
+        return shutil.disk_usage(there).free
+
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`, which need not exist."""
         return self.folder / f"step-{step:08d}"
@@ -80,7 +87,7 @@ class Checkpoints:
         """
         path = self.path(run.step)
         if self._current != run.step:
-            self._recover()
+            self.recover()
             save(executor, run, path)
             self._current = run.step
             self._prune()
@@ -106,7 +113,7 @@ class Checkpoints:
             step: step of the checkpoint to restore; None for the newest one.
             known: whether `settings` are complete. If not, only those that are there are compared.
         """
-        self._recover()
+        self.recover()
         chosen = self._choose(step)
         if chosen is None:
             return
@@ -124,7 +131,7 @@ class Checkpoints:
         Raises UserError if there is no checkpoint of `step`, if it belongs to another run, or if it
         is damaged. In the last case, the error names the newest undamaged checkpoint before it.
         """
-        self._recover()
+        self.recover()
         chosen = self._choose(step)
         if chosen is None:
             return None
@@ -214,7 +221,7 @@ class Checkpoints:
         loss = manifest.run.loss
         return math.inf if loss is None or math.isnan(loss) else loss
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Cleans up after a save or a removal that was interrupted.
 
         Removes incomplete folders, and renames a checkpoint back if its replacement is missing.

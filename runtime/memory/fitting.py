@@ -53,28 +53,35 @@ def refuse_what_does_not_fit(
         needed = max(pools.total(), predicted or 0)
         loading = LOADING_BYTES if place == "host" else 0
         if needed > limit:
-            _refuse(place, needed, pools, format_bytes(limit), needed - limit)
+            raise _refusal(
+                place,
+                needed,
+                pools,
+                allowed=format_bytes(limit),
+                fix=(
+                    f"raise the limit by {format_bytes(needed - limit)}, or make a plan for this"
+                    " limit with `megatrain plan`"
+                ),
+            )
         if there is not None and needed + loading > there:
-            _refuse(
+            raise _refusal(
                 place,
                 needed + loading,
                 pools,
-                f"{format_bytes(there)}, what this machine has",
-                needed + loading - there,
+                allowed=f"{format_bytes(there)}, what this machine has",
+                fix="make a plan for this machine with `megatrain calibrate` and `megatrain plan`",
             )
 
 
-def _refuse(place: str, needed: int, pools: Counter[str], allowed: str, excess: int) -> None:
+def _refusal(place: str, needed: int, pools: Counter[str], *, allowed: str, fix: str) -> UserError:
+    """Returns the error for a plan that needs `needed` bytes in `place`."""
     ((largest, size),) = pools.most_common(1) or [("no pool", 0)]
-    raise UserError(
+    return UserError(
         f"{place} memory",
         found=(
             f"a plan that needs {format_bytes(needed)}, the largest pool being {largest}"
             f" {format_bytes(size)}"
         ),
         allowed=allowed,
-        fix=(
-            f"raise the limit by {format_bytes(excess)}, or make a plan for this limit with"
-            " `megatrain plan`"
-        ),
+        fix=fix,
     )

@@ -27,16 +27,27 @@ _LARGEST = 2**40
 
 
 class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The number of steps, the seed and the initial weights. `steps` has no default."""
+    """The number of steps, the seed and the initial weights. Either `steps` or `epochs` is set."""
 
     steps: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=0,
             le=_LARGEST,
-            description="number of optimizer steps, counted from the beginning of the run",
+            description=(
+                "number of optimizer steps, counted from the beginning of the run; 0: as many as"
+                " the epochs take"
+            ),
         ),
-    ]
+    ] = 0
+    epochs: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="how often to train on all of the data, e.g. 2 or 0.5; in place of steps",
+        ),
+    ] = 0.0
     seed: Annotated[
         int,
         Meta(
@@ -98,12 +109,20 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             ge=0,
             le=_LARGEST,
-            description=(
-                "optimizer steps between checkpoints, with one more after the last step; 0: save"
-                " only when a signal ends the run"
-            ),
+            description="optimizer steps between checkpoints; 0: none by the number of steps",
         ),
     ] = 0
+    every_minutes: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=2**20,
+            description=(
+                "minutes by the clock between checkpoints; 0: none by the clock. There is one more"
+                " after the last step, unless both are 0: then only a signal saves one"
+            ),
+        ),
+    ] = 30.0
     keep_last: Annotated[
         int, Meta(ge=1, le=_LARGEST, description="number of newest checkpoints to keep")
     ] = 2
@@ -160,14 +179,14 @@ class Logging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of a training run. Only `training.steps` has no default."""
+    """All settings of a training run. Only the number of steps, or of epochs, has no default."""
 
     training: TrainingSettings
     """number of steps, seed and initial weights"""
     optimizer: AdamW = AdamW()
     """hyperparameters of AdamW"""
     schedule: LearningRate = LearningRate()
-    """learning rate of each step"""
+    """learning rate of each step; with the number of steps, a config sets what is left open"""
     data: DataOptions = DataOptions()
     """training data, evaluation data, and how they are packed into rows"""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -178,7 +197,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """TensorBoard and experiment trackers"""
 
     def __post_init__(self) -> None:
-        self.schedule.refuse_impossible(self.training.steps)
+        training = self.training
+        if bool(training.steps) == bool(training.epochs):
+            raise UserError(
+                "training",
+                found="both steps and epochs" if training.steps else "neither steps nor epochs",
+                allowed="one of the two",
+                fix="set steps, or epochs",
+            )
+        if training.steps:
+            schedule = self.schedule.settled(training.steps, pretrained=training.init == "model")
+            msgspec.structs.force_setattr(self, "schedule", schedule)
+
+    def with_steps(self, steps: int) -> Config:
+        """Returns the config with a number of steps in place of epochs."""
+        training = msgspec.structs.replace(self.training, steps=steps, epochs=0.0)
+        return msgspec.structs.replace(self, training=training)
 
     @classmethod
     def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -213,7 +247,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     fix=f"write [{section}]",
                 )
             held[field] = value
-        data.setdefault("training", {})
+        training = data.setdefault("training", {})
+        for name, other in (("steps", "epochs"), ("epochs", "steps")):
+            given = overrides or {}
+            if f"training.{name}" in given and f"training.{other}" not in given:
+                training.pop(other, None)
         return checked(data, where)
 
 

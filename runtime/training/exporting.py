@@ -127,7 +127,11 @@ def _checkpoint(
             str(run),
             found="no checkpoint",
             allowed="the folder of a checkpoint, or of a run with a checkpoint",
-            fix="train with --save-every, or check the path",
+            fix=(
+                f"use the trained model in {run / 'model'}"
+                if (run / "model").is_dir()
+                else "check the path"
+            ),
         )
     for number in [step] if step is not None else reversed(steps):
         try:

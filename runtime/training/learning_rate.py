@@ -14,6 +14,8 @@ steps, T the number of all steps, d the number of decay steps, and f the floor:
 After the warm-up, the factors equal those of transformers' `get_scheduler` for the same step:
 `linear`, `cosine`, `cosine_with_min_lr`, and `warmup_stable_decay` with a linear decay. During the
 warm-up, the factor in transformers is (n - 1) / w, so its first step changes nothing.
+
+Peak and warm-up that are not set depend on the run, and a `Config` sets them: `settled`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ from msgspec import Meta
 
 from megatrain.simulator.base.errors import UserError
 
+PRETRAINED_RATE, RANDOM_RATE = 1e-5, 3e-4
+"""default peak learning rates for pretrained and for random initial weights"""
+HIGHEST_PRETRAINED_RATE = 1e-4
+"""peak learning rate of pretrained weights above which a run warns"""
+_WARM_UP_FRACTION = 0.03
+
 
 class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The learning-rate schedule: a linear warm-up, then a constant or decaying rate."""
@@ -37,13 +45,20 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "shape of the learning rate after the warm-up; wsd: constant, then a linear decay"
             )
         ),
-    ] = "constant"
+    ] = "cosine"
     rate: Annotated[
-        float, Meta(ge=0, le=1e38, description="peak learning rate, at the end of the warm-up")
-    ] = 1e-3
+        Annotated[float, Meta(ge=0, le=1e38)] | None,
+        Meta(
+            description=(
+                "peak learning rate, at the end of the warm-up (default 1e-5 for pretrained and"
+                " 3e-4 for random initial weights)"
+            )
+        ),
+    ] = None
     warm_up_steps: Annotated[
-        int, Meta(ge=0, le=2**40, description="optimizer steps of linear warm-up from 0")
-    ] = 10
+        Annotated[int, Meta(ge=0, le=2**40)] | None,
+        Meta(description="optimizer steps of linear warm-up from 0 (default 3% of all steps)"),
+    ] = None
     decay_steps: Annotated[
         int,
         Meta(
@@ -62,7 +77,12 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.0
 
     def at(self, number: int, steps: int) -> float:
-        """Returns the learning rate of step `number` in a run of `steps` steps, counted from 1."""
+        """Returns the learning rate of step `number` in a run of `steps` steps, counted from 1.
+
+        The peak and the warm-up must be set.
+        """
+        assert self.rate is not None
+        assert self.warm_up_steps is not None
         if number <= self.warm_up_steps:
             return self.rate * (number / self.warm_up_steps)
         start = steps - self._decay(steps) if self.kind == "wsd" else self.warm_up_steps
@@ -75,16 +95,40 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _decay(self, steps: int) -> int:
         return self.decay_steps or -(-steps // 10)
 
-    def refuse_impossible(self, steps: int) -> None:
-        """Raises UserError if warm-up and decay do not fit in a run of `steps` steps.
+    def settled(self, steps: int, *, pretrained: bool) -> LearningRate:
+        """Returns the schedule with peak and warm-up set, for a run of `steps` steps.
 
-        A constant rate has no decay, so its warm-up may be longer than the run.
+        Raises UserError if warm-up and decay do not fit in the run. A constant rate has no decay,
+        so its warm-up may be longer than the run.
         """
         least = {"constant": 0, "wsd": self._decay(steps)}.get(self.kind, 1)
-        if self.kind != "constant" and self.warm_up_steps + least > steps:
+        warm_up = self.warm_up_steps
+        if warm_up is None:
+            warm_up = max(0, min(round(_WARM_UP_FRACTION * steps), steps - least))
+        if self.kind != "constant" and warm_up + least > steps:
             raise UserError(
                 "schedule: warm_up_steps",
-                found=f"{self.warm_up_steps}, and {least} of decay, in a training of {steps}",
+                found=f"{warm_up}, and {least} of decay, in a training of {steps}",
                 allowed=f"at most {max(steps - least, 0)} with kind {self.kind}",
                 fix="set fewer warm_up_steps or decay_steps, or more steps",
             )
+        rate = self.rate
+        if rate is None:
+            rate = PRETRAINED_RATE if pretrained else RANDOM_RATE
+        return msgspec.structs.replace(self, rate=rate, warm_up_steps=warm_up)
+
+    def __str__(self) -> str:
+        """Returns peak, shape and warm-up of a schedule that is settled, as one line of text."""
+        return f"{format_rate(self.rate or 0)}, {self.kind}, {self.warm_up_steps} warm-up steps"
+
+
+def format_rate(rate: float) -> str:
+    """Returns `rate` with three digits, as people write it.
+
+    >>> format_rate(1e-5), format_rate(0.00025), format_rate(0.01)
+    ('1e-5', '2.5e-4', '0.01')
+    """
+    if 0 < rate < 1e-2:
+        digits, _, power = f"{rate:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{rate:.3g}"

@@ -21,15 +21,18 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
 
     They are the learning-rate schedule, the seed, and how the data is read and packed. The digest
     of the data is included, its path is not. The number of steps is included only if the learning
-    rate depends on it: a run with a constant rate may be extended.
+    rate depends on it.
 
     Args:
         config: the config of the run.
         data: the training data; None if it has not been read yet. Then its packing and digest are
-            left out. The digest is empty if `data` has none.
+            left out, and so is what follows from the number of steps if that is not known. The
+            digest is empty if `data` has none.
     """
     found = {
-        f"schedule.{key}": value for key, value in msgspec.to_builtins(config.schedule).items()
+        f"schedule.{key}": value
+        for key, value in msgspec.to_builtins(config.schedule).items()
+        if value is not None
     }
     found |= {f"data.{key}": getattr(config.data, key) for key in _OF_DATA}
     if data is not None:
@@ -37,5 +40,8 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
             "data.packing": getattr(data, "packing", ""),
             "data.digest": getattr(data, "digest", ""),
         }
-    steps = None if config.schedule.kind == "constant" else config.training.steps
-    return {**found, "training.seed": config.training.seed, "training.steps": steps}
+    found["training.seed"] = config.training.seed
+    if config.training.steps:
+        decays = config.schedule.kind != "constant"
+        found["training.steps"] = config.training.steps if decays else None
+    return found

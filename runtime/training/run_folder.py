@@ -5,9 +5,10 @@ At the start:
     chat_template.jinja     if the config names a chat template
 During the run:
     metrics.jsonl           one line per step and one line per evaluation
-At the end:
+With each checkpoint, and when the run ends or is stopped:
     measured.json           timeline of the step with the median duration, without warm-up steps
     memory.json             bytes allocated
+At the end:
     model/                  the model in Hugging Face format
 
 The trainer writes `checkpoints/` into the same folder. When a run is resumed, lines of
@@ -23,7 +24,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -35,6 +36,7 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.run_lock import LOCK, START
+from megatrain.runtime.training.stopped_run import readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_text, write_json, write_text, write_toml
@@ -102,19 +104,24 @@ class RunFolder(Callback):
         }
         append(self.path / "metrics.jsonl", {**row, "seconds": round(evaluation.seconds, 6)})
 
+    def on_save(self, trainer: TrainingRun, number: int) -> None:
+        self._save_measurements(trainer)
+
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
-        if error is not None:
-            if not (self._resumed or isinstance(error, KeyboardInterrupt)):
-                self._leave_nothing()
-            return
+        self._save_measurements(trainer)
+        if error is None and trainer.config.saving.export:
+            self._export(trainer)
+        if error is not None and not (self._resumed or isinstance(error, KeyboardInterrupt)):
+            self._leave_nothing()
+
+    def _save_measurements(self, trainer: TrainingRun) -> None:
+        """Saves what `megatrain compare` reads, if there is a step without warm-up yet."""
         if trainer.timelines:
             write_json(
                 self.path / "memory.json",
                 measured_memory(trainer.executor, trainer.device_bytes_before),
             )
             trainer.measured.save(self.path / "measured.json")
-        if trainer.config.saving.export:
-            self._export(trainer)
 
     def _export(self, trainer: TrainingRun) -> None:
         """Exports the model, and replaces the one that the run exported before it was resumed."""
@@ -179,29 +186,6 @@ class RunFolder(Callback):
             else trainer.source
         )
         msgspec.structs.replace(plan, source=name).save(self.path / "plan.toml")
-
-
-def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
-    """Returns the valid lines of `metrics` with their steps, and the number of damaged lines.
-
-    An incomplete line at the end is left out and not counted as damaged.
-    """
-    kept: list[tuple[int, str]] = []
-    damaged = 0
-    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
-    for line in lines:
-        try:
-            kept.append((msgspec.json.decode(line, type=_Row).step, line.decode()))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            damaged += line.endswith(b"\n")
-    return kept, damaged
-
-
-class _Row(msgspec.Struct):
-    """The key that every line of the metrics has."""
-
-    step: Annotated[int, msgspec.Meta(ge=1)]
-    """number of the step, from 1"""
 
 
 def append(metrics: Path, row: Mapping[str, object]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.runtime.files.file_lock import FileLock
+from megatrain.runtime.training.stopped_run import command_to_continue, last_step
 from megatrain.simulator.base.atomic_files import is_temporary_of
 from megatrain.simulator.base.errors import UserError
 
@@ -46,6 +47,16 @@ class RunLock(FileLock):
                         path.unlink(missing_ok=True)
                     found = []
                 taken = bool(found)
+        if taken and (self.folder / START[-1]).is_file():
+            raise UserError(
+                str(self.folder),
+                found=f"a run that ended after step {last_step(self.folder)}",
+                allowed="a new or empty folder",
+                fix=(
+                    f"continue it with `{command_to_continue(self.folder)}`, or name another folder"
+                    " with --out"
+                ),
+            )
         if taken:
             raise UserError(
                 str(self.folder),

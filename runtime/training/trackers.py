@@ -184,8 +184,8 @@ def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[st
         notes.append("no TensorBoard files: there is no run folder")
     elif chosen.tensorboard and importlib.util.find_spec("tensorboard") is None:
         notes.append(
-            "no TensorBoard files: the package tensorboard is not installed (pip install"
-            " 'megatrain[tensorboard]')"
+            "warning: no TensorBoard files, because the package tensorboard is not installed (pip"
+            " install tensorboard)"
         )
     elif chosen.tensorboard and out is not None:
         found.append(TensorBoard(out / "tensorboard"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.execution.executor import Executor
@@ -38,6 +39,11 @@ from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.interruption import Interruption
+from megatrain.runtime.training.learning_rate import (
+    HIGHEST_PRETRAINED_RATE,
+    PRETRAINED_RATE,
+    format_rate,
+)
 from megatrain.runtime.training.opening import (
     BatchSource,
     EvaluationSource,
@@ -47,13 +53,16 @@ from megatrain.runtime.training.opening import (
     not_trained,
     refuse_packing,
 )
+from megatrain.runtime.training.progress import Progress
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
+from megatrain.runtime.training.stopped_run import no_checkpoint
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -88,8 +97,9 @@ class Trainer(TrainingRun):
         config: Config,
         *,
         out: RunLock | Path | str | None = None,
-        resume: Literal["newest"] | int | None = None,
+        resume: Literal["newest", "scratch"] | int | None = None,
         callbacks: Sequence[Callback] = (),
+        progress: bool = True,
         evaluation_data: EvaluationSource | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -104,8 +114,10 @@ class Trainer(TrainingRun):
             out: the run folder, or its lock if the caller holds it already; None for no run
                 folder. It must be new or empty, unless `resume` is given.
             resume: continues the run in `out`, from its newest checkpoint or from that of the given
-                step. If there is no checkpoint yet, the run begins at step 1.
-            callbacks: called after the run folder's own callback and the config's trackers.
+                step. With "scratch", a run that has no checkpoint begins again at step 1.
+            callbacks: called after the run folder's own callback, the config's trackers and the
+                printing of progress.
+            progress: whether to print notes and progress (`Progress`).
             evaluation_data: any object with a method `batches()`; None for the evaluation data in
                 the config.
             device: None for the default device.
@@ -154,10 +166,11 @@ class Trainer(TrainingRun):
                 place / "checkpoints", keep_last=saving.keep_last, keep_best=saving.keep_best
             )
         )
-        self._resume: Literal["newest"] | int | None = resume
+        self._resume: Literal["newest", "scratch"] | int | None = resume
         folder = [] if place is None else [RunFolder(place, origin, resumed=resume is not None)]
         self._refuse_taken()
-        self._callbacks: list[Callback] = [*folder, *logging, *callbacks]
+        printed = [Progress()] if progress else []
+        self._callbacks: list[Callback] = [*folder, *logging, *printed, *callbacks]
         self.folder: Path | None = None
         calibrated = (origin / self.plan.hardware).is_file()
         # The limit in a plan for a calibrated machine is better than what a virtual machine
@@ -170,6 +183,12 @@ class Trainer(TrainingRun):
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
         self._stopped = ""
+        self._not_saved: CheckpointError | None = None
+
+    @property
+    def _start(self) -> Literal["newest"] | int | None:
+        """The checkpoint to continue from; None for a run that begins at step 1."""
+        return None if self._resume == "scratch" else self._resume
 
     def stop(self, reason: str) -> None:
         self._stopped = reason
@@ -212,6 +231,7 @@ class Trainer(TrainingRun):
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
         )
+        self._refuse_to_start_over()
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
         self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
@@ -222,6 +242,7 @@ class Trainer(TrainingRun):
             with folder_weights(self.folder, self._notes.append):
                 pass
         data, held_out = self._open_data()
+        self._refuse_steps_that_are_done()
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
@@ -243,6 +264,7 @@ class Trainer(TrainingRun):
             on_allocate=lambda done, total: self._notify("on_allocate", done, total),
         ) as self.executor:
             self._load(buffers_alone=self._restore())
+            self._note_little_room()
             try:
                 self._notify("on_start", self)
                 with Interruption() as interruption:
@@ -251,17 +273,36 @@ class Trainer(TrainingRun):
                 self._end(error)
                 raise
             self._end(None)
+        if self._not_saved is not None:
+            raise self._not_saved
         return fitted
 
+    def _refuse_to_start_over(self) -> None:
+        """Raises UserError if a resumed run has no checkpoint, or if one that is to begin again has
+        results that would be lost.
+        """
+        if self._checkpoints is None or self._resume is None:
+            return
+        run = self._checkpoints.folder.parent
+        self._checkpoints.recover()
+        done = self._checkpoints.steps()
+        if self._resume != "scratch" and not done:
+            raise no_checkpoint(run)
+        if self._resume == "scratch" and (done or (run / "model").exists()):
+            raise UserError(
+                f"{run}: --from-scratch",
+                found=f"a checkpoint of step {done[-1]}" if done else "a trained model in model/",
+                allowed="a run without checkpoints and model",
+                fix="leave --from-scratch out" if done else "name another folder with --out",
+            )
+
     def _refuse_steps_that_are_done(self) -> None:
-        done = (
-            self._checkpoints.steps()
-            if self._checkpoints is not None and self._resume is not None
-            else []
-        )
+        start = self._start
+        done = self._checkpoints.steps() if self._checkpoints and start is not None else []
         if (
             done
-            and (least := done[-1] if self._resume == "newest" else int(self._resume or 0))
+            and self.config.training.steps
+            and (least := done[-1] if start == "newest" else int(start or 0))
             > self.config.training.steps
         ):
             raise UserError(
@@ -277,8 +318,9 @@ class Trainer(TrainingRun):
         Called before the data is tokenized, and again with `known` set when `settings` contain the
         data's digest. Both calls come before memory is allocated.
         """
-        if self._checkpoints is not None and self._resume is not None:
-            step = None if self._resume == "newest" else self._resume
+        start = self._start
+        if self._checkpoints is not None and start is not None:
+            step = None if start == "newest" else start
             self._checkpoints.refuse(self.plan, self.config.optimizer, settings, step, known=known)
 
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
@@ -294,6 +336,8 @@ class Trainer(TrainingRun):
             data, held_out = found[0], held_out or found[1]
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
+        self._count_epochs(data)
+        self._notes += self._learning_rate()
         self._settings = settings_of(self.config, data)
         steps, evaluate, save = (
             self.config.training.steps,
@@ -312,32 +356,84 @@ class Trainer(TrainingRun):
             )
         return data, held_out
 
+    def _count_epochs(self, data: BatchSource) -> None:
+        """Turns epochs into steps, and notes how many steps an epoch has.
+
+        Raises UserError for epochs of data that does not know its number of rows.
+        """
+        work, training = self.plan.workload, self.config.training
+        rows: int = getattr(data, "rows", 0)
+        steps_per_epoch = rows / (work.batch * work.accumulation)
+        if training.epochs:
+            if not rows:
+                raise UserError(
+                    "training: epochs",
+                    found=f"{training.epochs:g}, and data without the attribute `rows`",
+                    allowed="steps, or data that knows its number of rows",
+                    fix="set steps",
+                )
+            # rounded first, so that 0.1 epochs of 30 steps are 3 steps
+            steps = math.ceil(round(training.epochs * steps_per_epoch, 6))
+            self.config = self.config.with_steps(max(1, steps))
+        if rows:
+            steps = self.config.training.steps
+            text = f"{steps_per_epoch:,.1f}".removesuffix(".0")
+            self._notes.append(
+                f"{text} step{'s' * (text != '1')} an epoch; {steps:,}"
+                f" step{'s are' if steps > 1 else ' is'} {steps / steps_per_epoch:.2f} epochs"
+            )
+
+    def _learning_rate(self) -> list[str]:
+        """Returns the note on the learning rate, and a warning if it is high."""
+        schedule = self.config.schedule
+        notes = [f"learning rate {schedule}"]
+        high = (schedule.rate or 0) > HIGHEST_PRETRAINED_RATE
+        if high and self.config.training.init == "model":
+            notes.append(
+                f"warning: a learning rate of {format_rate(schedule.rate or 0)} can destroy what"
+                f" pretrained weights have learned; usual is {format_rate(PRETRAINED_RATE)} to"
+                f" {format_rate(2 * PRETRAINED_RATE)}"
+            )
+        return notes
+
+    def _note_little_room(self) -> None:
+        """Notes if the disk has less room than the run's checkpoints will need."""
+        saving = self.config.saving
+        if self._checkpoints is None or not (saving.every_steps or saving.every_minutes):
+            return
+        size, free = checkpoint_bytes(self.executor), self._checkpoints.free_bytes()
+        # While one is written, those that it replaces are still there.
+        most = saving.keep_last + saving.keep_best + 1
+        if (most - len(self._checkpoints.steps())) * size > free:
+            self.note(
+                f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
+                f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
+                " --saving.keep_last 1 keeps fewer, and --save-every-minutes 0 saves none"
+            )
+
     def _restore(self) -> bool:
-        """Restores the checkpoint to resume from. Returns whether there was one."""
-        if self._checkpoints is None or self._resume is None:
+        """Restores the checkpoint to resume from. Returns whether there is one."""
+        start = self._start
+        if self._checkpoints is None or start is None:
             return False
-        run = self._checkpoints.restore(
-            self.executor, self._settings, None if self._resume == "newest" else self._resume
-        )
-        if run is None:
-            self._notify("on_note", "no checkpoint yet: the run begins at step 1")
-            return False
+        step = None if start == "newest" else start
+        run = self._checkpoints.restore(self.executor, self._settings, step)
+        assert run is not None, "a run without a checkpoint has been refused"
         for layer in self.plan.model.stack.values():
             self._notify("on_load", layer.parameters)
         self.first_step, self._evaluation_pending = (
             run.step + 1,
             bool(run.progress.get("evaluation_owed")),
         )
-        self._notify(
-            "on_note",
-            f"continues after step {run.step}"
-            + (
-                ", the last step: pass a larger --steps to train further"
-                if run.step == self.config.training.steps
-                and self.config.schedule.kind == "constant"
-                else ""
-            ),
-        )
+        last = run.step == self.config.training.steps
+        more = ", the last step: pass a larger --steps to train further" if last else ""
+        self.note(f"continues after step {run.step}{more}")
+        if is_longer(run.settings, self._settings):
+            self.note(
+                f"the learning rate now decays over {self.config.training.steps} steps, not"
+                f" {run.settings['training.steps']}: the result differs from that of a run that"
+                " began with as many"
+            )
         return True
 
     def _load(self, *, buffers_alone: bool) -> None:
@@ -361,10 +457,10 @@ class Trainer(TrainingRun):
         self, data: BatchSource, held_out: EvaluationSource | None, interruption: Interruption
     ) -> Fitted:
         """Executes all steps, with evaluations and checkpoints between them and after the last."""
-        steps, every = (
-            self.config.training.steps,
-            (self.config.evaluation.every_steps, self.config.saving.every_steps),
-        )
+        steps, saving = self.config.training.steps, self.config.saving
+        every = self.config.evaluation.every_steps, saving.every_steps
+        clock = saving.every_minutes if self._checkpoints is not None else 0.0
+        saved_at = time.monotonic()
         number, loss, evaluation = self.first_step - 1, None, None
         if self._evaluation_pending and held_out is not None:
             evaluation = self._evaluate(held_out, number, interruption)
@@ -382,7 +478,8 @@ class Trainer(TrainingRun):
                 self._evaluate(held_out, number, interruption) if evaluate and held_out else None
             )
             evaluation = found or evaluation
-            if interruption or (save and self.config.saving.every_steps):
+            by_clock = clock > 0 and time.monotonic() - saved_at >= 60 * clock
+            if interruption or by_clock or (save and (saving.every_steps or clock)):
                 best_by = found.loss if found else None if held_out else loss
                 pending = bool(evaluate and held_out and not found)
                 self._save(
@@ -393,6 +490,7 @@ class Trainer(TrainingRun):
                         progress={"evaluation_owed": pending},
                     )
                 )
+                saved_at = time.monotonic()
             if self.finished:
                 break
         if interruption:
@@ -470,15 +568,19 @@ class Trainer(TrainingRun):
     def _save(self, run: RunState) -> None:
         """Saves a checkpoint, then calls `on_save` of the callbacks.
 
-        Raises CheckpointError if it cannot be written and `on_failure` is "stop".
+        Raises CheckpointError if it cannot be written and `on_failure` is "stop". After the last
+        step, `fit` raises it when the model has been exported.
         """
         try:
             if self._checkpoints is not None:
                 self._checkpoints.save(self.executor, run)
         except CheckpointError as error:
-            if self.config.saving.on_failure == "stop":
+            if self.config.saving.on_failure == "go on":
+                self.note(str(error))
+            elif self.finished:
+                self._not_saved = error
+            else:
                 raise
-            self._notify("on_note", str(error))
         self._notify("on_save", self, run.step)
 
     def _notify(self, event: str, *details: object) -> None:

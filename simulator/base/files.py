@@ -128,7 +128,7 @@ def convert(data: object, into: type[T], where: str) -> T:
         raise UserError(
             f"{where}: {key}",
             found=found or _value(data, key, "another value"),
-            allowed=(allowed or message).removeprefix("Expected "),
+            allowed=(allowed or message).removeprefix("Expected ").replace(" | null", ""),
             fix="correct this value",
         ) from None
 

@@ -150,7 +150,12 @@ MISTAKES = {
     "steps that are no number": Mistake(
         (*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 1", "--steps 1"
     ),
-    "rate that is no number": Mistake((*TRAIN, "--rate", "nan"), "'nan'", ">= 0", "--rate 1"),
+    "rate that is no number": Mistake((*TRAIN, "--lr", "nan"), "'nan'", ">= 0", "--lr 1e-5"),
+    "negative rate": Mistake((*TRAIN, "--lr", "-1"), "'-1'", ">= 0", "--lr 1e-5"),
+    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", ">= 1e-06", "--epochs 1"),
+    "steps and epochs": Mistake(
+        (*TRAIN, "--steps", "5", "--epochs", "1"), "both steps and epochs", "one of", "set steps"
+    ),
     "seed too large": Mistake(
         (*TRAIN, "--seed", str(10**30)), str(10**30), "4294967295", "--seed 1"
     ),
@@ -601,15 +606,18 @@ def test_a_broken_run_is_one_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    "option", [("--rate", "1e30"), ("--weight-decay", "1e30")], ids=lambda option: option[0]
+    "option", [("--lr", "1e30"), ("--weight-decay", "1e30")], ids=lambda option: option[0]
 )
 def test_a_training_that_diverges_says_so(
     option: tuple[str, str], workplace: Path, command: Any
 ) -> None:
     outcome = command(*TRAIN, "--steps", "5", *option)
-    assert outcome.status == 2
-    check_line(outcome.err, Mistake((), "nan", "finite numbers", "lower --rate"))
+    assert outcome.status == 1
+    check_line(outcome.err, Mistake((), "nan", "finite numbers", "lower --lr"))
     assert not (workplace / "new" / "model").exists()
+    again = command(*TRAIN, "--steps", "5", *option)
+    assert "continue it with `megatrain train --resume new --from-scratch`" in again.err
+    assert again.status == 2
 
 
 @pytest.mark.usefixtures("workplace")

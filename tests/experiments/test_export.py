@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 Command = Callable[..., Any]
-TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", "2")
+TRAIN = (
+    *("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", "2"),
+    *("--schedule.kind", "constant"),
+)
 
 
 @pytest.fixture

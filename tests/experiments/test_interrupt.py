@@ -26,11 +26,14 @@ def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(model_files, "write_tensors", interrupt)
     outcome = command(
-        "train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "run"
+        "train", "plan.toml", "--data", "corpus", "--steps", 2, "--device", "cpu", "--out", "a run"
     )
     assert outcome.status == 130
-    assert outcome.err == "megatrain: interrupted\n"
-    assert set(os.listdir("run")) == {
+    assert outcome.err == (
+        "megatrain: stopped after step 2; saved; continue with: megatrain train --resume 'a run'\n"
+    )
+    assert set(os.listdir("a run")) == {
+        "checkpoints",
         "plan.toml",
         "config.toml",
         "environment.json",

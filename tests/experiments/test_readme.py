@@ -73,7 +73,7 @@ def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFix
         "step-00000004",
     ]
     assert (run / "model" / "model.safetensors").exists()
-    assert capsys.readouterr().out == ""
+    assert "step 4/4  loss " in capsys.readouterr().out
 
 
 def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,8 +34,12 @@ NEW = (
     "corpus",
     "--device",
     "cpu",
-    "--rate",
+    "--lr",
     "3e-3",
+    "--set",
+    "kind=constant",
+    "--warm-up",
+    "10",
     "--eval-fraction",
     "0.5",
     "--eval-every",
@@ -149,7 +153,7 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
     Path("other/one.txt").write_text("other text\n" * 300)
     before = files_in(Path("run"))
     for words, field in (
-        (("--rate", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
+        (("--lr", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
         (
             ("--set", "kind=linear", "--warm-up", 1),
             (
@@ -198,16 +202,33 @@ def test_data_may_have_moved(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(command: Command) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_if_told_so(
+    command: Command, files_in: Any
+) -> None:
     good(command(*NEW, "--steps", 3, "--out", "straight"))
     shutil.copytree("straight", "run")
+    resume = ("train", "--resume", "run", "--device", "cpu")
+    assert (
+        "run: --from-scratch: found a checkpoint of step 3; allowed: a run without checkpoints and"
+        " model; fix: leave --from-scratch out"
+    ) in command(*resume, "--from-scratch").err
     shutil.rmtree("run/checkpoints")
+    before = files_in(Path("run"))
+    outcome = command(*resume)
+    assert (outcome.status, outcome.err) == (
+        2,
+        "megatrain: run: found no checkpoint to continue from; allowed: a run with a checkpoint;"
+        " fix: pass --from-scratch to begin it again at step 1\n",
+    )
+    outcome = command(*resume, "--from-scratch")
+    assert outcome.status == 2
+    assert "found a trained model in model/" in outcome.err
+    assert files_in(Path("run")) == before
+    shutil.rmtree("run/model")
     with Path("run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     Path("run/.model.aside-abc").mkdir()
-    assert "no checkpoint yet: the run begins" in good(
-        command("train", "--resume", "run", "--device", "cpu")
-    )
+    good(command(*resume, "--from-scratch"))
     assert rows("run") == rows("straight")
     assert weights("run") == weights("straight")
     assert not Path("run/.model.aside-abc").exists()
@@ -294,11 +315,21 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> N
     """After SIGTERM, the last step in the metrics is saved. So no step is lost."""
     words = (*NEW[:-2], "--save-every", 0)
     process = Process(*words, "--steps", 10**6, "--out", "run")
-    assert process.end(signal.SIGTERM, lambda: lines("run") >= 5) == "megatrain: interrupted\n"
+    said = process.end(signal.SIGTERM, lambda: lines("run") >= 5)
     assert process.process.returncode == 143
     last = rows("run")[-1]["step"]
+    command_to_continue = "megatrain train --resume run"
+    how = f"stopped after step {last}; saved; continue with: {command_to_continue}"
+    assert said == f"megatrain: {how}\n"
     assert saved("run") == [last]
     assert not Path("run/model").exists()
+    for verb in ("compare", "report"):
+        assert command(verb, "run").status == 0, "as far as it has steps"
+    new = command(*words, "--steps", 5, "--out", "run")
+    assert (
+        f"run: found a run that ended after step {last}; allowed: a new or empty folder; fix:"
+        f" continue it with `{command_to_continue}`, or name another folder with --out"
+    ) in new.err
     assert_as_if_never_stopped(command, words, last + 3)
 
 
@@ -318,7 +349,8 @@ def test_a_signal_in_an_evaluation_leaves_it_for_later(
     with monkeypatch.context() as patch:
         patch.setattr(Executor, "evaluate", interrupted)
         outcome = command(*NEW, "--steps", 4, "--out", "run")
-    assert (outcome.status, outcome.err) == (130, "megatrain: interrupted\n")
+    how = "stopped after step 3; saved; continue with: megatrain train --resume run"
+    assert (outcome.status, outcome.err) == (130, f"megatrain: {how}\n")
     assert [row["step"] for row in rows("run")] == [1, 2, 3]
     manifest = read_json(Path("run/checkpoints/step-00000003/manifest.json"))
     assert manifest["content"]["run"]["progress"] == {"evaluation_owed": True}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from tiny_families import config_of as tiny_config
 
+from megatrain.experiments.cli import main as cli
 from megatrain.runtime.training.config import Config
 
 CONFIG = """
@@ -89,6 +91,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
     assert {
         "plan.toml",
         "config.toml",
+        "checkpoints",
         "environment.json",
         "metrics.jsonl",
         "measured.json",
@@ -161,7 +164,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
             r"config: schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'",
         ),
         (
-            ("--set", "kind=cosine"),
+            ("--set", "warm_up_steps=10"),
             (
                 r"config: schedule: warm_up_steps: found 10, and 1 of decay, in a training of 2;"
                 r" allowed: at most 1 with kind cosine"
@@ -249,9 +252,40 @@ def test_steps_must_be_said(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
     assert (
         outcome.err
-        == "megatrain: megatrain train: found no --steps; allowed: --steps VALUE, or steps in"
-        " [training] of a --config file; fix: give the number of steps\n"
+        == "megatrain: megatrain train: found neither --epochs nor --steps; allowed: one of the"
+        " two, or steps in [training] of a --config file; fix: pass --epochs 1 to train on all of"
+        " the data once\n"
     )
+
+
+@pytest.mark.usefixtures("workplace")
+def test_epochs_are_steps_of_the_data(command: Any) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--lr", "2e-5")
+    outcome = command(*words, "--epochs", "0.02", "--save-every", 1, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    config = Config.load(Path("run/config.toml"))
+    said = re.search(r"([\d.]+) steps an epoch; (\d+) steps are 0.02 epochs\n", outcome.out)
+    assert said is not None
+    assert config.training.steps == int(said[2]) == math.ceil(0.02 * float(said[1]))
+    assert config.training.epochs == 0
+    assert config.schedule.rate == 2e-5
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == config.training.steps
+    again = command("train", "--resume", "run", "--epochs", "0.01", "--device", "cpu")
+    assert "steps are done already" in again.err
+
+
+def test_a_switch_needs_no_value() -> None:
+    for words in (("--logging.tensorboard",), ("--logging.tensorboard", "true")):
+        args = cli.parse(["train", "plan.toml", "--out", "run", *words])
+        assert vars(args)["logging.tensorboard"] is True
+        assert args.plan == Path("plan.toml")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_an_earlier_name_of_the_rate_is_still_taken(command: Any) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
+    assert command(*words, "--rate", "3e-5", "--out", "run").status == 0
+    assert Config.load(Path("run/config.toml")).schedule.rate == 3e-5
 
 
 @pytest.mark.usefixtures("workplace")

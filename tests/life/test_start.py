@@ -59,8 +59,11 @@ def test_a_kill_right_after_the_last_of_them(driver: Any, workplace: Path) -> No
         at=("megatrain.runtime.execution.executor:Executor.step", 1, "SIGKILL"),
     )
     assert killed.status == -signal.SIGKILL
-    assert "found something there already" in driver.run(workplace, *NEW, "--out", "run").refusal
-    assert driver.run(workplace, *RESUME).status == 0
+    refusal = driver.run(workplace, *NEW, "--out", "run").refusal
+    assert "found a run that ended after step 0; allowed: a new or empty folder" in refusal
+    assert "continue it with `megatrain train --resume run --from-scratch`" in refusal
+    assert "fix: pass --from-scratch" in driver.run(workplace, *RESUME).refusal
+    assert driver.run(workplace, *RESUME, "--from-scratch").status == 0
 
 
 def test_a_plan_of_the_user_is_not_taken_for_what_a_run_has_left(

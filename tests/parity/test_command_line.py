@@ -25,7 +25,7 @@ from megatrain.experiments.cli import main as cli
 SEQUENCE = 24
 ROWS = 4
 STEPS = 3
-RATE = 1e-3  # the default, reached after 10 warm-up steps
+RATE = 1e-3  # reached after 10 warm-up steps, and constant from there
 BETAS = (0.9, 0.95)
 
 FP32 = ("--dtype", "fp32")
@@ -142,7 +142,7 @@ def train(
 ) -> Path:
     """Runs `megatrain plan` and `megatrain train` on `data`; returns the exported model's folder.
 
-    The commands have only the necessary options, and those in `plan` and `run`.
+    The commands have only the necessary options, the learning rate, and those in `plan` and `run`.
     """
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in data))
     words = [
@@ -166,6 +166,12 @@ def train(
         str(place / "rows.jsonl"),
         "--steps",
         str(steps),
+        "--lr",
+        str(RATE),
+        "--warm-up",
+        "10",
+        "--schedule.kind",
+        "constant",
         "--out",
         str(place / "run"),
         "--device",

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from megatrain.runtime.data.options import DataOptions
@@ -72,7 +71,7 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
         (
             "training.steps",
             0,
-            "training.steps: found 0; allowed: `int` >= 1; fix: correct this value",
+            "training: found neither steps nor epochs; allowed: one of the two; fix: set steps",
         ),
         ("training.steps", 1.5, "training.steps: found `float`; allowed: `int`"),
         ("training.seed", -1, "training.seed"),
@@ -130,7 +129,10 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
         (
             "training.stepz",
             1,
-            "training: found unknown key `stepz`; allowed: deterministic, init, seed, steps",
+            (
+                "training: found unknown key `stepz`; allowed: deterministic, epochs, init, seed,"
+                " steps"
+            ),
         ),
     ],
 )
@@ -141,8 +143,20 @@ def test_what_cannot_be_is_one_line(key: str, value: Any, message: str) -> None:
 
 
 def test_steps_must_be_said() -> None:
-    with pytest.raises(UserError, match="training: found no key `steps`"):
+    with pytest.raises(UserError, match="training: found neither steps nor epochs"):
         Config.load(None)
+    with pytest.raises(UserError, match="training: found both steps and epochs"):
+        Config.load(None, {"training.steps": 3, "training.epochs": 0.5})
+
+
+def test_the_last_word_is_steps_or_epochs(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(FULL)
+    config = Config.load(tmp_path / "train.toml", {"training.epochs": 0.5})
+    assert (config.training.steps, config.training.epochs) == (0, 0.5)
+    assert (config.schedule.rate, config.schedule.warm_up_steps) == (3e-4, None)
+    settled = config.with_steps(40)
+    assert (settled.training.steps, settled.training.epochs) == (40, 0.0)
+    assert settled.schedule.warm_up_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -159,7 +173,25 @@ def test_what_python_builds_is_checked_too() -> None:
     with pytest.raises(UserError, match=r"config: schedule.rate"):
         checked(Config(training=TrainingSettings(steps=100), schedule=LearningRate(rate=-1.0)))
     with pytest.raises(UserError, match="schedule: warm_up_steps: found 10"):
-        Config(training=TrainingSettings(steps=5), schedule=LearningRate(kind="linear"))
+        Config(
+            training=TrainingSettings(steps=5),
+            schedule=LearningRate(kind="linear", warm_up_steps=10),
+        )
+
+
+def test_a_config_settles_its_learning_rate_and_a_file_of_a_run_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    pretrained, random = (
+        Config(training=TrainingSettings(steps=100, init=init)).schedule
+        for init in ("model", "random")
+    )
+    assert (pretrained.kind, pretrained.rate, pretrained.warm_up_steps) == ("cosine", 1e-5, 3)
+    assert random.rate == 3e-4
+    old = '[training]\nsteps = 100\n[schedule]\nkind = "constant"\nrate = 0.001\nwarm_up_steps = 10'
+    (tmp_path / "config.toml").write_text(old)
+    resumed = Config.load(tmp_path / "config.toml", {"training.steps": 500})
+    assert resumed.schedule == LearningRate(kind="constant", rate=1e-3, warm_up_steps=10)
 
 
 def test_every_field_says_what_it_means() -> None:
@@ -176,7 +208,8 @@ def test_every_field_says_what_it_means() -> None:
 
 
 DEFAULTS: dict[str, Any] = {
-    "training.steps": msgspec.NODEFAULT,
+    "training.steps": 0,
+    "training.epochs": 0.0,
     "training.seed": 0,
     "training.init": "model",
     "training.deterministic": False,
@@ -185,9 +218,9 @@ DEFAULTS: dict[str, Any] = {
     "optimizer.betas": (0.9, 0.95),
     "optimizer.epsilon": 1e-8,
     "optimizer.groups": (),
-    "schedule.kind": "constant",
-    "schedule.rate": 1e-3,
-    "schedule.warm_up_steps": 10,
+    "schedule.kind": "cosine",
+    "schedule.rate": None,
+    "schedule.warm_up_steps": None,
     "schedule.decay_steps": 0,
     "schedule.floor": 0.0,
     "data.data": "",
@@ -206,6 +239,7 @@ DEFAULTS: dict[str, Any] = {
     "evaluation.every_steps": 0,
     "evaluation.over_steps": 0,
     "saving.every_steps": 0,
+    "saving.every_minutes": 30.0,
     "saving.keep_last": 2,
     "saving.keep_best": 0,
     "saving.on_failure": "stop",
@@ -219,7 +253,8 @@ DEFAULTS: dict[str, Any] = {
 """the values that a run has if its config names none: no foreign code is run, and the model is
 written at the end"""
 BOUNDS: dict[str, tuple[float, float]] = {
-    "training.steps": (1, 2**40),
+    "training.steps": (0, 2**40),
+    "training.epochs": (0, 2**20),
     "training.seed": (0, 2**32 - 1),
     "optimizer.weight_decay": (0, 1e38),
     "optimizer.epsilon": (5e-324, 1),
@@ -231,6 +266,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "evaluation.every_steps": (0, 2**40),
     "evaluation.over_steps": (0, 2**40),
     "saving.every_steps": (0, 2**40),
+    "saving.every_minutes": (0, 2**20),
     "saving.keep_last": (1, 2**40),
     "saving.keep_best": (0, 2**40),
 }
@@ -244,7 +280,10 @@ def test_a_change_of_a_default_changes_other_people_s_runs() -> None:
 @pytest.mark.parametrize("key", BOUNDS)
 def test_a_number_may_be_what_its_bounds_say_and_no_more(key: str) -> None:
     def load(value: float) -> Config:
-        return Config.load(None, {"training.steps": 10, key: value})
+        steps = {"training.epochs": 1.0} if key == "training.steps" and not value else {}
+        if key != "training.epochs" or not value:
+            steps = {"training.steps": 10} | steps
+        return Config.load(None, {**steps, "schedule.kind": "constant", key: value})
 
     section, _, field = key.partition(".")
     for bound, beyond in zip(BOUNDS[key], (-1, 1), strict=True):

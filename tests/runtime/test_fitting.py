@@ -32,7 +32,7 @@ def test_what_the_machine_has_counts_to_the_byte(
         UserError,
         match=(
             rf"^{place} memory: found a plan that needs .*, the largest pool being {place}\.\w+ .*;"
-            r" allowed: .*, what this machine has; fix: raise"
+            r" allowed: .*, what this machine has; fix: make a plan for this machine with"
         ),
     ):
         refuse_what_does_not_fit(plan, lower(plan), **{f"{place}_bytes": there - 1})

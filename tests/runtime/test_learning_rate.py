@@ -82,8 +82,8 @@ def test_the_first_step_has_a_rate_and_none_is_above_the_peak(kind: Any) -> None
 
 
 def test_a_warm_up_without_room_for_the_decay_is_refused() -> None:
-    LearningRate(kind="constant", warm_up_steps=10).refuse_impossible(5)
-    LearningRate(kind="cosine", warm_up_steps=4).refuse_impossible(5)
+    LearningRate(kind="constant", warm_up_steps=10).settled(5, pretrained=True)
+    LearningRate(kind="cosine", warm_up_steps=4).settled(5, pretrained=True)
     with pytest.raises(
         UserError,
         match=(
@@ -91,6 +91,30 @@ def test_a_warm_up_without_room_for_the_decay_is_refused() -> None:
             r" most 4 with kind cosine; fix: "
         ),
     ):
-        LearningRate(kind="cosine", warm_up_steps=5).refuse_impossible(5)
+        LearningRate(kind="cosine", warm_up_steps=5).settled(5, pretrained=True)
     with pytest.raises(UserError, match=r"found 2, and 9 of decay, in a training of 10"):
-        LearningRate(kind="wsd", warm_up_steps=2, decay_steps=9).refuse_impossible(10)
+        LearningRate(kind="wsd", warm_up_steps=2, decay_steps=9).settled(10, pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("steps", "pretrained", "said"),
+    [
+        (760, True, "1e-5, cosine, 23 warm-up steps"),
+        (760, False, "3e-4, cosine, 23 warm-up steps"),
+        (1, True, "1e-5, cosine, 0 warm-up steps"),
+    ],
+)
+def test_what_is_not_set_depends_on_the_weights_and_the_steps(
+    steps: int, pretrained: bool, said: str
+) -> None:
+    schedule = LearningRate().settled(steps, pretrained=pretrained)
+    assert str(schedule) == said
+    assert schedule.settled(2 * steps, pretrained=not pretrained) == schedule
+    assert max(schedule.at(number, steps) for number in range(1, steps + 1)) == schedule.rate
+
+
+def test_what_is_set_stays() -> None:
+    schedule = LearningRate(kind="wsd", rate=0.0, warm_up_steps=0, decay_steps=5)
+    assert schedule.settled(5, pretrained=True) == schedule
+    whole_decay = LearningRate(kind="wsd", decay_steps=100).settled(100, pretrained=True)
+    assert whole_decay.warm_up_steps == 0, "the default leaves room for the decay"

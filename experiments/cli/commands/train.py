@@ -8,26 +8,44 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from megatrain.experiments.cli import options
+from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
-from megatrain.simulator.base.errors import UserError
+from megatrain.runtime.training.learning_rate import format_rate
+from megatrain.runtime.training.stopped_run import how_it_stopped, last_checkpoint, no_checkpoint
+from megatrain.simulator.base.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from megatrain.runtime.training.run_lock import RunLock
+    from megatrain.runtime.training.training_run import TrainingRun
+
+
+def _rate(text: str) -> float:
+    """Returns the learning rate that `text` says, or raises UserError."""
+    try:
+        return options.real("--lr")(text)
+    except UserError as error:
+        raise UserError(
+            error.where, found=error.found, allowed=error.allowed, fix="write it like --lr 1e-5"
+        ) from None
+
 
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "training.steps": ("--steps", {"type": options.whole("--steps")}),
+    "training.epochs": ("--epochs", {"type": options.real("--epochs", 1e-6)}),
     "training.seed": ("--seed", {"type": options.whole("--seed", 0, 2**32 - 1)}),
     "training.init": ("--init", {"choices": ("model", "random")}),
     "training.deterministic": ("--deterministic", {"action": "store_true"}),
     "optimizer.weight_decay": ("--weight-decay", {"type": options.real("--weight-decay")}),
     "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
-    "schedule.rate": ("--rate", {"type": options.real("--rate")}),
+    "schedule.rate": ("--lr", {"type": _rate}),
     "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
     "data.data": ("--data", {"metavar": "PATH"}),
     "data.split": ("--split", {}),
@@ -47,6 +65,10 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "data.cache": ("--data-cache", {"metavar": "FOLDER"}),
     "evaluation.every_steps": ("--eval-every", {"type": options.whole("--eval-every", 0)}),
     "saving.every_steps": ("--save-every", {"type": options.whole("--save-every", 0)}),
+    "saving.every_minutes": (
+        "--save-every-minutes",
+        {"type": options.real("--save-every-minutes")},
+    ),
     "saving.export": ("--no-export", {"action": "store_false"}),
 }
 """Fields of the config that have a short option: its name, and arguments of `add_argument`."""
@@ -80,6 +102,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="with --resume: the checkpoint to start from (default: the newest)",
     )
     parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="with --resume: begin a run that has no checkpoint again at step 1",
+    )
+    parser.add_argument(
         "--model",
         metavar="SOURCE",
         help="a Hugging Face folder or a name on the hub (default: the plan's model)",
@@ -95,7 +122,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="set a field of the config, e.g. rate=3e-4 or evaluation.every_steps=100",
+        help="set a field of the config, e.g. rate=2e-5 or evaluation.every_steps=100",
     )
     options.add_device(parser)
     groups: dict[str, Any] = {}
@@ -106,13 +133,17 @@ def describe(parser: argparse.ArgumentParser) -> None:
         option, given = SHORT.get(key, (f"--{key}", {"type": parse_value}))
         if "action" not in given and "choices" not in given:
             given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
-        no_default = "action" in given or field.default in (msgspec.NODEFAULT, "", ())
+        if isinstance(field.default, bool) and key not in SHORT:
+            given = {**given, "nargs": "?", "const": True}
+        no_default = "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
         negation = "do not " if option == "--no-export" else ""
         default = "" if no_default else f" (default {_shown(field.default)})"
         text = f"{negation}{field.meaning}{default}"
         groups[section].add_argument(
             option, dest=key, default=None, help=text.replace("%", "%%"), **given
         )
+    # an earlier name of --lr, which people's scripts have
+    parser.add_argument("--rate", dest="schedule.rate", type=_rate, help=argparse.SUPPRESS)
 
 
 def _shown(value: object) -> str:
@@ -123,7 +154,7 @@ def config_of(args: argparse.Namespace) -> Config:
     """Returns the config of `--config` or of the resumed run, changed by `--set` and the options.
 
     Raises UserError for an unknown field, a value that its field does not allow, and a missing
-    `--steps` or `--data`.
+    `--steps`, `--epochs` or `--data`.
     """
     overrides: dict[str, Any] = {}
     for text in args.set:
@@ -144,12 +175,12 @@ def config_of(args: argparse.Namespace) -> Config:
         if isinstance(value := overrides.get(key), str) and value
     }
     file = args.config or (args.resume and args.resume / "config.toml")
-    if file is None and "training.steps" not in overrides:
+    if file is None and not {"training.steps", "training.epochs"} & overrides.keys():
         raise UserError(
             "megatrain train",
-            found="no --steps",
-            allowed="--steps VALUE, or steps in [training] of a --config file",
-            fix="give the number of steps",
+            found="neither --epochs nor --steps",
+            allowed="one of the two, or steps in [training] of a --config file",
+            fix="pass --epochs 1 to train on all of the data once",
         )
     config = Config.load(file, overrides)
     if not config.data.data:
@@ -175,13 +206,21 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="--out for a new run, or --resume to continue one",
             fix="give one of the two",
         )
-    if args.resume is None and (args.plan is None or args.from_step):
-        found = "no PLAN" if args.plan is None else "--from-step without --resume"
+    alone = "--from-step" if args.from_step else "--from-scratch" if args.from_scratch else ""
+    if args.resume is None and (args.plan is None or alone):
+        found = "no PLAN" if args.plan is None else f"{alone} without --resume"
         raise UserError(
             "megatrain train",
             found=found,
             allowed="PLAN --out RUN, or --resume RUN",
             fix="name a plan, or the run to resume",
+        )
+    if args.from_step and args.from_scratch:
+        raise UserError(
+            "megatrain train",
+            found="--from-step and --from-scratch",
+            allowed="one of the two",
+            fix="leave one out",
         )
     if args.resume is not None and not (args.resume / "config.toml").is_file():
         raise UserError(
@@ -190,6 +229,9 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="the folder of a run that has started",
             fix="start the run with --out",
         )
+    saved = args.resume and args.resume / "checkpoints"
+    if saved and not args.from_scratch and not (saved.is_dir() and any(saved.iterdir())):
+        raise no_checkpoint(args.resume)  # found again by the trainer, after slow imports
     return args.plan or args.resume / "plan.toml", args.out or args.resume
 
 
@@ -208,19 +250,30 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, plan_file, lock, config)
 
 
+class _Begun(Callback):
+    """Knows whether the training has begun, so that what fails is no mistake of the command."""
+
+    told = False
+
+    def on_start(self, trainer: TrainingRun) -> None:
+        self.told = True
+
+
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
     """Trains with the lock held, draws the loss, and prints a summary."""
     from megatrain.experiments.cli.progress import ProgressBars
+    from megatrain.experiments.cli.step_comparison import StepComparison
     from megatrain.experiments.run_report.pictures import draw_loss, read_record
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 
     folder = lock.folder
-    parameters = Plan.load(plan_file).model.parameters
-    bars = ProgressBars(parameters, config.training.steps)
-    resume: Literal["newest"] | int | None = (
-        None if args.resume is None else args.from_step or "newest"
-    )
+    bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
+    begun = _Begun()
+    comparison = StepComparison(plan_file, None if bars is None else bars.compared)
+    resume: Literal["newest", "scratch"] | int | None = None
+    if args.resume is not None:
+        resume = "scratch" if args.from_scratch else args.from_step or "newest"
     trainer = Trainer(
         plan_file,
         args.model,
@@ -228,27 +281,40 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         config,
         out=lock,
         resume=resume,
-        callbacks=[bars],
+        callbacks=[*([] if bars is None else [bars]), begun, comparison],
+        progress=bars is None,
         device=options.device(args),
     )
     try:
         fitted = trainer.fit()
     except FloatingPointError as error:
-        raise UserError(
+        rate = format_rate(trainer.config.schedule.rate or 0)
+        mistake = UserError(
             f"training, {folder}",
             found=str(error).partition(";")[0],
             allowed="finite numbers",
-            fix=f"lower --rate {config.schedule.rate:g}, or check the data",
-        ) from None
+            fix=f"lower --lr {rate}, or check the data, and train to another --out",
+        )
+        raise RunError(str(mistake)) from None
+    except UserError as error:
+        if not begun.told:
+            raise
+        raise RunError(str(error)) from None  # not a mistake before the training
+    except KeyboardInterrupt as error:
+        if begun.told:
+            error.add_note(how_it_stopped(folder))
+        raise
     finally:
-        bars.close()
+        if bars is not None:
+            bars.close()
     record = read_record(folder)
     if losses := record.losses:
         draw_loss(folder, record, trainer.plan)
         few = min(20, -(-len(losses) // 2))
+        first = f"{few} steps" if few > 1 else "step"
         print(
-            f"loss {sum(losses[:few]) / few:.3f} over the first {few} steps,"
-            f" {sum(losses[-few:]) / few:.3f} over the last {few}"
+            f"loss {sum(losses[:few]) / few:.3f} over the first {first},"
+            f" {sum(losses[-few:]) / few:.3f} over the last {few if few > 1 else ''}".rstrip()
         )
     if fitted.evaluation is not None:
         found = fitted.evaluation
@@ -258,5 +324,10 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         )
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    print(f"wrote {folder}; see `megatrain compare {folder}` and `megatrain report {folder}`")
+    run, model = shlex.quote(str(folder)), folder / "model"
+    if trainer.config.saving.export:
+        print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
+    elif last_checkpoint(folder):
+        print(f"no model was exported; `megatrain export {run} --out MODEL` does it")
+    print(f"wrote {folder}; see `megatrain compare {run}` and `megatrain report {run}`")
     return 0

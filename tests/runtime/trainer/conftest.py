@@ -43,12 +43,20 @@ def prepare() -> Prepare:
     """Returns a function that makes a trainer for a `place`."""
 
     def make(
-        place: Path, out: str | None = "run", *, callbacks: Sequence[Callback] = (), **fields: Any
+        place: Path,
+        out: str | None = "run",
+        *,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = False,
+        **fields: Any,
     ) -> Trainer:
         """Makes a trainer. `fields` are config fields, as on the command line."""
         given = {
             "training.steps": 5,
+            "schedule.kind": "constant",
+            "schedule.rate": 1e-3,
             "schedule.warm_up_steps": 2,
+            "saving.every_minutes": 0,
             **{full_name(name): value for name, value in fields.items()},
         }
         path = None if out is None else place / out
@@ -59,6 +67,7 @@ def prepare() -> Prepare:
             Config.load(None, given),
             out=path,
             callbacks=callbacks,
+            progress=progress,
             device=torch.device("cpu"),
         )
 

@@ -278,6 +278,42 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_training(
     assert recorder.told[-2:] == [("step", 2), ("end", recorder.told[-1][1])]
 
 
+def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_model(
+    place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
+    monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
+    with pytest.raises(RunError, match=r"checkpoint .*step-00000005 was not saved"):
+        prepare(place, **{"saving.every_minutes": 30}).fit()
+    assert (place / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("policy", ["double_buffer", "overlapped"])
+def test_a_checkpoint_by_the_clock_changes_no_bit_and_has_every_update(
+    place: Path, run: Any, executable: Any, policy: str
+) -> None:
+    """Here the clock asks for one after each step. Of two runs, one is saved only at its end."""
+    plan = executable(policy, vocabulary=300, dtype="fp32", accumulation=2, clipping="global")
+    plan.save(place / "plan.toml")
+    every = {"saving.every_minutes": 1e-12, "keep_last": 9}
+    run(place, "often", **every)
+    run(place, "once", **{"saving.every_minutes": 30})
+    run(place, "short", steps=3, **{"saving.every_minutes": 30})
+    folders = {name: place / name / "checkpoints" for name in ("often", "once", "short")}
+    assert [sorted(path.name[-1] for path in each.iterdir()) for each in folders.values()] == [
+        ["1", "2", "3", "4", "5"],
+        ["5"],
+        ["3"],
+    ]
+    for step, other in ((5, "once"), (3, "short")):
+        states = [
+            (folders[name] / f"step-0000000{step}" / "state-00001.safetensors").read_bytes()
+            for name in ("often", other)
+        ]
+        assert states[0] == states[1]
+    models = [(place / name / "model/model.safetensors").read_bytes() for name in ("often", "once")]
+    assert models[0] == models[1]
+
+
 def test_or_it_is_said_and_the_training_goes_on(
     place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
 ) -> None:

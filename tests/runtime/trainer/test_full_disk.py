@@ -13,6 +13,7 @@ import pytest
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import verify
+from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import RunError
@@ -64,6 +65,20 @@ def test_on_a_disk_that_is_full_training_stops(
         "step-00000001"
     ]
     verify(small_disk / "run" / "checkpoints" / "step-00000001")
+
+
+def test_little_room_is_told_before_the_first_step(
+    place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two that are kept and the one that is written, one is missing."""
+    for minutes, free, warned in ((30, 2**21, True), (0, 2**21, False), (29, 2**30, False)):
+        monkeypatch.setattr(Checkpoints, "free_bytes", lambda _, free=free: free)
+        filler = Filler(place)
+        monkeypatch.setattr(filler, "on_save", lambda *_: None)
+        given = {"steps": 1, "export": False, "saving.every_minutes": minutes}
+        prepare(place, f"run{minutes}", callbacks=[filler], **given).fit()
+        said = [note for note in filler.notes if note.startswith("warning: up to 3 checkpoints")]
+        assert bool(said) == warned
 
 
 def free_bytes(folder: Path) -> int:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.training.callback import Callback, Step
-from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.exporting import export_run
 from megatrain.runtime.training.run_folder import append
 from megatrain.runtime.training.trainer import Trainer
@@ -138,6 +138,56 @@ def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, ru
     )
     between, end = (place / name / "model" / "model.safetensors" for name in ("long", "short"))
     assert between.read_bytes() == end.read_bytes()
+
+
+def test_epochs_of_data_that_does_not_know_its_rows_are_refused(place: Path) -> None:
+    class Endless:
+        def step(self, number: int) -> list[Any]:
+            raise NotImplementedError
+
+    config = Config(training=TrainingSettings(epochs=2.0))
+    with pytest.raises(
+        UserError, match="training: epochs: found 2, and data without the attribute"
+    ):
+        Trainer(place / "plan.toml", None, Endless(), config, device=CPU).fit()
+
+
+def notes_of(trainer: Trainer) -> list[str]:
+    """Trains, and returns the notes to the user."""
+    notes: list[str] = []
+    trainer._callbacks[-1].on_note = notes.append  # type: ignore[method-assign]
+    trainer.fit()
+    return notes
+
+
+@pytest.mark.parametrize(("init", "warned"), [("model", True), ("random", False)])
+def test_the_learning_rate_is_told_and_a_high_one_warned_of(
+    place: Path, prepare: Any, init: str, warned: bool
+) -> None:
+    given = {"init": init, "rate": 1e-3, "kind": "cosine", "steps": 1, "warm_up_steps": 0}
+    notes = notes_of(prepare(place, None, callbacks=[Callback()], **given))
+    assert "learning rate 1e-3, cosine, 0 warm-up steps" in notes
+    warning = "warning: a learning rate of 1e-3 can destroy what pretrained weights have learned"
+    assert any(note.startswith(warning) for note in notes) == warned
+
+
+def test_a_run_with_a_decaying_rate_may_become_longer_and_says_so(place: Path, run: Any) -> None:
+    saving = {"saving.every_steps": 2, "export": False}
+    run(place, kind="cosine", steps=2, warm_up_steps=0, **saving)
+    config = Config.load(place / "run" / "config.toml", {"training.steps": 4})
+    folder = place / "run"
+    given = (folder / "plan.toml", None, None, config)
+    longer = Trainer(*given, out=folder, resume="newest", callbacks=[Callback()], device=CPU)
+    notes = notes_of(longer)
+    assert (
+        "the learning rate now decays over 4 steps, not 2: the result differs from that of a run"
+        " that began with as many"
+    ) in notes
+    rates = [json.loads(line)["rate"] for line in (folder / "metrics.jsonl").open()]
+    assert rates[2:] == [config.schedule.at(number, 4) for number in (3, 4)]
+    shorter = Config.load(place / "run" / "config.toml", {"training.steps": 3})
+    with pytest.raises(UserError, match="steps: found 3; allowed: >= 4"):
+        Trainer(folder / "plan.toml", None, None, shorter, out=folder, resume="newest").fit()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

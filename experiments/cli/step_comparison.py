@@ -1,0 +1,130 @@
+"""StepComparison: a callback that compares the first steps of a training with their prediction.
+
+Only what the run measures anyway is used, after a step has ended, so that no step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatrain.experiments.cli.options import hardware_of
+from megatrain.experiments.run_report.pictures import memory_errors
+from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training.run_folder import measured_memory
+from megatrain.runtime.training.training_run import TrainingRun
+from megatrain.runtime.warm_up import WARM_UP_STEPS
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.compare import compare
+from megatrain.simulator.compare.error_report import ErrorReport
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.schedule import Schedule
+
+COMPARED_STEPS = 3
+"""number of steps after the warm-up that are compared"""
+LARGE = 0.05
+"""share of the predicted step from which on a difference is explained"""
+_LEAST_SHARE = 0.1
+"""least share of the difference that a kind of operation explains if it is named"""
+
+
+class StepComparison(Callback):
+    """Notes measured against predicted step time and memory, once, after the first steps.
+
+    The first two steps are left out. If the difference is large, the note names the kind of
+    operation and the lane that explain the largest part.
+    """
+
+    def __init__(self, plan: Path, show: Callable[[str], object] | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            plan: the plan's file, beside which its hardware file is.
+            show: receives the step's difference in a few words; None for nobody.
+        """
+        self._plan, self._show = plan, show
+        self._seconds: dict[int, float] = {}
+        self._done = False
+
+    def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        if self._done or step.number < trainer.first_step + WARM_UP_STEPS:
+            return
+        self._seconds[step.number] = step.seconds
+        if len(self._seconds) < COMPARED_STEPS:
+            return
+        self._done = True
+        try:
+            report = self._compare(trainer)
+        except UserError:  # a machine whose file is gone or spoilt: the training goes on
+            return
+        calibrated = (self._plan.parent / trainer.plan.hardware).is_file()
+        trainer.note(told(report, trainer.executor.schedule, calibrated=calibrated))
+        if self._show is not None and report.steps is not None:
+            self._show(f"step time {difference(report)} against prediction")
+
+    def _compare(self, trainer: TrainingRun) -> ErrorReport:
+        plan, schedule = trainer.plan, trainer.executor.schedule
+        hardware = hardware_of(self._plan, plan.hardware)
+        costs = cost_model(hardware, plan.model, plan.workload)
+        memory = measured_memory(trainer.executor, trainer.device_bytes_before)
+        return compare(
+            simulate(schedule, costs),
+            trainer.measured,
+            schedule,
+            step_seconds=self._seconds,
+            overhead_ns=costs.step_overhead_ns,
+            memory=memory_errors(memory, plan, schedule, costs),
+        )
+
+
+def difference(report: ErrorReport) -> str:
+    """Returns how the measured step differs from the predicted one: `+1.3 %`, or `2.5 times`."""
+    assert report.steps is not None
+    ratio = report.steps.median_seconds / report.steps.predicted_seconds
+    return f"{ratio:,.1f} times" if ratio >= 2 else f"{100 * (ratio - 1):+.1f} %"
+
+
+def told(report: ErrorReport, schedule: Schedule, *, calibrated: bool) -> str:
+    """Returns one line: measured against predicted step time and memory, and what explains a large
+    difference.
+    """
+    steps, memory = report.steps, report.memory
+    assert steps is not None
+    whole = [each for each in memory if each.what == "whole device peak"] or list(memory)[:1]
+    parts = [
+        f"measured {format_seconds(steps.median_seconds)} a step, predicted"
+        f" {format_seconds(steps.predicted_seconds)} ({difference(report)})"
+    ]
+    parts += [
+        f"{each.what} {format_bytes(each.measured_bytes)}, predicted"
+        f" {format_bytes(each.predicted_bytes)}"
+        for each in whole
+    ]
+    if abs(steps.median_seconds / steps.predicted_seconds - 1) > LARGE:
+        parts.append(_explained(report, schedule))
+        parts.append(
+            "measure this machine again with `megatrain calibrate`, and plan again"
+            if calibrated
+            else "the plan is for a machine of the library: measure this one with `megatrain"
+            " calibrate`, and plan again"
+        )
+    return "; ".join(parts)
+
+
+def _explained(report: ErrorReport, schedule: Schedule) -> str:
+    """Returns the kind of operation and its lane, or the part of the step, that explain most."""
+    sign = 1 if report.error > 0 else -1
+    kind = max(report.kinds, key=lambda each: sign * each.of_step)
+    share = kind.of_step / report.error if report.error else 0.0
+    if share < _LEAST_SHARE:
+        part = max(report.parts, key=lambda each: sign * each.of_step)
+        where = "time with no lane busy" if part.name == "waiting" else f"the lane {part.name}"
+        return f"the largest part of the difference: {where}"
+    lane = next(op.lane for op in schedule.ops if op.kind == kind.kind)
+    return (
+        f"the largest part of the difference: {kind.kind} on {lane}, measured"
+        f" {format_seconds(kind.measured_seconds)} a step, predicted"
+        f" {format_seconds(kind.predicted_seconds)}"
+    )

@@ -1,0 +1,127 @@
+"""Progress: a callback that prints a training's notes and lines of progress.
+
+It is for logs, notebooks and Python. On a terminal, `megatrain train` draws bars instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
+from megatrain.runtime.training.learning_rate import format_rate
+
+if TYPE_CHECKING:
+    from megatrain.runtime.training.training_run import TrainingRun
+
+_FIRST_STEPS = 3
+"""number of steps that are always printed"""
+
+
+class Progress(Callback):
+    """Prints notes, evaluations, checkpoints, and a line for a step every few seconds.
+
+    The first steps of this process and the last step are always printed, and every step that has a
+    checksum.
+    """
+
+    def __init__(
+        self, *, every_seconds: float = 10.0, write: Callable[[str], object] | None = None
+    ) -> None:
+        """Prints nothing yet.
+
+        Args:
+            every_seconds: seconds by the clock between lines.
+            write: receives each line; None to print it.
+        """
+        self._every_seconds, self._write = every_seconds, write or _print
+        self._left = TimeLeft()
+        self._printed = 0.0
+
+    def on_note(self, text: str) -> None:
+        self._write(text)
+
+    def on_start(self, trainer: TrainingRun) -> None:
+        self._left.start(trainer.first_step)
+
+    def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        steps, now = trainer.config.training.steps, time.monotonic()
+        left = self._left.after(step.number, steps)
+        always = step.number in (
+            steps,
+            *range(trainer.first_step, trainer.first_step + _FIRST_STEPS),
+        )
+        if always or step.checksum is not None or now - self._printed >= self._every_seconds:
+            self._printed = now
+            text = f"step {step.number}/{steps}  {described(step)}"
+            self._write(f"{text}  {format_duration(left)} left" if left else text)
+            if step.checksum is not None:
+                self._write(exact(step))
+
+    def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
+        self._write(
+            f"step {evaluation.number}  evaluation loss {evaluation.loss:.4f}, perplexity"
+            f" {evaluation.perplexity:,.2f}"
+        )
+
+    def on_save(self, trainer: TrainingRun, number: int) -> None:
+        self._write(f"step {number}  checkpoint saved")
+
+
+def _print(text: str) -> None:
+    """Prints `text`, also where the output lacks its characters. A training does not fail because
+    its log cannot be written.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError):
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        sys.stdout.flush()
+
+
+def described(step: Step) -> str:
+    """Returns loss, learning rate and speed of a step."""
+    return (
+        f"loss {step.loss:.4f}  lr {format_rate(step.rate)}  {step.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def exact(step: Step) -> str:
+    """Returns the loss and the checksum of a step, with all digits."""
+    return f"step {step.number}: loss {step.loss!r}, checksum {step.checksum:016x}"
+
+
+class TimeLeft:
+    """Estimates the time that a training still takes, by the clock.
+
+    The first step is left out, because memory is touched and kernels are compiled in it.
+    Evaluations and checkpoints between steps are included.
+    """
+
+    def __init__(self) -> None:
+        self._first, self._since = 1, time.monotonic()
+
+    def start(self, first_step: int) -> None:
+        """Begins at the step `first_step`, which has not been done yet."""
+        self._first, self._since = first_step, time.monotonic()
+
+    def after(self, number: int, steps: int) -> float:
+        """Returns the seconds left after step `number` of `steps`; 0 if they are not known yet."""
+        if number == self._first:
+            self._since = time.monotonic()
+        done = number - self._first
+        return (time.monotonic() - self._since) / done * (steps - number) if done else 0.0
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a duration in the unit that suits it.
+
+    >>> [format_duration(seconds) for seconds in (12.4, 125, 44_280, 260_000)]
+    ['12 s', '2.1 min', '12.3 h', '3.0 days']
+    """
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= (2 * length if unit == "days" else length):
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,80 @@
+"""stopped_run: what a run's folder says of a run that ended, and the command that continues it.
+
+This module does not import torch, so that a command can refuse a folder at once.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+
+_CHECKPOINT = re.compile(r"step-(\d{8})")
+
+
+class _Row(msgspec.Struct):
+    """The key that every line of the metrics has."""
+
+    step: Annotated[int, msgspec.Meta(ge=1)]
+    """number of the step, from 1"""
+
+
+def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
+    """Returns the valid lines of `metrics` with their steps, and the number of damaged lines.
+
+    An incomplete line at the end is left out and not counted as damaged.
+    """
+    kept: list[tuple[int, str]] = []
+    damaged = 0
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
+    for line in lines:
+        try:
+            kept.append((msgspec.json.decode(line, type=_Row).step, line.decode()))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            damaged += line.endswith(b"\n")
+    return kept, damaged
+
+
+def last_step(run: Path) -> int:
+    """Returns the number of the last step in the metrics of `run`, or 0."""
+    return max((step for step, _ in readable(run / "metrics.jsonl")[0]), default=0)
+
+
+def last_checkpoint(run: Path) -> int:
+    """Returns the step of the newest checkpoint of `run`, or 0 if it has none."""
+    folder = run / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max(
+        (int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))), default=0
+    )
+
+
+def command_to_continue(run: Path) -> str:
+    """Returns the command that continues `run`, or begins it again if it has no checkpoint."""
+    again = "" if last_checkpoint(run) else " --from-scratch"
+    return f"megatrain train --resume {shlex.quote(str(run))}{again}"
+
+
+def no_checkpoint(run: Path) -> UserError:
+    """Returns the error for resuming `run`, which has no checkpoint."""
+    return UserError(
+        str(run),
+        found="no checkpoint to continue from",
+        allowed="a run with a checkpoint",
+        fix="pass --from-scratch to begin it again at step 1",
+    )
+
+
+def how_it_stopped(run: Path) -> str:
+    """Returns one line: the last step, what is saved, and the command that continues `run`."""
+    step, saved = last_step(run), last_checkpoint(run)
+    if not saved:
+        when = f"after step {step}" if step else "before the first step"
+        return f"stopped {when}; not saved; begin again with: {command_to_continue(run)}"
+    what = "saved" if saved == step else f"saved after step {saved}"
+    return f"stopped after step {step}; {what}; continue with: {command_to_continue(run)}"

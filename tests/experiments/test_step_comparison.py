@@ -1,0 +1,88 @@
+"""StepComparison: what a training says of its first steps against their prediction."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.experiments.cli.step_comparison import told
+from megatrain.simulator.compare.compare import compare
+from megatrain.simulator.compare.error_report import peak_error
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.policies import verified
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
+
+TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--no-export")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(command: Any) -> None:
+    outcome = command(*TRAIN, "--steps", 6, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("measured ")]
+    assert re.match(
+        r"measured [\d.]+ m?s a step, predicted [\d.]+ [um]s \([\d,.]+ times\); device pools [\d.]+"
+        r" KiB, predicted [\d.]+ KiB; the largest part of the difference: \w+ on \w+, measured .*"
+        r" a step, predicted .*; the plan is for a machine of the library: measure this one",
+        line,
+    ), line
+    before = outcome.out.partition(line)[0]
+    assert "learning rate 1e-5" in before
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_machine_s_file_that_is_spoilt_does_not_stop_a_training(command: Any) -> None:
+    plan = Path("plan.toml")
+    plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "here.toml"'))
+    Path("here.toml").write_text("spoilt")
+    outcome = command(*TRAIN, "--steps", 6, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "measured " not in outcome.out
+
+
+@pytest.fixture(scope="module")
+def prediction(prepared: Path) -> tuple[Plan, Any, Timeline]:
+    plan = Plan.load(prepared / "plan.toml")
+    schedule = verified(plan)
+    costs = cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)
+    return plan, schedule, simulate(schedule, costs)
+
+
+def slower(timeline: Timeline, kinds: dict[str, str], kind: str, added_ns: int) -> Timeline:
+    """The timeline with ops of one kind that take longer and delay everything after them."""
+    spans, shift = [], 0
+    for span in sorted(timeline.spans, key=lambda each: each.start_ns):
+        more = added_ns if kinds[span.op] == kind else 0
+        start, end = span.start_ns + shift, span.end_ns + shift + more
+        spans.append(msgspec.structs.replace(span, start_ns=start, end_ns=end))
+        shift += more
+    return msgspec.structs.replace(timeline, spans=tuple(spans))
+
+
+@pytest.mark.parametrize(("added", "explained"), [(0, False), (10**9, True)])
+def test_a_large_difference_is_explained_by_a_kind_of_operation_and_its_lane(
+    prediction: tuple[Plan, Any, Timeline], added: int, explained: bool
+) -> None:
+    _, schedule, predicted = prediction
+    kinds = {op.id: op.kind for op in schedule.ops}
+    lane = next(op.lane for op in schedule.ops if op.kind == "forward")
+    measured = slower(predicted, kinds, "forward", added)
+    seconds = {3: measured.makespan_ns / 1e9}
+    memory = (peak_error("device pools", 2**20, 2**20),)
+    report = compare(predicted, measured, schedule, step_seconds=seconds, memory=memory)
+    line = told(report, schedule, calibrated=True)
+    assert ("(+0.0 %); device pools 1.00 MiB, predicted 1.00 MiB" in line) == (not explained)
+    assert (
+        f"the largest part of the difference: forward on {lane}, measured " in line
+    ) == explained
+    assert ("measure this machine again with `megatrain calibrate`" in line) == explained
+    assert json.dumps(line).isascii()
