@@ -79,9 +79,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
-    The status is 0 for success, 1 for a run that failed, 2 for a mistake of the user or a plan
-    that does not fit, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if the reader
-    of standard output has gone.
+    The status is 0 for success, 1 for a run that failed, 2 for a mistake of the user, 3 for a model
+    or a plan that does not fit in memory, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP,
+    and 141 if the reader of standard output has gone.
     """
     try:
         args = parse(arguments)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except UserError as error:
         print(f"megatrain: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except RunError as error:
         print(f"megatrain: {error}", file=sys.stderr)
         return 1

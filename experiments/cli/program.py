@@ -75,16 +75,17 @@ def interrupted(name: str, error: KeyboardInterrupt) -> int:
 def ended(name: str, run: Callable[[], int]) -> int:
     """Calls `run` and returns the exit status of the program `name`.
 
-    The status is that of `run`. For a mistake of the user or an unusable path it is 2, after one
-    line on standard error that begins with `name`. It is 130 after Ctrl-C, 143 after SIGTERM, 129
-    after SIGHUP, and 141 if the reader of standard output has gone.
+    The status is that of `run`. For a mistake of the user or an unusable path it is 2, and for a
+    plan that does not fit in memory 3, after one line on standard error that begins with `name`. It
+    is 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if the reader of standard
+    output has gone.
     """
     try:
         with interruptible():
             return run()
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

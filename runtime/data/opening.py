@@ -68,14 +68,8 @@ def open_data(
     """
     assert options.packing, "packing is taken from the plan if the options do not set it"
     source = find(Path(options.data), (options.split,))
-    tokenizer = None
-    if tokenizer_folder:
-        tokenizer = load_tokenizer(
-            tokenizer_folder,
-            chat_template=options.chat_template,
-            trust_remote_code=options.trust_remote_code,
-        )
-    reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
+    reader = _reader(options, tokenizer_folder, vocabulary, on_note)
+    tokenizer = reader.tokenizer
     training, summary = reader.documents(source)
     evaluation: Documents | None
     if options.evaluation_data or options.evaluation_split:
@@ -110,6 +104,21 @@ def open_data(
         ):
             on_note(f"  {line}")
     return corpus, other
+
+
+def training_documents(
+    options: DataOptions, tokenizer_folder: Path | None, vocabulary: int
+) -> Documents:
+    """Returns the documents that `open_data` trains on, before they are packed into rows.
+
+    Their tokens are cached, so that `open_data` does not tokenize them again. Raises UserError as
+    `open_data` does.
+    """
+    reader = _reader(options, tokenizer_folder, vocabulary, lambda _: None)
+    documents, _ = reader.documents(find(Path(options.data), (options.split,)))
+    if options.evaluation_data or options.evaluation_split:
+        return documents
+    return split(documents, options)[0]
 
 
 def _compare(
@@ -263,6 +272,20 @@ class _Reader:
                     fix="choose another folder with --data-cache",
                 )
         return (*stored, state)
+
+
+def _reader(
+    options: DataOptions, tokenizer_folder: Path | None, vocabulary: int, on_note: Note
+) -> _Reader:
+    """Returns a reader with the tokenizer of a folder, if there is one."""
+    tokenizer = None
+    if tokenizer_folder:
+        tokenizer = load_tokenizer(
+            tokenizer_folder,
+            chat_template=options.chat_template,
+            trust_remote_code=options.trust_remote_code,
+        )
+    return _Reader(options, tokenizer_folder, tokenizer, vocabulary, on_note)
 
 
 def _as_bytes(source: DataSource, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:

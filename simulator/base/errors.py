@@ -9,13 +9,16 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """An input of the user that cannot be used. The command prints the error as one line and exits
-    with status 2.
+    with the error's `status`, which is 2.
 
     The text says where the mistake is, what was found, what is allowed, and how to fix it.
 
     >>> str(UserError("plan.toml: weight_slots", found="0", allowed=">= 1", fix="set it to 2"))
     'plan.toml: weight_slots: found 0; allowed: >= 1; fix: set it to 2'
     """
+
+    status = 2
+    """The exit status of the command."""
 
     def __init__(self, where: str, *, found: object, allowed: object, fix: str) -> None:
         self.where, self.found, self.allowed, self.fix = where, found, allowed, fix
@@ -26,7 +29,7 @@ class UserError(Exception):
         """Makes it picklable, so that a worker process can send it to its parent."""
         return (
             functools.partial(
-                UserError,
+                type(self),
                 self.where,
                 found=str(self.found),
                 allowed=str(self.allowed),
@@ -37,9 +40,17 @@ class UserError(Exception):
 
     def inside(self, where: str) -> UserError:
         """Returns the same error with `where`, such as a file, in front of its place."""
-        return UserError(
+        return type(self)(
             f"{where}: {self.where}", found=self.found, allowed=self.allowed, fix=self.fix
         )
+
+
+class DoesNotFit(UserError):
+    """A plan or a model that needs more memory than there is. The command exits with status 3, so
+    that a script can tell it from a mistake in the command.
+    """
+
+    status = 3
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -202,6 +202,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._architecture.vocabulary
 
     @property
+    def longest_row(self) -> int | None:
+        """The most tokens of a row by the model's own config, such as `max_position_embeddings`.
+        None if the config does not say.
+        """
+        key = self._architecture.family.longest or "max_position_embeddings"
+        found = self.config.get(key, self.config.get("n_positions"))
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
     def positions(self) -> tuple[str, ...]:
         """The names of the embedding's position tensors. Empty if the decoder layers handle
         positions.

@@ -94,8 +94,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from megatrain.experiments.cli.measuring import measuring
     from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.calibrate import calibrate
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -118,17 +117,8 @@ def run(args: argparse.Namespace) -> int:
         )
     device = options.device(args)
     (subject, *others), workload, points = _wanted(args, device)
-    console, began = Console(), time.monotonic()
-
-    def progress(what: str) -> None:
-        console.print(
-            f"{time.monotonic() - began:6.1f} s  measuring {what}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-
-    with console.status("measuring"):
+    began = time.monotonic()
+    with measuring() as progress:
         hardware = calibrate(
             args.name,
             subject.model,
