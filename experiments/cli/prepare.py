@@ -66,10 +66,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
     added = parser._actions[others:]
     for action in added:
         action.help = _CHOSEN.get(action.option_strings[0], action.help)
+    # reversed, since the first action of a dest has its default
     parser.set_defaults(
         plan_options={
-            action.dest: (action.option_strings[0], parser.get_default(action.dest))
-            for action in added
+            action.dest: (action.option_strings[0], action.default) for action in reversed(added)
         }
     )
 
@@ -128,6 +128,13 @@ def check(args: argparse.Namespace, config: Config) -> None:
         )
     if args.hardware:
         HardwareSpec.load(args.hardware)
+        if args.recalibrate:
+            raise UserError(
+                "--recalibrate",
+                found="--hardware as well",
+                allowed="one of the two",
+                fix="leave one out",
+            )
     name, folder = str(args.plan), os.path.isdir(args.plan)
     if _on_hub(name):
         return
@@ -167,8 +174,11 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     device, name = options.device(args), str(args.plan)
     asked = argparse.Namespace(**vars(args))
     asked.model = str(model_folder(name)) if _on_hub(name) else name
+    asked.policy = "best" if args.policy == "all" else args.policy
     model = ModelSpec.load(asked.model)
-    choice = _choose(asked, config, model, device)
+    # --model has the weights and the tokenizer if it is given, as with a plan
+    documents = _documents(args.model or asked.model, config, model)
+    choice = _choose(asked, config, model, documents, device)
     refuse_unsupported(model, choice.workload)
     file = _hardware(args, model, choice.workload, device)
     hardware = HardwareSpec.load(file)
@@ -202,7 +212,11 @@ class _Choice(NamedTuple):
 
 
 def _choose(
-    asked: argparse.Namespace, config: Config, model: ModelSpec, device: torch.device
+    asked: argparse.Namespace,
+    config: Config,
+    model: ModelSpec,
+    documents: Documents,
+    device: torch.device,
 ) -> _Choice:
     """Chooses dtype, sequence, and the rows of a step, and writes them to `asked`.
 
@@ -211,10 +225,7 @@ def _choose(
     from megatrain.experiments.cli.row_choice import chosen_rows, chosen_sequence, described
     from megatrain.runtime.data.corpus import Corpus
 
-    where = f"data {config.data.data}"
-    print(f"reading {where}", flush=True)
-    documents, limit = _documents(asked, config, model), model.longest_row
-    lengths = documents.lengths
+    where, limit, lengths = f"data {config.data.data}", model.longest_row, documents.lengths
     asked.dtype = asked.dtype or _dtype(asked, device)
     asked.seq = asked.seq or chosen_sequence(lengths, whole=documents.whole, limit=limit)
     if limit and asked.seq > limit:
@@ -251,12 +262,13 @@ def _choose(
     return _Choice(workload, rows, step_rows)
 
 
-def _documents(asked: argparse.Namespace, config: Config, model: ModelSpec) -> Documents:
-    """Returns the documents to train on, as the training will read them."""
+def _documents(source: str, config: Config, model: ModelSpec) -> Documents:
+    """Returns the documents to train on, with the tokenizer of `source`, if it has one."""
     from megatrain.runtime.data.opening import training_documents
+    from megatrain.runtime.files.model_folder import model_folder
 
-    name = asked.model
-    folder = Path(name) if os.path.isdir(name) else None
+    print(f"reading data {config.data.data}", flush=True)
+    folder = model_folder(source) if os.path.isdir(source) or _on_hub(source) else None
     return training_documents(config.data, folder, model.vocabulary)
 
 
