@@ -244,8 +244,8 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    plan_file, folder = places(args)
     model = prepare.names_model(args)
+    plan_file, folder = places(args)
     config = config_of(args)
     if model:
         prepare.check(args, config)
