@@ -1,7 +1,7 @@
 """Progress bars of a training run, on the terminal.
 
-There is one bar each for allocating memory, loading weights, and training. A line below the
-training bar shows loss, learning rate, speed, memory, and how the steps compare with the
+There is one bar each for allocating memory, loading weights, and training. Two lines below the
+training bar show loss, learning rate, speed, memory, and how the steps compare with the
 prediction. Notes on the data are printed above the bars.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class _Bars(Progress):
-    """Bars with a line of text below them."""
+    """Bars with lines of text below them."""
 
-    details = ""
+    details: tuple[str, ...] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        if self.details:
-            yield Text(self.details, no_wrap=True, overflow="ellipsis")
+        for line in self.details:
+            yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class ProgressBars(Callback):
@@ -110,8 +110,8 @@ class ProgressBars(Callback):
             ends = now + timedelta(seconds=left)
             day = "" if ends.date() == now.date() else f"{ends:%d %b }"
             state += f"  {format_duration(left)} left, until {day}{ends:%H:%M}"
-        parts = described(step), self._evaluated, self._compared, self._memory
-        self._bars.details = "  ".join(part for part in parts if part)
+        lines = (described(step), self._evaluated), (self._memory, self._compared)
+        self._bars.details = tuple("  ".join(part for part in line if part) for line in lines)
         self._bars.update(self._training, completed=step.number, state=state)
         if step.checksum is not None:
             self._print(exact(step))

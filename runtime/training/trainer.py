@@ -426,7 +426,7 @@ class Trainer(TrainingRun):
             bool(run.progress.get("evaluation_owed")),
         )
         last = run.step == self.config.training.steps
-        more = ", the last step: pass a larger --steps to train further" if last else ""
+        more = ", the last step: pass more --steps or --epochs to train further" if last else ""
         self.note(f"continues after step {run.step}{more}")
         if is_longer(run.settings, self._settings):
             self.note(

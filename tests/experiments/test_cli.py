@@ -40,6 +40,7 @@ KEYS = {
     "advice",
 }
 RUN_FILES = {
+    "checkpoints",
     "plan.toml",
     "hardware.toml",
     "config.toml",

@@ -68,6 +68,18 @@ def test_the_newest_checkpoint_is_what_the_run_ended_with(trained: Path, command
     )
 
 
+def test_a_run_with_default_settings_can_be_exported(
+    finished: Path, tmp_path: Path, command: Command
+) -> None:
+    """One that saved nothing names the model that it wrote."""
+    outcome = command("export", finished, "--out", tmp_path / "out")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert same(tensors(tmp_path / "out"), tensors(finished / "model"))
+    shutil.copytree(finished, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
+    refused = command("export", tmp_path / "unsaved", "--out", tmp_path / "again")
+    assert f"fix: use the trained model in {tmp_path / 'unsaved' / 'model'}\n" in refused.err
+
+
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize(
     "words",

@@ -28,7 +28,10 @@ WORK = (
     "--hardware",
     "h200",
 )
-TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
+TRAIN = (
+    *("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2),
+    *("--schedule.kind", "constant"),
+)
 NOTE = (
     "only the language model is trained; 82 tensors of multi_modal_projector, vision_tower are"
     " exported unchanged"

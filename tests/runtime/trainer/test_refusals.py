@@ -129,7 +129,7 @@ def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
         UserError,
         match=(
             r"host memory: found a plan that needs .*; allowed: 1\.00 MiB, what this machine"
-            r" has; fix: raise the limit by"
+            r" has; fix: make a plan for this machine"
         ),
     ):
         run(place)
