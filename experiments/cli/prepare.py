@@ -308,8 +308,9 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
     verdict = summarize(best, hardware)
     work = verdict.workload
     shape = f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.dtype}"
-    subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters), {shape}"
-    print(f"{'fits' if best.feasible else 'does not fit'}: {subject}")
+    subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
+    fits = "fits" if best.feasible else "does not fit"
+    print(f"{fits} {verdict.hardware}: {subject}, {shape}")
     if best.feasible:
         seconds = verdict.step_seconds
         print(
