@@ -193,6 +193,21 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
 
 
 @pytest.mark.usefixtures("workplace")
+def test_a_finished_run_with_default_settings_goes_on_for_longer(command: Command) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "run")
+    out = good(command(*words, "--steps", 2))
+    assert 'trained model: AutoModelForCausalLM.from_pretrained("run/model")\n' in out
+    before = rows("run"), weights("run")
+    out = good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
+    assert "continues after step 2\nthe learning rate now decays over 4 steps, not 2" in out
+    assert "step 3/4  loss " in out
+    assert "step 2/4  loss " not in out
+    assert rows("run")[:2] == before[0]
+    assert weights("run") != before[1]
+    assert saved("run") == [2, 4]
+
+
+@pytest.mark.usefixtures("workplace")
 def test_data_may_have_moved(command: Command) -> None:
     good(command(*NEW, "--steps", 4, "--out", "run"))
     Path("corpus").rename("elsewhere")
