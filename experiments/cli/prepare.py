@@ -166,6 +166,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     """
     from megatrain.experiments.cli.commands import check as checking
     from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
+    from megatrain.runtime.files.model_files import folder_weights
     from megatrain.runtime.files.model_folder import model_folder
     from megatrain.runtime.layers.supported import refuse_unsupported
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -177,7 +178,11 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     asked.policy = "best" if args.policy == "all" else args.policy
     model = ModelSpec.load(asked.model)
     # --model has the weights and the tokenizer if it is given, as with a plan
-    documents = _documents(args.model or asked.model, config, model)
+    weights = args.model or asked.model
+    if config.training.init == "model":
+        with folder_weights(model_folder(weights)):  # a damaged file is found before a calibration
+            pass
+    documents = _documents(weights, config, model)
     choice = _choose(asked, config, model, documents, device)
     refuse_unsupported(model, choice.workload)
     file = _hardware(args, model, choice.workload, device)

@@ -164,6 +164,34 @@ def test_mistakes_are_one_line_before_anything_is_measured(
     assert outcome.out == ""
 
 
+@pytest.mark.parametrize(
+    ("damage", "words", "message"),
+    [
+        ("tiny/model.safetensors", (), "tiny/model.safetensors: found "),
+        ("chat.jsonl", (), "chat.jsonl: found no row"),
+        ("", ("--tokens-per-step", "1M"), "100 rows of 64 tokens; allowed: at least the 15,625 "),
+    ],
+)
+def test_what_is_wrong_with_weights_and_data_is_found_before_a_calibration(
+    place: Path,
+    command: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: str,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    from megatrain.experiments.cli import calibration_cache
+
+    monkeypatch.setattr(calibration_cache, "calibration", None)
+    if damage:
+        (place / damage).write_bytes(b"{\n")
+    outcome = command(*TRAIN, *words)
+    assert outcome.status == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not (place / "run").exists()
+
+
 @pytest.mark.usefixtures("place")
 def test_mistakes_are_told_without_torch() -> None:
     program = (
