@@ -140,7 +140,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
             given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
         if isinstance(field.default, bool) and key not in SHORT:
             given = {**given, "nargs": "?", "const": True}
-        no_default = "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
+        either = key in ("training.steps", "training.epochs")  # one of the two has to be given
+        no_default = (
+            either or "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
+        )
         negation = "do not " if option == "--no-export" else ""
         default = "" if no_default else f" (default {_shown(field.default)})"
         text = f"{negation}{field.meaning}{default}"
