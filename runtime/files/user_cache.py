@@ -1,4 +1,4 @@
-"""The user's cache folder of megatrain."""
+"""The user's cache folder of megatrain, for tokens and calibrations."""
 
 from __future__ import annotations
 
