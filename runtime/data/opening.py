@@ -131,6 +131,23 @@ class TokenizedData:
     """The documents of all sources."""
 
 
+def training_documents(
+    options: DataOptions, tokenizer_folder: Path | None, vocabulary: int, *, seed: int
+) -> Documents:
+    """Returns the documents of an epoch that `open_data` trains on, before they are packed.
+
+    Their tokens are cached, so that `open_data` does not tokenize them again. The arguments are
+    those of `open_data`, and so are the errors.
+    """
+    tokenizer = _tokenizer_of(options, tokenizer_folder)
+    reader = _Reader(options, tokenizer_folder, tokenizer, vocabulary, lambda _: None)
+    sources, other_sources = sources_of(options)
+    training = reader.read(sources)
+    kept = training.documents if other_sources else split(training.documents, options)[0]
+    named = [weighted_path(text) for text in options.paths]
+    return _weighted(named, training, kept, seed, lambda _: None)
+
+
 def read_data(
     options: DataOptions,
     tokenizer_folder: Path,

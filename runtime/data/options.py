@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from megatrain.runtime.files.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
 
 Columns = Literal["auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"]
@@ -17,8 +17,8 @@ Packing = Literal["documents", "plain", "none"]
 
 
 def default_cache() -> Path:
-    """Returns `$XDG_CACHE_HOME/megatrain/tokens`, or `~/.cache/megatrain/tokens`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / "tokens"
+    """Returns the folder `tokens` in the user's cache folder (`user_cache`)."""
+    return user_cache() / "tokens"
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -209,8 +209,8 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (
             ("--from-step", "2"),
             (
-                r"megatrain train: found --from-step without --resume; allowed: PLAN --out RUN, or"
-                r" --resume RUN"
+                r"megatrain train: found --from-step without --resume; allowed: MODEL --out RUN,"
+                r" PLAN --out RUN, or --resume RUN"
             ),
         ),
         (("--resume", "run"), r"megatrain train: --out, --resume: found both"),

@@ -93,8 +93,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from megatrain.runtime.calibration.presets import DefaultSet, model_of
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
@@ -123,23 +121,15 @@ def run(args: argparse.Namespace) -> int:
     workload, points = _wanted(args, models[0], usual)
 
     # PyTorch is loaded only now, after all mistakes in the command have been reported.
+    from megatrain.experiments.cli.measuring import measuring
     from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.calibrate import Subject, calibrate
     from megatrain.runtime.layers.functional_layers import config_of
 
     device = options.device(args)
     subject, *others = [Subject(model, config_of(model)) for model in models]
-    console, began = Console(), time.monotonic()
-
-    def progress(what: str) -> None:
-        console.print(
-            f"{time.monotonic() - began:6.1f} s  measuring {what}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-
-    with console.status("measuring"):
+    began = time.monotonic()
+    with measuring() as progress:
         hardware = calibrate(
             args.name,
             subject.model,

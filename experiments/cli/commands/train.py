@@ -1,4 +1,7 @@
-"""Execute a plan: train a model on text and write a run folder.
+"""Train a model on text, or execute a plan, and write a run folder.
+
+A model is planned first: the lengths of the data and a calibration of this machine give the
+sequence, the batch and the fastest plan.
 
 A field of the config can be set in three ways: in a TOML file (--config), with --set FIELD=VALUE,
 or with its own option. If it is set in several, the last in this order is used.
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import options, prepare
 from megatrain.experiments.cli.preconditions import check_training
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
@@ -81,8 +84,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "plan",
         type=Path,
         nargs="?",
-        metavar="PLAN",
-        help="a plan written by `megatrain plan`; not needed with --resume",
+        metavar="MODEL|PLAN",
+        help="a model: a Hugging Face folder, a name on the hub, or with --init random a name in"
+        " the library; or a plan written by `megatrain plan`; not needed with --resume",
     )
     parser.add_argument(
         "--out",
@@ -126,6 +130,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="set a field of the config, e.g. rate=2e-5 or evaluation.every_steps=100",
     )
     options.add_device(parser)
+    prepare.describe(parser)
     groups: dict[str, Any] = {}
     for key, field in fields().items():
         section = key.partition(".")[0]
@@ -179,7 +184,10 @@ def config_of(args: argparse.Namespace) -> Config:
             known = [os.path.abspath(one) if isinstance(one, str) and one else one for one in paths]
             overrides[key] = known[0] if len(known) == 1 else known
     file = args.config or (args.resume and args.resume / "config.toml")
-    if file is None and not {"training.steps", "training.epochs"} & overrides.keys():
+    counted = {"training.steps", "training.epochs"} & overrides.keys()
+    if file is None and not counted and prepare.names_model(args):
+        overrides["training.epochs"] = 1.0
+    elif file is None and not counted:
         raise UserError(
             "megatrain train",
             found="neither --epochs nor --steps",
@@ -212,12 +220,12 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
         )
     alone = "--from-step" if args.from_step else "--from-scratch" if args.from_scratch else ""
     if args.resume is None and (args.plan is None or alone):
-        found = "no PLAN" if args.plan is None else f"{alone} without --resume"
+        found = "no MODEL" if args.plan is None else f"{alone} without --resume"
         raise UserError(
             "megatrain train",
             found=found,
-            allowed="PLAN --out RUN, or --resume RUN",
-            fix="name a plan before the options, or the run to resume",
+            allowed="MODEL --out RUN, PLAN --out RUN, or --resume RUN",
+            fix="name a model or a plan before the options, or the run to resume",
         )
     if args.from_step and args.from_scratch:
         raise UserError(
@@ -240,19 +248,26 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
+    model = prepare.names_model(args)
     plan_file, folder = places(args)
     config = config_of(args)
+    if model:
+        prepare.check(args, config)
+    else:
+        check_training(plan_file, args.model, config)
 
     from megatrain.runtime.training.run_lock import RunLock
 
-    check_training(plan_file, args.model, config)
     lock = RunLock(folder)
     if args.resume is None:
         lock.refuse_taken()
     if not os.path.exists(folder):
         options.check_writable(folder)
     with lock:  # taken before slow imports, so that a second run is refused at once
-        return _run(args, plan_file, lock, config)
+        if not model:
+            return _run(args, plan_file, lock, config)
+        with prepare.planned(args, config) as plan_file:
+            return _run(args, plan_file, lock, config)
 
 
 class _Begun(Callback):

@@ -1,0 +1,128 @@
+"""Calibrations of this machine, kept in the user's cache folder for the next training.
+
+A calibration is for one machine, one model and one sequence length. The name of its file says so:
+MACHINE-DIGEST--MODEL_SHAPE--WORKLOAD_SHAPE.toml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.measuring import measuring
+from megatrain.experiments.files.hardware_file import write_hardware
+from megatrain.runtime import machine
+from megatrain.runtime.calibration.calibrate import calibrate
+from megatrain.runtime.calibration.presets import LARGE_DEVICE_BYTES
+from megatrain.runtime.files.user_cache import user_cache
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+_LONGEST_NAME = 200
+"""The most characters of a file's name, less than the 255 that file systems allow."""
+_CPU_TOKENS, _SMALL_TOKENS, _LARGE_TOKENS = 512, 8192, 32768
+"""Tokens of the largest micro-batch that is measured: on a CPU, on a GPU, and on a GPU of
+`LARGE_DEVICE_BYTES`."""
+
+
+def calibration(
+    model: ModelSpec,
+    workload: Workload,
+    device: torch.device,
+    *,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    again: bool = False,
+) -> Path:
+    """Returns the file of this machine's calibration for a model and a workload.
+
+    If the cache does not have it, this machine is measured first, which takes about a minute.
+
+    Args:
+        workload: its batch and accumulation do not matter, because a few batches are measured.
+        device_bytes: replaces the device memory that the machine reports.
+        host_bytes: replaces the host memory that the machine reports.
+        again: whether to measure although the cache has the calibration.
+
+    Raises UserError if the machine cannot be measured, or if the cache cannot be written.
+    """
+    measured, *others = _measured(workload, device)
+    limits = (device_bytes, host_bytes)
+    file = user_cache() / "calibrations" / _name(model, measured, device, limits)
+    if not again and _usable(file):
+        print(f"this machine's calibration: {file}", flush=True)
+        return file
+    options.check_writable(file)
+    print(f"this machine is measured once for {model.name}, about a minute", flush=True)
+    with measuring() as progress:
+        hardware = calibrate(
+            "this-machine",
+            model,
+            measured,
+            config_of(model),
+            device,
+            grid=others,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            progress=progress,
+        )
+    write_hardware(file, hardware, "megatrain train")
+    print(f"wrote {file}", flush=True)
+    return file
+
+
+def _measured(workload: Workload, device: torch.device) -> list[Workload]:
+    """Returns the workloads to measure: one with many tokens, one with an eighth of its rows, and
+    one with a single row. The planner interpolates between them.
+    """
+    tokens = (
+        _CPU_TOKENS
+        if device.type != "cuda"
+        else _LARGE_TOKENS
+        if machine.device_bytes(device) >= LARGE_DEVICE_BYTES
+        else _SMALL_TOKENS
+    )
+    most = max(tokens // workload.sequence, 1)
+    return [
+        msgspec.structs.replace(workload, batch=rows, accumulation=1, optimizer=ADAMW)
+        for rows in dict.fromkeys((most, max(most // 8, 1), 1))
+    ]
+
+
+def _name(
+    model: ModelSpec,
+    workload: Workload,
+    device: torch.device,
+    limits: tuple[int | None, int | None],
+) -> str:
+    """Returns the name of a calibration's file. The digest has everything that the numbers depend
+    on and that the rest of the name does not say.
+    """
+    described = machine.describe(device)
+    parts = (described, limits, model.config, workload)
+    digest = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:12]
+    shapes = _plain(f"{model.shape}--{workload.shape}")
+    name = f"{_plain(str(described['device']))}-{digest}--{shapes}"
+    return f"{name[:_LONGEST_NAME]}.toml"
+
+
+def _plain(text: str) -> str:
+    """Returns `text` with only letters, digits, points and hyphens."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-")
+
+
+def _usable(file: Path) -> bool:
+    """Returns whether `file` is a calibration. One of an earlier version may not be."""
+    try:
+        return file.is_file() and HardwareSpec.load(str(file)).costs is not None
+    except UserError:
+        return False

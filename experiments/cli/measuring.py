@@ -1,0 +1,26 @@
+"""Shows the progress of a calibration on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[Callable[[str], None]]:
+    """Shows that this machine is measured. Yields a function that prints what is measured next."""
+    console, began = Console(), time.monotonic()
+
+    def progress(what: str) -> None:
+        console.print(
+            f"{time.monotonic() - began:6.1f} s  measuring {what}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+    with console.status("measuring"):
+        yield progress

@@ -1,0 +1,355 @@
+"""Makes the plan of `megatrain train MODEL`: lengths of the data, calibration, batch, verdict.
+
+What `megatrain calibrate` and `megatrain plan` are told is found out here. The plan is then
+executed as any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.preconditions import refuse_other_than_utf8
+from megatrain.runtime.training.config import Config
+from megatrain.simulator.base.errors import DoesNotFit, UserError
+from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.runtime.data.documents import Documents
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.planner.search import Choice
+
+_CHOSEN = {
+    "--seq": "tokens per sequence (default: covers 99 %% of the documents)",
+    "--batch": "sequences per micro-batch (default: the fastest)",
+    "--accumulation": "micro-batches per optimizer step (default: the fastest)",
+    "--dtype": "dtype that layers compute in; master weights are always fp32 (default: bf16 on a"
+    " GPU, fp32 on a CPU)",
+    "--tokens-per-step": "tokens per optimizer step, rounded to whole sequences (default: 32768,"
+    " and fewer if an epoch would have less than 20 steps)",
+    "--policy": "a scheduling policy, a .py file that defines one, or `best` for the fastest"
+    " (default)",
+}
+"""Options that `train` chooses if they are not given, and their help."""
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how a model is planned. They are for `train MODEL` only."""
+    others = len(parser._actions)
+    group = parser.add_argument_group("plan, for `train MODEL`")
+    group.add_argument(
+        "--hardware",
+        metavar="H",
+        help="a file written by `megatrain calibrate`, or a name in the library (default: this"
+        " machine, which is measured once and then kept in ~/.cache/megatrain)",
+    )
+    group.add_argument(
+        "--recalibrate",
+        action="store_true",
+        help="measure this machine again, although there is a calibration of it",
+    )
+    options.add_limits(parser)
+    options.add_policy(parser)
+    options.add_step_tokens(parser)
+    options.add_workload(parser)
+    parser.set_defaults(batch=None, seq=None, accumulation=None, dtype=None)
+    added = parser._actions[others:]
+    for action in added:
+        action.help = _CHOSEN.get(action.option_strings[0], action.help)
+    # reversed, since the first action of a dest has its default
+    parser.set_defaults(
+        plan_options={
+            action.dest: (action.option_strings[0], action.default) for action in reversed(added)
+        }
+    )
+
+
+def names_model(args: argparse.Namespace) -> bool:
+    """Returns whether the first argument is a model to plan, and not a plan's file.
+
+    Raises UserError for a model with --resume, and for options of planning with a plan.
+    """
+    first: Path | None = args.plan
+    model = first is not None and (
+        os.path.isdir(first)
+        or first.suffix == ".json"
+        or not (first.suffix == ".toml" or os.path.exists(first))
+    )
+    if model and args.resume is not None:
+        raise UserError(
+            "megatrain train --resume",
+            found=f"a model, {first}",
+            allowed="a plan's file, or nothing for the plan of the run",
+            fix="leave it out",
+        )
+    given = [
+        option
+        for dest, (option, default) in args.plan_options.items()
+        if vars(args)[dest] != default
+    ]
+    if given and not model:
+        raise UserError(
+            f"megatrain train: {given[0]}",
+            found="a plan, which has this already" if first else "--resume, which has a plan",
+            allowed="`train MODEL`, which makes a plan",
+            fix="leave it out, or make another plan with `megatrain plan`",
+        )
+    return model
+
+
+def check(args: argparse.Namespace, config: Config) -> None:
+    """Checks the model, the data and the options without loading torch.
+
+    Raises UserError if the model has no weights to begin with, if the data does not exist, or if
+    options contradict each other.
+    """
+    from megatrain.runtime.data.sources import sources_of
+    from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+
+    for named in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
+        refuse_other_than_utf8(named)
+    sources_of(config.data)
+    if None not in (args.tokens_per_step, args.batch, args.accumulation):
+        raise UserError(
+            "--tokens-per-step",
+            found="--batch and --accumulation as well",
+            allowed="at most two of the three",
+            fix="leave one out",
+        )
+    if args.hardware:
+        HardwareSpec.load(args.hardware)
+        if args.recalibrate:
+            raise UserError(
+                "--recalibrate",
+                found="--hardware as well",
+                allowed="one of the two",
+                fix="leave one out",
+            )
+    name, folder = str(args.plan), os.path.isdir(args.plan)
+    if _on_hub(name):
+        return
+    model = ModelSpec.load(name)
+    has_weights = folder and any(Path(name).glob("*.safetensors"))
+    if config.training.init == "model" and args.model is None and not has_weights:
+        raise UserError(
+            f"model {name}",
+            found="no *.safetensors file" if folder else "a config without weights",
+            allowed="a folder with weights, or --init random",
+            fix="name a folder with weights, or pass --init random to begin with random ones",
+        )
+    if not args.no_dropout:
+        refuse_unsupported(model)
+    if folder:
+        refuse_multimodal(Path(name), model)
+
+
+def _on_hub(name: str) -> bool:
+    """Returns whether `name` is that of a model on the hub, `org/name`."""
+    return name.count("/") == 1 and not name.startswith((".", "/")) and not os.path.exists(name)
+
+
+@contextlib.contextmanager
+def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
+    """Yields the file of the plan for a model, its data and this machine, in a temporary folder.
+
+    Prints what was chosen, and the verdict. Raises DoesNotFit if no plan fits in memory.
+    """
+    from megatrain.experiments.cli.commands import check as checking
+    from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
+    from megatrain.runtime.files.model_files import folder_weights
+    from megatrain.runtime.files.model_folder import model_folder
+    from megatrain.runtime.layers.supported import refuse_unsupported
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+
+    device, name = options.device(args), str(args.plan)
+    asked = argparse.Namespace(**vars(args))
+    asked.model = str(model_folder(name)) if _on_hub(name) else name
+    asked.policy = "best" if args.policy == "all" else args.policy
+    model = ModelSpec.load(asked.model)
+    # --model has the weights and the tokenizer if it is given, as with a plan
+    weights = args.model or asked.model
+    if config.training.init == "model":
+        with folder_weights(model_folder(weights)):  # a damaged file is found before a calibration
+            pass
+    documents = _documents(weights, config, model)
+    choice = _choose(asked, config, model, documents, device)
+    refuse_unsupported(model, choice.workload)
+    file = _hardware(args, model, choice.workload, device)
+    hardware = HardwareSpec.load(file)
+    source = os.path.abspath(name) if os.path.exists(name) else name
+    with without_garbage_collection():
+        best = checking.choices(asked, hardware, source, file)[0]
+    _show(best, hardware, choice.steps(config))
+    if not best.feasible:
+        raise _does_not_fit(best, hardware)
+    with tempfile.TemporaryDirectory(prefix="megatrain-") as place:
+        plan = Path(place) / "plan.toml"
+        best.plan.save(plan)
+        yield plan
+
+
+class _Choice(NamedTuple):
+    """What was chosen from the data."""
+
+    workload: Workload
+    """The workload, with one row."""
+    rows: int
+    """Rows of an epoch."""
+    step_rows: int
+    """Rows of an optimizer step."""
+
+    def steps(self, config: Config) -> int:
+        """Returns the number of optimizer steps of the training."""
+        if config.training.steps:
+            return config.training.steps
+        return max(1, math.ceil(round(config.training.epochs * self.rows / self.step_rows, 6)))
+
+
+def _choose(
+    asked: argparse.Namespace,
+    config: Config,
+    model: ModelSpec,
+    documents: Documents,
+    device: torch.device,
+) -> _Choice:
+    """Chooses dtype, sequence, and the rows of a step, and writes them to `asked`.
+
+    Prints the choice in one line. Raises UserError if the data has fewer rows than a step.
+    """
+    from megatrain.experiments.cli.row_choice import chosen_rows, chosen_sequence, described
+    from megatrain.runtime.data.corpus import Corpus
+
+    where, limit, lengths = (
+        f"data {', '.join(config.data.paths)}",
+        model.longest_row,
+        documents.lengths,
+    )
+    asked.dtype = asked.dtype or _dtype(asked, device)
+    asked.seq = asked.seq or chosen_sequence(lengths, whole=documents.whole, limit=limit)
+    if limit and asked.seq > limit:
+        print(f"warning: --seq {asked.seq:,} is above the model's own limit of {limit:,} tokens")
+    batch, accumulation = asked.batch, asked.accumulation
+    asked.batch = asked.accumulation = 1
+    workload = options.workload(asked, model)
+    asked.documents = workload.documents
+    packing = config.data.packing or ("documents" if workload.documents else "plain")
+    rows = Corpus(documents, workload, seed=config.training.seed, packing=packing, where=where).rows
+    if asked.tokens_per_step:
+        step_rows = max(round(asked.tokens_per_step / asked.seq), 1)
+    else:
+        step_rows = chosen_rows(rows, asked.seq)
+    if batch or accumulation:
+        asked.batch = batch or max(step_rows // accumulation, 1)
+        asked.accumulation = accumulation or max(step_rows // batch, 1)
+        asked.tokens_per_step, step_rows = None, asked.batch * asked.accumulation
+    else:
+        asked.tokens_per_step = step_rows * asked.seq
+    if step_rows > rows:
+        raise UserError(
+            where,
+            found=f"{rows:,} rows of {asked.seq:,} tokens",
+            allowed=f"at least the {step_rows:,} rows of one step",
+            fix="give more data, or fewer tokens a step with --tokens-per-step",
+        )
+    cuts = documents.whole and packing != "plain"
+    print(
+        f"{described(lengths, asked.seq, cuts=cuts)}; {step_rows:,} x {asked.seq:,} tokens a step,"
+        f" {f'{rows / step_rows:,.1f}'.removesuffix('.0')} steps an epoch",
+        flush=True,
+    )
+    return _Choice(workload, rows, step_rows)
+
+
+def _documents(source: str, config: Config, model: ModelSpec) -> Documents:
+    """Returns the documents to train on, with the tokenizer of `source`, if it has one."""
+    from megatrain.runtime.data.opening import training_documents
+    from megatrain.runtime.files.model_folder import model_folder
+
+    print(f"reading data {', '.join(config.data.paths)}", flush=True)
+    folder = model_folder(source) if os.path.isdir(source) or _on_hub(source) else None
+    return training_documents(config.data, folder, model.vocabulary, seed=config.training.seed)
+
+
+def _dtype(asked: argparse.Namespace, device: torch.device) -> str:
+    """Returns the usual dtype of a device, or the one that `--hardware` has."""
+    from megatrain.simulator.hardware.machine import HardwareSpec
+
+    usual = "bf16" if device.type == "cuda" else "fp32"
+    rates = HardwareSpec.load(asked.hardware).peak_tflops if asked.hardware else {usual: 1.0}
+    return usual if usual in rates else next(iter(rates))
+
+
+def _hardware(
+    args: argparse.Namespace, model: ModelSpec, workload: Workload, device: torch.device
+) -> str:
+    """Returns what the plan names as its machine: a name of the library, or an absolute path."""
+    if args.hardware:
+        return os.path.abspath(args.hardware) if os.path.exists(args.hardware) else args.hardware
+    from megatrain.experiments.cli.calibration_cache import calibration
+
+    file = calibration(
+        model,
+        workload,
+        device,
+        device_bytes=args.device_memory,
+        host_bytes=args.host_memory,
+        again=args.recalibrate,
+    )
+    return os.path.abspath(file)
+
+
+def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
+    """Prints the verdict in at most five lines."""
+    from megatrain.runtime.training.progress import format_duration
+    from megatrain.simulator.verdict.verdict import summarize
+
+    verdict = summarize(best, hardware)
+    work = verdict.workload
+    shape = f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.dtype}"
+    subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
+    fits = "fits" if best.feasible else "does not fit"
+    print(f"{fits} {verdict.hardware}: {subject}, {shape}")
+    if best.feasible:
+        seconds = verdict.step_seconds
+        print(
+            f"speed: {verdict.tokens_per_second:,.0f} tokens/s, {format_seconds(seconds)} a step"
+            f" (policy {verdict.policy})"
+        )
+    sizes = [
+        f"{format_bytes(peak)} of {format_bytes(limit)} {place}"
+        for place, peak, limit in (
+            ("device", verdict.device_peak_bytes, verdict.device_limit_bytes),
+            ("host", verdict.host_peak_bytes, verdict.host_limit_bytes),
+        )
+    ]
+    print(f"memory: {', '.join(sizes)}")
+    if best.feasible:
+        plural = "s" if steps > 1 else ""
+        print(f"time: {format_duration(steps * seconds)} for {steps:,} step{plural}", flush=True)
+
+
+def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
+    """Returns the error for a model of which no plan fits."""
+    from megatrain.experiments.cli import verdict_text
+    from megatrain.simulator.verdict.verdict import summarize
+
+    return DoesNotFit(
+        f"model {best.plan.model.name}",
+        found="no plan that fits; nothing was written",
+        allowed=verdict_text.limits(summarize(best, hardware)),
+        fix=best.account.advice,
+    )

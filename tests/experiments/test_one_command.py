@@ -1,0 +1,248 @@
+"""Tests of `megatrain train MODEL`: what it chooses, its calibration cache, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.experiments.cli.row_choice import chosen_rows, chosen_sequence, described
+from megatrain.simulator.schedule.plan import Plan
+
+TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
+HARDWARE = ("--hardware", "h200", "--dtype", "fp32", "--policy", "resident")
+
+
+@pytest.fixture
+def place(
+    workplace: Path, tmp_path: Path, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Makes a folder with a model, its tokenizer and conversations, and an empty cache."""
+    make_tokenizer(workplace / "tiny")
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    turns = [
+        {"role": "user", "content": "how are you?"},
+        {"role": "assistant", "content": "I am well"},
+    ]
+    (workplace / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 200)
+    return workplace
+
+
+@pytest.mark.usefixtures("fast_calibration")
+def test_a_model_and_data_give_a_trained_model(
+    place: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.experiments.cli import calibration_cache
+    from megatrain.runtime.calibration import calibrate
+
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
+    outcome = command(*TRAIN, "--policy", "sequential")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "sequence 64 cuts none; 4 x 64 tokens a step, 25 steps an epoch\n" in outcome.out
+    said = ["fits this-machine", "speed", "memory", "time"]
+    beginnings = [line.partition(":")[0] for line in outcome.out.splitlines()]
+    assert [each for each in beginnings if each in said] == said
+    assert "for 25 steps\n" in outcome.out
+    run = place / "run"
+    assert (run / "metrics.jsonl").read_text().count("\n") == 25, "one epoch, if none is named"
+    assert (run / "model" / "model.safetensors").is_file()
+    plan = Plan.load(run / "plan.toml")
+    assert (plan.hardware, plan.source, plan.workload.dtype) == ("hardware.toml", "../tiny", "fp32")
+    assert plan.workload.step_tokens == 256
+    (cached,) = (tmp_path / "cache" / "calibrations").iterdir()
+    assert plan.model.shape.partition("/")[0].split(":")[0] in cached.name
+    assert "x64-fp32-documents.toml" in cached.name
+    assert cached.read_bytes() == (run / "hardware.toml").read_bytes()
+
+    def measure(*_: object, **__: object) -> None:
+        raise AssertionError("the calibration is in the cache")
+
+    monkeypatch.setattr(calibration_cache, "calibrate", measure)
+    asked = ("--batch", 2, "--steps", 1, "--no-export", "--policy", "sequential")
+    outcome = command(*TRAIN[:5], "again", *TRAIN[6:], *asked)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert f"this machine's calibration: {cached}\n" in outcome.out
+    work = Plan.load(place / "again" / "plan.toml").workload
+    assert (work.batch, work.accumulation) == (2, 2)
+    cached.write_text("format = 0")
+    with pytest.raises(AssertionError, match="in the cache"):
+        command(*TRAIN[:5], "third", *TRAIN[6:])
+
+
+@pytest.mark.usefixtures("place")
+def test_a_name_of_the_library_and_options_in_place_of_choices(command: Any) -> None:
+    config = json.loads(Path("tiny/config.json").read_text())
+    Path("shape.json").write_text(json.dumps(config))
+    asked = ("--seq", 32, "--tokens-per-step", 70, "--accumulation", 2, "--steps", 2)
+    words = ("train", "shape.json", "--data", "corpus", "--out", "run", "--init", "random")
+    outcome = command(*words, *HARDWARE, *asked, "--device", "cpu")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "; 2 x 32 tokens a step, " in outcome.out
+    plan = Plan.load(Path("run/plan.toml"))
+    work = plan.workload
+    assert (work.batch, work.sequence, work.accumulation, plan.policy) == (1, 32, 2, "resident")
+    assert plan.hardware == "h200"
+
+
+@pytest.mark.usefixtures("place")
+def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any) -> None:
+    outcome = command(*TRAIN, *HARDWARE, "--device-memory", "1KiB")
+    assert outcome.status == 3
+    assert "does not fit h200: tiny (57.63 k parameters), " in outcome.out
+    assert outcome.err.startswith("megatrain: model tiny: found no plan that fits; nothing was ")
+    assert outcome.err.count("\n") == 1
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("train", "tiny", "--data", "none.jsonl", "--out", "run"),
+            "none.jsonl: found no such file or folder",
+        ),
+        (("train", "empty", "--data", "corpus", "--out", "run"), "config.json"),
+        (
+            ("train", "weightless", "--data", "corpus", "--out", "run"),
+            "model weightless: found no *.safetensors file; allowed: a folder with weights, or",
+        ),
+        (
+            ("train", "qwen2.5-7b", "--data", "corpus", "--out", "run"),
+            "model qwen2.5-7b: found a config without weights; allowed: a folder with weights, or",
+        ),
+        (
+            ("train", "tiny", "--data", "corpus", "--out", "corpus"),
+            "corpus: found something there already",
+        ),
+        (
+            ("train", "tiny", "--data", "corpus", "--out", "run", "--hardware", "h2000"),
+            "hardware h2000: found no such file",
+        ),
+        (("train", "tiny", "--resume", "run"), "megatrain train --resume: found a model, tiny"),
+        (
+            ("train", "plan.toml", "--data", "corpus", "--out", "run", "--epochs", 1, "--seq", 64),
+            "megatrain train: --seq: found a plan, which has this already; allowed: `train MODEL`",
+        ),
+        (
+            (*TRAIN, "--batch", 1, "--accumulation", 1, "--tokens-per-step", 64),
+            "--tokens-per-step: found --batch and --accumulation as well; allowed: at most two",
+        ),
+        (("train", "tiny", "--out", "run"), "megatrain train: found no --data"),
+        (
+            (*TRAIN, "--hardware", "h200", "--recalibrate"),
+            "--recalibrate: found --hardware as well",
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value[1:])) if isinstance(value, tuple) else "",
+)
+def test_mistakes_are_one_line_before_anything_is_measured(
+    workplace: Path,
+    command: Any,
+    words: tuple[object, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatrain.experiments.cli import prepare
+
+    monkeypatch.setattr(prepare, "planned", None)
+    (workplace / "empty").mkdir()
+    (workplace / "weightless").mkdir()
+    (workplace / "weightless" / "config.json").write_bytes(
+        (workplace / "tiny" / "config.json").read_bytes()
+    )
+    (workplace / "chat.jsonl").touch()
+    outcome = command(*words)
+    assert outcome.status == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "message"),
+    [
+        ("tiny/model.safetensors", (), "tiny/model.safetensors: found "),
+        ("chat.jsonl", (), "chat.jsonl: found no row"),
+        ("", ("--tokens-per-step", "1M"), "100 rows of 64 tokens; allowed: at least the 15,625 "),
+    ],
+)
+def test_what_is_wrong_with_weights_and_data_is_found_before_a_calibration(
+    place: Path,
+    command: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: str,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    from megatrain.experiments.cli import calibration_cache
+
+    monkeypatch.setattr(calibration_cache, "calibration", None)
+    if damage:
+        (place / damage).write_bytes(b"{\n")
+    outcome = command(*TRAIN, *words)
+    assert outcome.status == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not (place / "run").exists()
+
+
+@pytest.mark.usefixtures("place")
+def test_mistakes_are_told_without_torch() -> None:
+    program = (
+        "import sys\nfrom megatrain.experiments.cli.main import main\nstatus = main(sys.argv[1:])\n"
+        "sys.exit(status if 'torch' not in sys.modules else 'torch is loaded')"
+    )
+    for words in (("--data", "none.jsonl", "--out", "run"), ("--data", "corpus", "--out", "tiny")):
+        done = subprocess.run(
+            [sys.executable, "-c", program, "train", "tiny", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=dict(os.environ),
+        )
+        assert done.returncode == 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole", "limit", "sequence"),
+    [
+        ([150] * 90 + [310] * 9 + [420], True, None, 320),
+        ([150] * 90 + [310] * 9 + [420], True, 256, 256),
+        ([150] * 50 + [420], True, 100_000, 448),
+        ([64], True, None, 64),
+        ([65], True, None, 128),
+        ([1_000_000], False, 131_072, 2048),
+        ([1_000_000], False, 1024, 1024),
+        ([6400], False, None, 320),
+        ([100], False, None, 50),
+        ([500] * 1000, False, None, 512),
+    ],
+)
+def test_the_sequence_covers_99_percent_of_the_documents(
+    lengths: list[int], whole: bool, limit: int | None, sequence: int
+) -> None:
+    found = chosen_sequence(np.array(lengths), whole=whole, limit=limit)
+    assert found == sequence
+
+
+def test_a_step_is_a_power_of_two_rows_and_an_epoch_has_20_steps() -> None:
+    assert [chosen_rows(rows, 448) for rows in (1, 20, 39, 40, 400, 10**6)] == [1, 1, 1, 2, 16, 64]
+    assert chosen_rows(10**6, 100_000) == 1
+
+
+def test_the_choice_says_how_many_documents_are_cut() -> None:
+    lengths = np.array([150] * 90 + [310] * 9 + [420])
+    assert described(lengths, 320, cuts=True) == (
+        "median 150 tokens, 95 % up to 310, longest 420: sequence 320 cuts 1 of 100"
+    )
+    assert described(lengths, 448, cuts=True).endswith("sequence 448 cuts none")
+    assert described(lengths, 320, cuts=False).endswith(
+        "sequence 320; longer documents continue in the next row"
+    )
