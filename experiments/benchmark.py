@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.experiments.cli import options, verdict_text
+from megatrain.experiments.cli import options
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.files import write_json

@@ -16,7 +16,7 @@ from megatrain.experiments.benchmarks.steps import (
     random_tokens,
     repeat,
 )
-from megatrain.experiments.cli.allocation_bar import allocation_bar
+from megatrain.experiments.cli.training.allocation_bar import allocation_bar
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight

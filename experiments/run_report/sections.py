@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from megatrain.experiments.cli import verdict_reasons
+from megatrain.experiments.cli.verdict import reasons as verdict_reasons
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.tables import Cell, OpRow, table
 from megatrain.experiments.run_report.why import reasons, rivals

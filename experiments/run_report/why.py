@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.experiments.cli import verdict_reasons
+from megatrain.experiments.cli.verdict import reasons as verdict_reasons
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes, format_seconds

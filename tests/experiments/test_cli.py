@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli import layout, this_machine, verdict_text
+from megatrain.experiments.cli.verdict import layout, this_machine
+from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime.calibration.presets import LARGE, model_of
 from megatrain.simulator.base.units import format_count, format_seconds

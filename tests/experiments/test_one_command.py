@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.experiments.cli.row_choice import chosen_rows, chosen_sequence, described
+from megatrain.experiments.cli.training.row_choice import chosen_rows, chosen_sequence, described
 from megatrain.simulator.schedule.plan import Plan
 
 TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
@@ -38,7 +38,7 @@ def place(
 def test_a_model_and_data_give_a_trained_model(
     place: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.experiments.cli import calibration_cache
+    from megatrain.experiments.cli.training import calibration_cache
     from megatrain.runtime.calibration import calibrate
 
     monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
@@ -148,7 +148,7 @@ def test_mistakes_are_one_line_before_anything_is_measured(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatrain.experiments.cli import prepare
+    from megatrain.experiments.cli.training import prepare
 
     monkeypatch.setattr(prepare, "planned", None)
     (workplace / "empty").mkdir()
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_weights_and_data_is_found_before_a_calibration(
     words: tuple[str, ...],
     message: str,
 ) -> None:
-    from megatrain.experiments.cli import calibration_cache
+    from megatrain.experiments.cli.training import calibration_cache
 
     monkeypatch.setattr(calibration_cache, "calibration", None)
     if damage:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli.progress import ProgressBars
+from megatrain.experiments.cli.training.progress import ProgressBars
 
 
 def test_a_note_is_printed_where_the_terminal_lacks_its_characters(

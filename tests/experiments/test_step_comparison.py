@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli.step_comparison import told
+from megatrain.experiments.cli.training.step_comparison import told
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
 from megatrain.simulator.costs import cost_model

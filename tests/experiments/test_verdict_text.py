@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli import layout, policy_table, verdict_text
+from megatrain.experiments.cli.verdict import layout, policy_table
+from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory

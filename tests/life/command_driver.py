@@ -23,7 +23,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli import progress  # noqa: F401
+from megatrain.experiments.cli.training import progress  # noqa: F401
 from megatrain.runtime.training import exporting, trainer  # noqa: F401
 from megatrain.simulator.engine import discrete_event as engine  # noqa: F401
 from megatrain.simulator.verdict import verdict  # noqa: F401

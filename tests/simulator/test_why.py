@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from small_model import SMALL
 
-from megatrain.experiments.cli import verdict_text
+from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     workload, points = _wanted(args, models[0], usual)
 
     # PyTorch is loaded only now, after all mistakes in the command have been reported.
-    from megatrain.experiments.cli.measuring import measuring
+    from megatrain.experiments.cli.training.measuring import measuring
     from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.calibrate import Subject, calibrate
     from megatrain.runtime.layers.functional_layers import config_of

@@ -204,7 +204,7 @@ def with_fitting_batch(
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
     """Returns the machine that `--hardware` names, or this one, with the cores of `--cores`."""
-    from megatrain.experiments.cli.this_machine import this_machine
+    from megatrain.experiments.cli.verdict.this_machine import this_machine
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     found = HardwareSpec.load(args.hardware) if args.hardware else this_machine()
@@ -215,9 +215,10 @@ def machine(args: argparse.Namespace) -> HardwareSpec:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from megatrain.experiments.cli import layout, policy_table, verdict_text
-    from megatrain.experiments.cli.next_commands import next_commands
-    from megatrain.experiments.cli.what_fits import list_what_fits
+    from megatrain.experiments.cli.verdict import layout, policy_table
+    from megatrain.experiments.cli.verdict import text as verdict_text
+    from megatrain.experiments.cli.verdict.next_commands import next_commands
+    from megatrain.experiments.cli.verdict.what_fits import list_what_fits
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.verdict.multi_gpu import check_gpus
     from megatrain.simulator.verdict.verdict import explain, summarize

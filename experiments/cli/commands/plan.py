@@ -14,8 +14,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.experiments.cli import layout, options, policy_table, verdict_text
+from megatrain.experiments.cli import options
 from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.verdict import layout, policy_table
+from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 

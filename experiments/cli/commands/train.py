@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from megatrain.experiments.cli import options, prepare
-from megatrain.experiments.cli.preconditions import check_training
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.training import prepare
+from megatrain.experiments.cli.training.preconditions import check_training
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
 from megatrain.runtime.training.learning_rate import format_rate
@@ -281,8 +282,8 @@ class _Begun(Callback):
 
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
     """Trains with the lock held, draws the loss, and prints a summary."""
-    from megatrain.experiments.cli.progress import ProgressBars
-    from megatrain.experiments.cli.step_comparison import StepComparison
+    from megatrain.experiments.cli.training.progress import ProgressBars
+    from megatrain.experiments.cli.training.step_comparison import StepComparison
     from megatrain.experiments.run_report.pictures import draw_loss, read_record
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import layout
-from megatrain.experiments.cli.layout import labelled
-from megatrain.experiments.cli.verdict_reasons import reasons
+from megatrain.experiments.cli.verdict import layout
+from megatrain.experiments.cli.verdict.layout import labelled
+from megatrain.experiments.cli.verdict.reasons import reasons
 from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.optimizer import ADAMW
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.preconditions import refuse_other_than_utf8
+from megatrain.experiments.cli.training.preconditions import refuse_other_than_utf8
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
@@ -230,7 +230,11 @@ def _choose(
 
     Prints the choice in one line. Raises UserError if the data has fewer rows than a step.
     """
-    from megatrain.experiments.cli.row_choice import chosen_rows, chosen_sequence, described
+    from megatrain.experiments.cli.training.row_choice import (
+        chosen_rows,
+        chosen_sequence,
+        described,
+    )
     from megatrain.runtime.data.corpus import Corpus
 
     where, limit, lengths = (
@@ -299,7 +303,7 @@ def _hardware(
     """Returns what the plan names as its machine: a name of the library, or an absolute path."""
     if args.hardware:
         return os.path.abspath(args.hardware) if os.path.exists(args.hardware) else args.hardware
-    from megatrain.experiments.cli.calibration_cache import calibration
+    from megatrain.experiments.cli.training.calibration_cache import calibration
 
     file = calibration(
         model,
@@ -344,7 +348,7 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
 
 def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
     """Returns the error for a model of which no plan fits."""
-    from megatrain.experiments.cli import verdict_text
+    from megatrain.experiments.cli.verdict import text as verdict_text
     from megatrain.simulator.verdict.verdict import summarize
 
     return DoesNotFit(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import layout
+from megatrain.experiments.cli.verdict import layout
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.schedule.plan import Placement
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.measuring import measuring
+from megatrain.experiments.cli.training.measuring import measuring
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime import machine
 from megatrain.runtime.calibration.calibrate import calibrate

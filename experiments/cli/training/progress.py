@@ -16,7 +16,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from megatrain.experiments.cli.allocation_bar import allocation_bar
+from megatrain.experiments.cli.training.allocation_bar import allocation_bar
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.progress import TimeLeft, described, exact, format_duration
 from megatrain.simulator.base.units import format_bytes

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import layout
 from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.verdict import layout
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
 
 
 def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:
-    from megatrain.experiments.cli import verdict_text
+    from megatrain.experiments.cli.verdict import text as verdict_text
 
     return [
         *layout.labelled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import layout
+from megatrain.experiments.cli.verdict import layout
 
 if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict

@@ -1,0 +1,1 @@
+"""What `megatrain train` does around the training: checks, the plan for a model, progress."""
