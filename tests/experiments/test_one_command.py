@@ -45,7 +45,7 @@ def test_a_model_and_data_give_a_trained_model(
     outcome = command(*TRAIN, "--policy", "sequential")
     assert (outcome.status, outcome.err) == (0, "")
     assert "sequence 64 cuts none; 4 x 64 tokens a step, 25 steps an epoch\n" in outcome.out
-    said = ["fits this-machine", "speed", "memory", "time"]
+    said = ["fits this machine", "speed", "memory", "time"]
     beginnings = [line.partition(":")[0] for line in outcome.out.splitlines()]
     assert [each for each in beginnings if each in said] == said
     assert "for 25 steps\n" in outcome.out

@@ -326,7 +326,8 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
     shape = f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.dtype}"
     subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
     fits = "fits" if best.feasible else "does not fit"
-    print(f"{fits} {verdict.hardware}: {subject}, {shape}")
+    machine = hardware.title or hardware.name.replace("this-machine", "this machine")
+    print(f"{fits} {machine}: {subject}, {shape}")
     if best.feasible:
         seconds = verdict.step_seconds
         print(
