@@ -157,10 +157,13 @@ class FunctionalLayers:
         }
         """those of `buffers` that a Hugging Face checkpoint contains"""
         self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
-        self._kinds = layer_kinds(
-            whole, routed=self.routing is not None, compiled=workload.compiled
-        )
         family = FAMILIES[model.family]
+        self._kinds = layer_kinds(
+            whole,
+            routed=self.routing is not None,
+            compiled=workload.compiled,
+            draws=bool(family.draws),
+        )
         self._draws = LayerDraws(device) if family.draws else None
         self._edges = EmbeddingAndHead(
             whole,

@@ -19,7 +19,13 @@ class LayerKind:
     """A decoder layer's module without memory. It computes all decoder layers of its kind."""
 
     def __init__(
-        self, module: torch.nn.Module, router: type | None, output: int, compiled: bool
+        self,
+        module: torch.nn.Module,
+        router: type | None,
+        output: int,
+        *,
+        compiled: bool,
+        draws: bool,
     ) -> None:
         # Also moves its buffers, which are passed with each call like the parameters.
         self._module = module.to("meta")
@@ -36,7 +42,7 @@ class LayerKind:
                     lambda _module, _input, outputs: self._routed.append(outputs[output])
                 )
         # So that compiled layers draw the same random numbers as eager ones.
-        options: dict[str, Any] = {"fallback_random": True}
+        options: dict[str, Any] | None = {"fallback_random": True} if draws else None
         self.run = (
             torch.compile(self.eager, dynamic=False, options=options) if compiled else self.eager
         )
@@ -80,13 +86,14 @@ class LayerKind:
         return output, logits, results
 
 
-def layer_kinds(whole: Any, *, routed: bool, compiled: bool) -> list[LayerKind]:
+def layer_kinds(whole: Any, *, routed: bool, compiled: bool, draws: bool) -> list[LayerKind]:
     """Returns the LayerKind of each decoder layer. Layers of the same kind share one.
 
     Args:
         whole: a model of `meta_model`. Its decoder layers are moved to the meta device.
         routed: whether to record the logits of the routers.
         compiled: whether to compile the layers.
+        draws: whether the layers draw random numbers in training.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     kinds: dict[object, LayerKind] = {}
@@ -98,7 +105,8 @@ def layer_kinds(whole: Any, *, routed: bool, compiled: bool) -> list[LayerKind]:
                 layer,
                 recorder and recorder.target_class,
                 recorder.index if recorder else 0,
-                compiled,
+                compiled=compiled,
+                draws=draws,
             )
         found.append(kinds[kind])
     return found

@@ -54,7 +54,7 @@ def test_every_family_that_is_neither_described_nor_refused_is_listed_as_such() 
     ("name", "fix"),
     [
         ("lama", "did you mean llama"),
-        ("Qwen3", "did you mean qwen3 or"),
+        ("Qwen3", "did you mean qwen3, "),
         ("nonsense", "check model_type in config.json"),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(
 ) -> None:
     named = ("--optimizer", optimizer)
     planned = good(command("plan", "tiny", "--hardware", "h200", *WORK, *named, "--out", "p.toml"))
-    assert "fp32, optimizer lion.py" in planned
+    assert "with optimizer lion.py fits" in planned
     assert Plan.load(Path("p.toml")).workload.optimizer == optimizer
     train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
     train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps

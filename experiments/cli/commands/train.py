@@ -254,8 +254,6 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     if model:
         prepare.check(args, config)
-    else:
-        check_training(plan_file, args.model, config)
 
     from megatrain.runtime.training.run_lock import RunLock
 
@@ -266,6 +264,7 @@ def run(args: argparse.Namespace) -> int:
         options.check_writable(folder)
     with lock:  # taken before slow imports, so that a second run is refused at once
         if not model:
+            check_training(plan_file, args.model, config)
             return _run(args, plan_file, lock, config)
         with prepare.planned(args, config) as plan_file:
             return _run(args, plan_file, lock, config)
