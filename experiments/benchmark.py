@@ -23,7 +23,7 @@ from typing import Any
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.commands import check
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import DoesNotFit, UserError
@@ -395,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 1 if `ours` or `ceiling` failed or if all systems failed, 2 for a mistake of the
     user, and 0 otherwise.
     """
-    return ended("benchmark", lambda: run(parser().parse_args(arguments)))
+    return run_program("benchmark", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
@@ -365,7 +365,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison. Returns 0 if ours passes, 1 if not, 2 for a mistake of the user."""
-    return ended("compare_adamw", lambda: run(parser().parse_args(arguments)))
+    return run_program("compare_adamw", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.options import OneLineParser
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes
 
@@ -168,7 +168,7 @@ def main() -> int:
         demo(args.out, args.steps, args.device)
         return 0
 
-    return ended("megatrain demo", run)
+    return run_program("megatrain demo", run)
 
 
 if __name__ == "__main__":

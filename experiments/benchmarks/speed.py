@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.sweep import grid
 from megatrain.experiments.sweep.simulated import Simulator, likeness
 from megatrain.simulator.base.files import read_json, write_json
@@ -250,4 +250,4 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(ended("speed", run))
+    sys.exit(run_program("speed", run))

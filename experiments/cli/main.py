@@ -8,8 +8,6 @@ help text, and its first line is the summary in the list of verbs.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -29,8 +27,7 @@ from megatrain.experiments.cli.commands import (
     train,
 )
 from megatrain.experiments.cli.options import OneLineParser
-from megatrain.experiments.cli.program import interrupted, interruptible, path_error
-from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.experiments.cli.program import run_program
 
 VERBS = {
     "check": check,
@@ -104,27 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     or a plan that does not fit in memory, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP,
     and 141 if the reader of standard output has gone.
     """
-    try:
+
+    def run() -> int:
         args = parse(arguments)
-        with interruptible():
-            status: int = VERBS[args.verb].run(args)
-        sys.stdout.flush()
+        status: int = VERBS[args.verb].run(args)
         return status
-    except UserError as error:
-        print(f"megatrain: {error}", file=sys.stderr)
-        return error.status
-    except RunError as error:
-        print(f"megatrain: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # The reader has gone, as in `megatrain ... | head`. Buffered output goes to /dev/null, so
-        # that Python's final flush does not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        if (shown := path_error(error)) is None:
-            raise
-        print(f"megatrain: {shown}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as error:
-        return interrupted("megatrain", error)
+
+    return run_program("megatrain", run)

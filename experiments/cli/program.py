@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from megatrain.simulator.base.errors import Interrupted, UserError
+from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 
 
 def path_error(error: OSError) -> UserError | None:
@@ -72,21 +72,28 @@ def interrupted(name: str, error: KeyboardInterrupt) -> int:
     return error.status if isinstance(error, Interrupted) else 130
 
 
-def ended(name: str, run: Callable[[], int]) -> int:
+def run_program(name: str, run: Callable[[], int]) -> int:
     """Calls `run` and returns the exit status of the program `name`.
 
-    The status is that of `run`. For a mistake of the user or an unusable path it is 2, and for a
-    plan that does not fit in memory 3, after one line on standard error that begins with `name`. It
-    is 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if the reader of standard
-    output has gone.
+    The status is that of `run`. After one line on standard error that begins with `name`, it is 1
+    for a run that failed, 2 for a mistake of the user or an unusable path, and 3 for what does not
+    fit in memory. It is 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if the
+    reader of standard output has gone.
     """
     try:
         with interruptible():
-            return run()
+            status = run()
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.status
+    except RunError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
+        # The reader has gone, as in `megatrain ... | head`. Buffered output goes to /dev/null, so
+        # that Python's final flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, planned
@@ -314,7 +314,7 @@ def report(folder: Path, rows: list[HeldoutRow]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if it ran, whatever the errors are, and 2 for a user's mistake."""
-    return ended("heldout", lambda: run(parser().parse_args(arguments)))
+    return run_program("heldout", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.heldout.compared import compared
 from megatrain.experiments.heldout.picture import draw
 from megatrain.experiments.heldout.regression import within_range
@@ -142,7 +142,7 @@ def show_case(folder: Path, row: HeldoutRow, out: Path | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if the results were shown, and 2 for a user's mistake."""
-    return ended("heldout", lambda: run(parser().parse_args(arguments)))
+    return run_program("heldout", lambda: run(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

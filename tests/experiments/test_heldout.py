@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli.program import ended
+from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout import __main__ as heldout
 from megatrain.experiments.heldout import rows as records
@@ -458,7 +458,7 @@ def test_a_path_that_no_check_foresaw_is_told_in_one_line(
     def fail() -> int:
         raise error
 
-    assert ended("heldout", fail) == 2
+    assert run_program("heldout", fail) == 2
     said = capsys.readouterr().err
     assert said.startswith(told)
     assert said.count("\n") == 1
@@ -469,4 +469,4 @@ def test_an_error_of_no_path_is_not_swallowed() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        ended("heldout", fail)
+        run_program("heldout", fail)
