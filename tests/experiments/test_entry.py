@@ -63,6 +63,7 @@ class CtrlC:
         if name == "megatrain.experiments.cli.options":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.meta_path.insert(0, CtrlC())
 sys.exit(main())
 """

@@ -94,7 +94,7 @@ def test_a_name_of_the_library_and_options_in_place_of_choices(command: Any) -> 
 def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any) -> None:
     outcome = command(*TRAIN, *HARDWARE, "--device-memory", "1KiB")
     assert outcome.status == 3
-    assert "does not fit h200: tiny (57.63 k parameters), " in outcome.out
+    assert "does not fit H200: tiny (57.63 k parameters), " in outcome.out
     assert outcome.err.startswith("megatrain: model tiny: found no plan that fits; nothing was ")
     assert outcome.err.count("\n") == 1
     assert not Path("run").exists()

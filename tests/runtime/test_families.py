@@ -159,7 +159,7 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("family", others_nightly(ROUTED))
 def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
     """The routers' loss is the mean over the micro-batches, as computed by the whole model. One
     layer's graph is kept from the forward pass, and the others' are not.
@@ -226,7 +226,10 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, "bf16") for family in FAMILIES), *others_nightly(FAMILIES, "fp32")],
+    [
+        *((family, "bf16") for family in FAMILIES),
+        *(pytest.param(family, "fp32", marks=pytest.mark.nightly) for family in FAMILIES),
+    ],
 )
 def test_a_saved_model_is_loaded_trained_and_saved_again(
     run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
@@ -310,7 +313,16 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "nanochat"]
+    "family",
+    [
+        "llama",
+        "qwen3_moe",
+        "deepseek_v3",
+        *(
+            pytest.param(family, marks=pytest.mark.nightly)
+            for family in ("mistral", "qwen2", "qwen3", "nanochat")
+        ),
+    ],
 )
 def test_compiled_there_is_one_graph_for_each_kind_of_layer(
     monkeypatch: pytest.MonkeyPatch, family: str, documents: bool

@@ -329,7 +329,7 @@ SAVED += [
             changes,
             dtype,
             id=f"{family}{index}-{dtype}",
-            marks=[] if dtype == "bf16" or family in SAMPLE else [pytest.mark.nightly],
+            marks=[] if family in SAMPLE else [pytest.mark.nightly],
         )
         for index, (family, changes) in enumerate(SAVED)
         for dtype in ("bf16", "fp32")
