@@ -684,7 +684,7 @@ def test_without_hardware_it_is_this_machine(
     assert "fits on one RTX 4090 (this machine) with 23 GiB of VRAM and 100 GiB of RAM." in flat(
         outcome.out
     )
-    assert "calibrate qwen2.5-0.5b" in outcome.out
+    assert "megatrain train MODEL --data DATA" in outcome.out
     report = only_object(command(*words, "--json").out)
     assert report["device_limit_bytes"] == int(0.96 * 24564 * 2**20)
     assert not report["host_memory_assumed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list[str], str]]:
     """Returns the words of each command, and what it does.
 
-    For a model that fits, they measure this machine unless that was done, plan, and train. For
-    another one, they list what fits.
+    For a model that fits, they train it, or write its plan. For another one, they list what fits.
+    Training needs weights, so a model that is not a folder is called MODEL.
     """
     limits = [
         word
@@ -30,23 +31,20 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
     if verdict.prediction_only:
         return []
     work = _workload(args, verdict)
-    commands = []
-    if not verdict.calibrated:
-        commands.append(
-            (
-                _quoted("calibrate", args.model, *work, "--out", "hardware.toml"),
-                "measures the machine it runs on: give its file by --hardware",
-            )
-        )
-    named = hardware or ["--hardware", "hardware.toml"]
     policy = [] if args.policy == "best" else ["--policy", args.policy]
-    commands.append(
+    measured = [*hardware, *limits] if verdict.calibrated else []
+    model = args.model if os.path.isdir(args.model) else "MODEL"
+    named = hardware or ["--hardware", "hardware.toml"]
+    return [
+        (
+            _quoted("train", model, "--data", "DATA", *measured, *policy, "--out", "RUN"),
+            "on that machine: measures it if needed, plans and trains",
+        ),
         (
             _quoted("plan", args.model, *named, *limits, *policy, *work, "--out", "plan.toml"),
-            "writes the plan that `megatrain train` executes",
-        )
-    )
-    return commands
+            "only writes the plan of this verdict, for `megatrain train`",
+        ),
+    ]
 
 
 def _quoted(*words: str) -> list[str]:
