@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli.training.step_comparison import told
+from megatrain.experiments.cli.training.step_comparison import describe_difference
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
 from megatrain.simulator.costs import cost_model
@@ -79,7 +79,7 @@ def test_a_large_difference_is_explained_by_a_kind_of_operation_and_its_lane(
     seconds = {3: measured.makespan_ns / 1e9}
     memory = (peak_error("device pools", 2**20, 2**20),)
     report = compare(predicted, measured, schedule, step_seconds=seconds, memory=memory)
-    line = told(report, schedule, calibrated=True)
+    line = describe_difference(report, schedule, calibrated=True)
     assert ("(+0.0 %); device pools 1.00 MiB, predicted 1.00 MiB" in line) == (not explained)
     assert (
         f"the largest part of the difference: forward on {lane}, measured " in line

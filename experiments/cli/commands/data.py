@@ -74,7 +74,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sources_at(args.files, (args.split,))  # a mistake is told before slow imports
+    sources_at(args.files, (args.split,))  # reports a mistake before slow imports
 
     from megatrain.runtime.data.preview import GUILLEMETS, Marks
     from megatrain.runtime.data.survey import survey

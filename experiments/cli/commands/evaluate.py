@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             allowed="the folder of a run that has started",
             fix="check the path",
         )
-    # a mistake is told before slow imports
+    # reports a mistake before slow imports
     sources_at(args.data, (args.split,) if args.split else EVALUATION_SPLITS)
 
     from megatrain.runtime.training.evaluating import evaluate_run

@@ -271,12 +271,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Begun(Callback):
-    """Knows whether the training has begun, so that what fails is no mistake of the command."""
+    """Records that the training has begun. A later failure is then not a mistake in the command."""
 
-    told = False
+    begun = False
 
     def on_start(self, trainer: TrainingRun) -> None:
-        self.told = True
+        self.begun = True
 
 
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
@@ -289,7 +289,7 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
 
     folder = lock.folder
     bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
-    begun = _Begun()
+    start = _Begun()
     comparison = StepComparison(plan_file, None if bars is None else bars.compared)
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
@@ -301,7 +301,7 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         config,
         out=lock,
         resume=resume,
-        callbacks=[*([] if bars is None else [bars]), begun, comparison],
+        callbacks=[*([] if bars is None else [bars]), start, comparison],
         progress=bars is None,
         device=options.device(args),
     )
@@ -317,11 +317,11 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         )
         raise RunError(str(mistake)) from None
     except UserError as error:
-        if not begun.told:
+        if not start.begun:
             raise
         raise RunError(str(error)) from None  # not a mistake before the training
     except KeyboardInterrupt as error:
-        if begun.told:
+        if start.begun:
             error.add_note(how_it_stopped(folder))
         raise
     finally:

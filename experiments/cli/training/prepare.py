@@ -1,7 +1,7 @@
 """Makes the plan of `megatrain train MODEL`: lengths of the data, calibration, batch, verdict.
 
-What `megatrain calibrate` and `megatrain plan` are told is found out here. The plan is then
-executed as any other.
+It determines what the options of `megatrain calibrate` and `megatrain plan` state otherwise. The
+plan is then executed like any other.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class StepComparison(Callback):
 
         Args:
             plan: the plan's file, beside which its hardware file is.
-            show: receives the step's difference in a few words; None for nobody.
+            show: receives the difference of the step time as a short text; None if nothing does.
         """
         self._plan, self._show = plan, show
         self._seconds: dict[int, float] = {}
@@ -57,10 +57,12 @@ class StepComparison(Callback):
         self._done = True
         try:
             report = self._compare(trainer)
-        except UserError:  # a machine whose file is gone or spoilt: the training goes on
+        except (
+            UserError
+        ):  # the machine's file is missing or damaged, which does not stop the training
             return
         calibrated = (self._plan.parent / trainer.plan.hardware).is_file()
-        trainer.note(told(report, trainer.executor.schedule, calibrated=calibrated))
+        trainer.note(describe_difference(report, trainer.executor.schedule, calibrated=calibrated))
         if self._show is not None and report.steps is not None:
             self._show(f"step time {difference(report)} against prediction")
 
@@ -86,7 +88,7 @@ def difference(report: ErrorReport) -> str:
     return f"{ratio:,.1f} times" if ratio >= 2 else f"{100 * (ratio - 1):+.1f} %"
 
 
-def told(report: ErrorReport, schedule: Schedule, *, calibrated: bool) -> str:
+def describe_difference(report: ErrorReport, schedule: Schedule, *, calibrated: bool) -> str:
     """Returns one line: measured against predicted step time and memory, and what explains a large
     difference.
     """
