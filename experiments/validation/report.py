@@ -22,7 +22,7 @@ from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, P
 
 MISSED = 0.20
 STATED, ASSUMED, SINGLE, DOUBTFUL = (
-    "sure, workload told",
+    "sure, workload stated",
     "sure, workload assumed",
     "one reader",
     "doubtful",
