@@ -5,6 +5,7 @@ it also writes a page, `README.md`, that shows them.
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -117,9 +118,16 @@ def page(made: dict[str, Drawn]) -> str:
     """Returns the page: every figure with the paper's claim and our finding."""
     parts = [_INTRODUCTION]
     for name, drawn in made.items():
-        parts.append(
-            f"## {drawn.title}\n\n![{drawn.title}](pictures/{name}.png)\n\n*{drawn.made}*"
-            f" [Values](pictures/{name}.csv)\n\n**Claimed:** {drawn.claim}\n\n**Found:**"
-            f" {drawn.finding}\n"
-        )
+        parts += [
+            f"## {drawn.title}\n",
+            f"![{drawn.title}](pictures/{name}.png)\n",
+            _wrapped(f"*{drawn.made}* [Values](pictures/{name}.csv)"),
+            _wrapped(f"**Claimed:** {drawn.claim}"),
+            _wrapped(f"**Found:** {drawn.finding}"),
+        ]
     return "\n".join(parts)
+
+
+def _wrapped(paragraph: str) -> str:
+    """Returns a paragraph in lines of at most 100 columns."""
+    return textwrap.fill(paragraph, 100, break_on_hyphens=False, break_long_words=False) + "\n"
