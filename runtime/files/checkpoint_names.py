@@ -27,15 +27,15 @@ def _heads() -> frozenset[str]:
     return frozenset(family.head for family in FAMILIES.loaded())
 
 
-def _entrances() -> frozenset[str]:
-    """Returns the names of norms between the embedding and the first layer.
-
-    They are outside that layer in transformers' models.
+def _ends() -> frozenset[str]:
+    """Returns the names of modules of the first or the last layer that are outside of the layers in
+    transformers' models.
     """
     return frozenset(
-        family.embedding_norm
+        name
         for family in FAMILIES.loaded()
-        if family.embedding_norm not in ("", family.norm_name)
+        for name in (family.embedding_norm, *family.entrance, *family.exit)
+        if name not in ("", family.norm_name)
     )
 
 
@@ -58,7 +58,7 @@ def hub_name(
         return f"{stack.head}.{rest}" if stack.head.rpartition(".")[2] == head else tensor
     return (
         f"{stack.decoder}.{tensor}"
-        if layer in (EMBEDDING, HEAD) or head in _entrances()
+        if layer in (EMBEDDING, HEAD) or head in _ends()
         else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
     )
 
