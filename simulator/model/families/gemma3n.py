@@ -119,6 +119,8 @@ def _attention(c: ModelConfig, kind: Kind) -> Parts:
     """Norms of each head's query, key and value, the last without a weight."""
     hidden, heads, pairs, size = c.hidden, c.heads, c.kv_heads, c.head_dim
     bias, (sharing, *_) = c.flag("attention_bias"), kind.variant
+    if size % 2:
+        raise c.wrong("head_dim", "an even number, since positions turn halves of a head")
     queries = (
         linear("self_attn.q_proj", hidden, heads * size, bias),
         _norm("self_attn.q_norm", size, rows=heads),
