@@ -112,9 +112,7 @@ def _without_slopes(decoder: Any) -> Any:
 def within(whole: Any, path: str, part: nn.Module) -> Any:
     """Returns a copy of `whole` in which `part` replaces the module at `path`."""
     name, _, below = path.partition(".")
-    return with_parts(
-        whole, **{name: within(getattr(whole, name), below, part) if below else part}
-    )
+    return with_parts(whole, **{name: within(getattr(whole, name), below, part) if below else part})
 
 
 def _masks_first_token(arguments: Arguments) -> bool:

@@ -29,11 +29,5 @@ def embedding_and_head(
     if family.carried:
         return Gemma3nEmbeddingAndHead(whole, dtype, device)
     return EmbeddingAndHead(
-        whole,
-        model.hidden,
-        dtype,
-        device,
-        model.positions,
-        family.norm_name,
-        family.embedding_norm,
+        whole, model.hidden, dtype, device, model.positions, family.norm_name, family.embedding_norm
     )

@@ -1,4 +1,4 @@
-"""Gemma 3n: all that travels between its layers as one tensor, and what comes before and after them.
+"""Gemma 3n: what travels between its layers as one tensor, and what comes before and after them.
 
 transformers passes streams of hidden states, the inputs of each layer, and shared keys and values
 to a layer one by one. Here a layer takes and returns one tensor, [batch, sequence, carried], like
@@ -104,9 +104,7 @@ class _Ends:
         )
 
     @torch.compiler.disable
-    def enter(
-        self, row: torch.Tensor, inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, row: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the streams, [streams, batch, sequence, hidden], and the inputs of all layers.
 
         Args:
@@ -188,7 +186,7 @@ def install(whole: Any) -> None:
 def _take_apart(
     layout: _Layout,
     enter: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None,
-    layer: Any,
+    _layer: nn.Module,
     inputs: tuple[torch.Tensor],
     arguments: Arguments,
 ) -> tuple[tuple[torch.Tensor], Arguments]:
@@ -196,15 +194,11 @@ def _take_apart(
     (x,) = inputs
     streams, own, others, shared = layout.cut(x)
     if enter:
-        made, all_inputs = enter(
-            streams[..., : layout.hidden], torch.cat((own, others), -1)
-        )
+        made, all_inputs = enter(streams[..., : layout.hidden], torch.cat((own, others), -1))
         own, others = all_inputs.split((layout.each, (layout.layers - 1) * layout.each), -1)
     else:
         made = streams.unflatten(-1, (layout.streams, layout.hidden)).permute(2, 0, 1, 3)
-    heads = [
-        part.unflatten(-1, (layout.pairs, layout.size)).transpose(1, 2) for part in shared
-    ]
+    heads = [part.unflatten(-1, (layout.pairs, layout.size)).transpose(1, 2) for part in shared]
     states: dict[str, Any] = dict(
         zip(layout.types, zip(heads[::2], heads[1::2], strict=True), strict=True)
     )
@@ -215,8 +209,8 @@ def _take_apart(
 def _put_together(
     layout: _Layout,
     leave: Callable[[torch.Tensor], torch.Tensor] | None,
-    layer: Any,
-    inputs: tuple[torch.Tensor],
+    _layer: nn.Module,
+    _inputs: tuple[torch.Tensor],
     arguments: Arguments,
     output: torch.Tensor,
 ) -> torch.Tensor:

@@ -80,9 +80,9 @@ def _sharing(c: ModelConfig) -> list[str]:
     if set(own) != set(types):
         raise c.wrong("num_kv_shared_layers", "fewer, so that each layer type has a layer before")
     last = {kind: index for index, kind in enumerate(own)}
-    return [
-        STORE if last[kind] == index else "" for index, kind in enumerate(own)
-    ] + [REUSE] * shared
+    return [STORE if last[kind] == index else "" for index, kind in enumerate(own)] + [
+        REUSE
+    ] * shared
 
 
 def _variants(c: ModelConfig) -> list[tuple[Any, ...]]:
@@ -127,10 +127,7 @@ def _attention(c: ModelConfig, kind: Kind) -> Parts:
     )
     if sharing == REUSE:
         # Keys and values are a part of the layer's input, which is not saved again.
-        own: Parts = (
-            rotary(heads * size),
-            Part(kept=Kept(-2 * pairs * size)),
-        )
+        own: Parts = (rotary(heads * size), Part(kept=Kept(-2 * pairs * size)))
     else:
         own = (
             linear("self_attn.k_proj", hidden, pairs * size, bias),
@@ -161,10 +158,7 @@ def _mlp(c: ModelConfig, kind: Kind) -> Parts:
         kept=Kept(inner),
         mlp=f"s{sparsity}",
     )
-    return (
-        *gated_mlp(c, inner=inner, act="hidden_activation"),
-        *((cut,) if sparsity else ()),
-    )
+    return (*gated_mlp(c, inner=inner, act="hidden_activation"), *((cut,) if sparsity else ()))
 
 
 def _altup(c: ModelConfig) -> Parts:
@@ -177,9 +171,7 @@ def _altup(c: ModelConfig) -> Parts:
     hidden, streams = c.hidden, _streams(c)
     all_streams, square = streams * hidden, streams**2
     router = Part(
-        active=hidden * streams,
-        forward=Traffic(2 * hidden),
-        backward=Traffic(5 * hidden),
+        active=hidden * streams, forward=Traffic(2 * hidden), backward=Traffic(5 * hidden)
     )
     norm = _norm("altup.router_norm", hidden, first=True, out=True)
     again = _norm("altup.router_norm", hidden, out=True)
@@ -193,9 +185,7 @@ def _altup(c: ModelConfig) -> Parts:
         backward=Traffic(59 * all_streams - 10 * hidden),
         kept=Kept(all_streams),
     )
-    scaled = Part(
-        forward=Traffic(4 * hidden), backward=Traffic(8 * hidden), kept=Kept(2 * hidden)
-    )
+    scaled = Part(forward=Traffic(4 * hidden), backward=Traffic(8 * hidden), kept=Kept(2 * hidden))
     plain = Part(kept=Kept(hidden))
     return (
         Part(tensors=(("altup.correct_output_scale", (hidden,)),)),
