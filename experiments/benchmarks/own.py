@@ -112,5 +112,5 @@ def fill(executor: Executor, weights: Weights) -> None:
                 tensor.copy_(weights(layer, name, tuple(tensor.shape)))
             filled.add(buffer)
         if op.kind in ("forward", "recompute") and others[0] not in filled:
-            arenas.flat(others[0], dtype, plan.workload.tokens * plan.model.hidden).normal_()
+            arenas.flat(others[0], dtype, plan.workload.tokens * plan.model.carried).normal_()
             filled.add(others[0])

@@ -198,7 +198,7 @@ class _Resizing:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._activation_bytes = (
-            plan.workload.tokens * plan.model.hidden * DTYPE_BYTES[plan.workload.dtype]
+            plan.workload.tokens * plan.model.carried * DTYPE_BYTES[plan.workload.dtype]
         )
         self._found: dict[str, Op] = {}
 

@@ -212,7 +212,7 @@ def _lane_work(
     weights = layer_tensors(arenas, layer, "device.layer:0", functional_layers.dtype)
     for tensor in weights.values():
         tensor.normal_(0, 0.02)
-    x = torch.randn(work.batch, work.sequence, model.hidden, device=device).to(
+    x = torch.randn(work.batch, work.sequence, model.carried, device=device).to(
         functional_layers.dtype
     )
     chunk = _copied_bytes(layer, width, largest)
@@ -318,7 +318,7 @@ def _measure_interleaving(
     x = torch.randn(
         functional_layers.workload.batch,
         functional_layers.workload.sequence,
-        functional_layers.model.hidden,
+        functional_layers.model.carried,
         device=device,
     ).to(functional_layers.dtype)
 

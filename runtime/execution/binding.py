@@ -146,12 +146,12 @@ class Binder:
         return TORCH_DTYPE[self.schedule.dtype_of(buffer, layer)]
 
     def _hidden(self, buffer: str) -> torch.Tensor:
-        """Returns hidden states, or their gradient: [batch, sequence, hidden] in the compute
-        dtype.
+        """Returns hidden states, or their gradient: [batch, sequence, carried] in the compute
+        dtype. `ModelSpec.carried` is the hidden size of most models.
         """
         work = self.plan.workload
         return self.arenas.tensor(
-            buffer, self.dtype, (work.batch, work.sequence, self.plan.model.hidden)
+            buffer, self.dtype, (work.batch, work.sequence, self.plan.model.carried)
         )
 
     def _attention(self, layer: str, buffer: str) -> Attention:
@@ -371,7 +371,9 @@ class Binder:
         tokens, gradient = op.reads[:2]
         ids, dx = self.tokens(int(self.schedule.buffer[tokens].key))[0], self._hidden(gradient)
         others: list[torch.Tensor | None] = [None] * (
-            len(self.plan.model.stack[EMBEDDING].tensors) - 1 - len(self.plan.model.positions)
+            len(self.plan.model.stack[EMBEDDING].tensors)
+            - len(self.plan.model.tables)
+            - len(self.plan.model.positions)
         )
         put, micro = self._gradient_sink(EMBEDDING, op, op.writes[0]), _micro(op)
 

@@ -174,21 +174,19 @@ class Reference:
     def _micro_batch(
         self, batch: Batch, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]
     ) -> torch.Tensor:
-        base, layers = self._stack.decoder_of(self.model), self._stack.layers_of(self.model)
-        inputs: dict[str, Any] = {"inputs_embeds": self._embedded(batch.ids)}
+        base = self._stack.decoder_of(self.model)
+        inputs: dict[str, Any] = self._embedded(batch.ids)
         if batch.documents is not None:
             inputs["position_ids"] = positions(batch.documents)
             if self.spec.family == "gpt_oss":  # its model makes masks without the positions
                 inputs["attention_mask"] = masks(base.config, **inputs)
         tops: list[torch.Tensor] = []
-        hook = layers[-1].register_forward_hook(
-            lambda _layer, _input, output: tops.append(
-                output[0] if isinstance(output, tuple) else output
-            )
-        )
+        norm = getattr(base, FAMILIES[self.spec.family].norm_name)
+        hook = norm.register_forward_pre_hook(lambda _norm, rows: tops.append(rows[0]))
         outputs = base(**inputs)
         hook.remove()
-        ends, top = tops, tops[0].detach().requires_grad_()
+        ends = tops[-1:]  # a norm that is also used after the embedding has been called before
+        top = ends[0].detach().requires_grad_()
         loss, head = self._head(top, batch.labels, scale)
         seeds = [top.grad]
         if getattr(outputs, "router_logits", None) and hasattr(self.model, "router_aux_loss_coef"):
@@ -215,11 +213,24 @@ class Reference:
                 total[layer].append(parts)
         return loss
 
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the model's embedding, [batch, sequence, hidden]. The gradient of
-        each row of the table is summed over its tokens in fp32.
+    def _embedded(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the decoder's arguments that the model's embedding makes of `ids`: rows [batch,
+        sequence, hidden] and, with a second table, the inputs of each layer.
         """
-        embedding = copy.copy(self.model.get_input_embeddings())
+        made = {"inputs_embeds": self._looked_up(self.model.get_input_embeddings(), ids)}
+        for name in self.spec.tables[1:]:
+            table = self._stack.decoder_of(self.model).get_submodule(name.rpartition(".")[0])
+            known = torch.where(ids < table.num_embeddings, ids, 0)
+            made["per_layer_inputs"] = self._looked_up(table, known).unflatten(
+                -1, (self.spec.layers, -1)
+            )
+        return made
+
+    def _looked_up(self, module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the output of an embedding. The gradient of each row of its table is summed over
+        its tokens in fp32.
+        """
+        embedding: Any = copy.copy(module)
         rows = torch.nn.functional.embedding(
             ids, embedding.weight.float(), embedding.padding_idx
         ).to(self.dtype)

@@ -7,6 +7,7 @@ transformers are used here, for one tensor at a time.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,15 +28,15 @@ def _heads() -> frozenset[str]:
     return frozenset(family.head for family in FAMILIES.loaded())
 
 
-def _entrances() -> frozenset[str]:
-    """Returns the names of norms between the embedding and the first layer.
-
-    They are outside that layer in transformers' models.
+def _ends() -> frozenset[str]:
+    """Returns the names of modules of the first or the last layer that are outside of the layers in
+    transformers' models.
     """
     return frozenset(
-        family.embedding_norm
+        name
         for family in FAMILIES.loaded()
-        if family.embedding_norm not in ("", family.norm_name)
+        for name in (family.embedding_norm, *family.entrance, *family.exit)
+        if name not in ("", family.norm_name)
     )
 
 
@@ -58,9 +59,30 @@ def hub_name(
         return f"{stack.head}.{rest}" if stack.head.rpartition(".")[2] == head else tensor
     return (
         f"{stack.decoder}.{tensor}"
-        if layer in (EMBEDDING, HEAD) or head in _entrances()
+        if layer in (EMBEDDING, HEAD) or head in _ends()
         else f"{stack.decoder}.{stack.layers}.{layer}.{tensor}"
     )
+
+
+def _meta_model(config: PretrainedConfig) -> Any:
+    """Returns the model of `config` on the meta device, a multimodal one if the config is.
+
+    Gemma 3n is built without its vision tower, which requires a package (timm) that text does not.
+    Its tensors are then some that the model does not have, which an export copies unchanged.
+    """
+    kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+    if towerless := config.model_type == "gemma3n":
+        config = copy.deepcopy(config)
+        seen: Any = config.vision_config
+        other: Any = copy.deepcopy(config.audio_config)
+        for key in ("hidden_size", "vocab_size", "vocab_offset", "rms_norm_eps"):
+            setattr(other, key, getattr(seen, key))
+        vars(config)["vision_config"] = other  # the config itself refuses another class
+    with torch.device("meta"):
+        whole = kind.from_config(config, dtype=torch.bfloat16)
+    if towerless:
+        whole.model.vision_tower = torch.nn.Module()
+    return whole
 
 
 class CheckpointNames:
@@ -71,9 +93,7 @@ class CheckpointNames:
 
     def __init__(self, config: PretrainedConfig) -> None:
         """Builds the model of `config` without memory."""
-        kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
-        with torch.device("meta"):
-            self._whole = kind.from_config(config, dtype=torch.bfloat16)
+        self._whole = _meta_model(config)
         match_from_pretrained(self._whole, torch.bfloat16)
         self.wide = frozenset(
             name

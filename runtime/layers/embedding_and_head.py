@@ -2,8 +2,8 @@
 
 transformers' models have their own code to scale embeddings, to build masks and positions, to
 normalize, to project, and to cap and scale logits. This code is run unchanged: the model's own
-forward is called with stubs in place of the decoder layers. `_Recording` records its arguments,
-`_Preset` returns preset hidden states.
+forward is called with stubs in place of the decoder layers. `Recording` records its arguments,
+`Preset` returns preset hidden states.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ Arguments = dict[str, Any]
 states"""
 
 
-class _Reached(Exception):
+class Reached(Exception):
     """Ends a forward pass after the arguments of the last stub have been recorded."""
 
 
-class _Recording(nn.Module):
+class Recording(nn.Module):
     """A stub that records the input and the arguments of the layer that it replaces.
 
     The last one ends the forward pass. The others return their input, in a tuple if `wrapped`.
@@ -56,11 +57,11 @@ class _Recording(nn.Module):
             {**dict(zip(self._names, unnamed, strict=False)), **arguments},
         )
         if self.last:
-            raise _Reached
+            raise Reached
         return (rows,) if self.wrapped else rows
 
 
-class _Preset(nn.Module):
+class Preset(nn.Module):
     """A stub that returns `rows`, whatever its input is.
 
     With `wrapped`, it returns a tuple, for models whose layers return tuples.
@@ -81,14 +82,14 @@ class _Zero(nn.Module):
         return torch.zeros(())
 
 
-class _NoEmbedding(nn.Module):
+class NoEmbedding(nn.Module):
     """Replaces the embeddings of positions if no layer uses them."""
 
     def forward(self, *_: Any, **__: Any) -> None:
         return None
 
 
-def _with_parts(module: Any, **parts: nn.Module) -> Any:
+def with_parts(module: Any, **parts: nn.Module) -> Any:
     """Returns a copy of `module` in which `parts` replace its submodules of the same names.
 
     Buffers and parameters are shared with `module`.
@@ -108,12 +109,10 @@ def _without_slopes(decoder: Any) -> Any:
     return decoder
 
 
-def _within(whole: Any, path: str, part: nn.Module) -> Any:
+def within(whole: Any, path: str, part: nn.Module) -> Any:
     """Returns a copy of `whole` in which `part` replaces the module at `path`."""
     name, _, below = path.partition(".")
-    return _with_parts(
-        whole, **{name: _within(getattr(whole, name), below, part) if below else part}
-    )
+    return with_parts(whole, **{name: within(getattr(whole, name), below, part) if below else part})
 
 
 def _masks_first_token(arguments: Arguments) -> bool:
@@ -161,40 +160,40 @@ class EmbeddingAndHead:
         self._types: list[str] = getattr(base.config, "layer_types", None) or [
             "full_attention"
         ] * len(layers)
-        self._preset = _Preset()
+        self._preset = Preset()
         self._table = next(
             name for name, module in base._modules.items() if module is base.get_input_embeddings()
         )
         self.padding: int | None = base._modules[self._table].padding_idx
-        table = _with_parts(base._modules[self._table])
+        table = with_parts(base._modules[self._table])
         table.padding_idx = None  # rows are looked up by their index, not by token
-        bare: dict[str, nn.Module] = {"rotary_emb": _NoEmbedding()}
+        bare: dict[str, nn.Module] = {"rotary_emb": NoEmbedding()}
         passed: dict[str, nn.Module] = {embedding_norm: nn.Identity()} if embedding_norm else {}
         self._positions = positions
         added: dict[str, nn.Module] = {name.partition(".")[0]: _Zero() for name in positions}
-        self._entered = _Recording(True, layers[0])
+        self._entered = Recording(True, layers[0])
         self._entrance = _without_slopes(
-            _with_parts(
+            with_parts(
                 base,
                 **{stack.layers: nn.ModuleList([self._entered]), self._table: table},
                 **bare,
                 **passed,
             )
         )
-        normed = _Recording(True, base._modules[norm])
+        normed = Recording(True, base._modules[norm])
         self._preset.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
         # If both are the same norm, it stays: its result after the embedding is not used.
         added |= {} if embedding_norm == norm else passed
         probed = _without_slopes(
-            _with_parts(
+            with_parts(
                 base, **{stack.layers: nn.ModuleList([self._preset]), **bare, **added, norm: normed}
             )
         )
-        self._exit = _within(
+        self._exit = within(
             whole,
             stack.decoder,
             _without_slopes(
-                _with_parts(base, **{stack.layers: nn.ModuleList([self._preset])}, **bare, **added)
+                with_parts(base, **{stack.layers: nn.ModuleList([self._preset])}, **bare, **added)
             ),
         )
         # transformers uses a mask with four dimensions as it is, and builds no other.
@@ -209,7 +208,7 @@ class EmbeddingAndHead:
         # A model that expects a tuple takes the first of the two rows instead of the tensor.
         self._preset.wrapped = normed.rows.dim() == 2
         self._recording = [
-            _Recording(index == len(layers) - 1, layer, wrapped=self._preset.wrapped)
+            Recording(index == len(layers) - 1, layer, wrapped=self._preset.wrapped)
             for index, layer in enumerate(layers)
         ]
         rotary = (
@@ -217,7 +216,7 @@ class EmbeddingAndHead:
             if hasattr(base, "rotary_emb")
             else {}
         )
-        self._up_to_layers = _with_parts(
+        self._up_to_layers = with_parts(
             base, **{stack.layers: nn.ModuleList(self._recording)}, **rotary, **{**added, **passed}
         )
         self.plain = self._is_plain()
@@ -230,8 +229,8 @@ class EmbeddingAndHead:
             name: torch.zeros(8, self._hidden, dtype=self._dtype, device=self._device)
             for name in self._positions
         }
-        first = self.enter(row, none)
-        if not torch.equal(self.enter(2 * row, none), 2 * first):
+        first = self.enter([row], none)
+        if not torch.equal(self.enter([2 * row], none), 2 * first):
             raise UserError(
                 "model: model_type",
                 found=(
@@ -327,25 +326,27 @@ class EmbeddingAndHead:
 
     def enter(
         self,
-        rows: torch.Tensor,
+        rows: Sequence[torch.Tensor],
         tables: dict[str, torch.Tensor] | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the first layer's input, [batch, sequence, hidden].
+        """Returns the first layer's input, [batch, sequence, carried].
 
         It is linear in `rows` and in `tables`.
 
         Args:
-            rows: for each token, its row of the embedding table, [batch, sequence, hidden].
+            rows: for each table in which tokens are looked up, each token's row of it, [batch,
+                sequence, width].
             tables: tables of positions by name, [positions, hidden] each.
             positions: index of each token in `tables`, [batch, sequence] int64; None for the
                 token's place in its row.
         """
-        batch, sequence, hidden = rows.shape
-        numbers = torch.arange(batch * sequence, device=rows.device).view(batch, sequence)
-        tensors = {f"{self._table}.weight": rows.reshape(-1, hidden), **(tables or {})}
+        (row,) = rows
+        batch, sequence, hidden = row.shape
+        numbers = torch.arange(batch * sequence, device=row.device).view(batch, sequence)
+        tensors = {f"{self._table}.weight": row.reshape(-1, hidden), **(tables or {})}
         if tables and positions is None:
-            positions = torch.arange(sequence, device=rows.device)[None].expand(batch, sequence)
+            positions = torch.arange(sequence, device=row.device)[None].expand(batch, sequence)
         elif not tables:
             positions = self._no_positions
         self._run(
@@ -364,7 +365,7 @@ class EmbeddingAndHead:
     ) -> None:
         try:
             functional_call(model, tensors or {}, (), {**inputs, "use_cache": False})
-        except _Reached:
+        except Reached:
             return
         raise UserError(
             "model: model_type",

@@ -30,7 +30,8 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import attention, lengths, linear_documents
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
-from megatrain.runtime.layers.embedding_and_head import Arguments, EmbeddingAndHead
+from megatrain.runtime.layers.embedding_and_head import Arguments
+from megatrain.runtime.layers.ends import embedding_and_head
 from megatrain.runtime.layers.layer_draws import LayerDraws
 from megatrain.runtime.layers.layer_kinds import layer_kinds
 from megatrain.runtime.layers.meta_model import meta_model
@@ -165,15 +166,11 @@ class FunctionalLayers:
             draws=bool(family.draws),
         )
         self._draws = LayerDraws(device) if family.draws else None
-        self._edges = EmbeddingAndHead(
-            whole,
-            model.hidden,
-            self.dtype,
-            device,
-            model.positions,
-            family.norm_name,
-            family.embedding_norm,
-        )
+        self._edges = embedding_and_head(whole, model, self.dtype, device)
+        self._looked_up = {*model.tables[1:], *model.positions}
+        """tensors of the embedding that a tied head does not use"""
+        self._rows = {tensor.name: tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors}
+        """number of rows of each table of the embedding"""
         self._positions: dict[int, torch.Tensor] = {}
         """for each micro-batch with documents: each token's distance from the start of its
         document"""
@@ -383,17 +380,19 @@ class FunctionalLayers:
     def embed(
         self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int = 0
     ) -> torch.Tensor:
-        """Returns the first layer's input, [batch, sequence, hidden].
+        """Returns the first layer's input, [batch, sequence, carried].
 
         Args:
-            weights: tensors of the embedding. The first one is the table [vocabulary, hidden].
+            weights: tensors of the embedding.
             ids: input ids, [batch, sequence] int64.
             micro: index of the micro-batch.
         """
-        table, *_ = weights.values()
-        rows = torch.nn.functional.embedding(ids, table)
+        rows = [
+            torch.nn.functional.embedding(found, weights[name])
+            for name, found in self._indices(ids).items()
+        ]
         if self._edges.plain:
-            return rows
+            return rows[0]
         with torch.no_grad():
             return self._edges.enter(
                 rows,
@@ -401,20 +400,31 @@ class FunctionalLayers:
                 self._positions.get(micro),
             )
 
+    def _indices(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the row of each token in each table. A token that a further table does not have
+        uses its row 0.
+        """
+        first, *further = self.model.tables
+        found = {first: ids}
+        for name in further:
+            found[name] = torch.where(ids < self._rows[name], ids, 0)
+        return found
+
     def embed_backward(
         self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0
     ) -> list[torch.Tensor]:
-        """Returns the gradients of the embedding table and of the tables of positions, in fp32.
+        """Returns the gradients of the embedding's tables and of its tables of positions, in fp32.
 
         The gradient of a table row is summed in fp32, because a frequent token occurs thousands of
         times.
 
         Args:
-            gradient: gradient of the first layer's input, [batch, sequence, hidden].
+            gradient: gradient of the first layer's input, [batch, sequence, carried].
             ids: input ids, [batch, sequence] int64.
             micro: index of the micro-batch.
         """
         tables: dict[str, torch.Tensor] = {}
+        gradients = [gradient]
         if not self._edges.plain:
             shapes = {tensor.name: tensor.shape for tensor in self.model.stack[EMBEDDING].tensors}
             tables = {
@@ -424,17 +434,26 @@ class FunctionalLayers:
             gradient = gradient.float() if tables else gradient
             with torch.enable_grad():
                 # `enter` is linear, so its gradient is the same at zero as at the real rows.
-                rows = torch.zeros_like(gradient).requires_grad_()
-                gradient, *added = torch.autograd.grad(
-                    self._edges.enter(rows, tables, self._positions.get(micro)),
-                    (rows, *tables.values()),
-                    gradient,
+                rows = [
+                    gradient.new_zeros(*ids.shape, shapes[name][1]).requires_grad_()
+                    for name in self.model.tables
+                ]
+                gradients = list(
+                    torch.autograd.grad(
+                        self._edges.enter(rows, tables, self._positions.get(micro)),
+                        (*rows, *tables.values()),
+                        gradient,
+                    )
                 )
         padding = -1 if self._edges.padding is None else self._edges.padding
-        summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-            gradient.float(), ids, self.model.vocabulary, padding, False
-        )
-        return [summed, *(added if tables else ())]
+        looked_up = self._indices(ids)
+        summed = [
+            torch.ops.aten.embedding_dense_backward(
+                part.float(), found, self._rows[name], padding, False
+            )
+            for (name, found), part in zip(looked_up.items(), gradients, strict=False)
+        ]
+        return [*summed, *gradients[len(summed) :]]
 
     def recompute(
         self,
@@ -529,7 +548,7 @@ class FunctionalLayers:
             of `weights`, with None for tensors that the head does not use. With several chunks,
             they are summed in fp32.
         """
-        used = [name for name in weights if name not in self.model.positions]
+        used = [name for name in weights if name not in self._looked_up]
         named = {self._name_in_head(name): weights[name].requires_grad_() for name in used}
         rows, targets, dx = (
             x.view(-1, x.shape[-1]),
@@ -572,7 +591,7 @@ class FunctionalLayers:
         named = {
             self._name_in_head(name): tensor.requires_grad_(tracked)
             for name, tensor in weights.items()
-            if name not in self.model.positions
+            if name not in self._looked_up
         }
         rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)

@@ -35,6 +35,7 @@ class LayerKind:
             for name, parameter in module.named_parameters()
             if narrow and parameter.dtype == torch.float32
         ]
+        self._changed: tuple[str, ...] = getattr(module, "_changed_in_place", ())
         self._routed: list[torch.Tensor] = []
         for part in module.modules() if router else ():
             if isinstance(part, router or ()):
@@ -73,6 +74,9 @@ class LayerKind:
         # The slot has these fp32 parameters in bf16. They are multiplied in fp32.
         if self._wide:
             tensors = {**tensors, **{name: tensors[name].float() for name in self._wide}}
+        # The module changes copies, so that the slot keeps the weights.
+        if self._changed:
+            tensors = {**tensors, **{name: tensors[name].clone() for name in self._changed}}
         output = functional_call(self._module, tensors, (x,), arguments)
         return output[0] if isinstance(output, tuple) else output, (
             self._routed.pop() if self._routed else None

@@ -9,11 +9,11 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.activations import XIELUActivation
 
 from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
-from megatrain.runtime.layers import grouped_experts
+from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 
 
@@ -38,10 +38,12 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
             module.beta.fill_(module._beta_scalar)
             module.eps.fill_(module._eps_scalar)
         # This also initializes the module's parameters, which has no effect on the meta device.
-        whole._init_weights(module)
+        (module if isinstance(module, PreTrainedModel) else whole)._init_weights(module)
     widen_buffers(whole)
     if embedding_norm := FAMILIES[config.model_type].embedding_norm:
         move_into_first_layer(whole, embedding_norm)
+    if FAMILIES[config.model_type].carried:
+        gemma3n.install(whole)
     return whole.train()
 
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import grouped_experts
-from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
+from megatrain.runtime.layers import gemma3n, grouped_experts
+from megatrain.runtime.layers.ends import embedding_and_head
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.layers.model_config import first_lines, full_config
 from megatrain.runtime.layers.supported import dropout_keys
@@ -85,6 +85,8 @@ def _build(model: ModelSpec) -> Any:
             _config_without_dropout(model), dtype=torch.bfloat16
         )
     grouped_experts.install(whole)
+    if FAMILIES[model.family].carried:
+        gemma3n.cut_off_without_waiting(whole)
     return whole
 
 
@@ -120,17 +122,9 @@ def _run_ends(model: ModelSpec) -> None:
 
     Nothing else depends on the number of layers.
     """
-    family, cpu = FAMILIES[model.family], torch.device("cpu")
+    cpu = torch.device("cpu")
     whole = meta_model(_config_without_dropout(model), torch.float32, cpu)
-    EmbeddingAndHead(
-        whole,
-        model.hidden,
-        torch.float32,
-        cpu,
-        model.positions,
-        family.norm_name,
-        family.embedding_norm,
-    ).arguments(1, _TOKENS, None)
+    embedding_and_head(whole, model, torch.float32, cpu).arguments(1, _TOKENS, None)
 
 
 def _cannot_run(model: ModelSpec, error: Exception) -> UserError:

@@ -18,7 +18,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """
     return (
         model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype)
-        + workload.tokens * model.hidden * DTYPE_BYTES[workload.dtype]
+        + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
     )
 
 

@@ -198,6 +198,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._architecture.hidden
 
     @property
+    def carried(self) -> int:
+        """Elements per token that travel from layer to layer: the width of a layer's input, of its
+        output, and of a checkpoint. It is the hidden size, unless a family carries more.
+        """
+        return self._architecture.carried
+
+    @property
     def vocabulary(self) -> int:
         """The vocabulary size."""
         return self._architecture.vocabulary
@@ -219,6 +226,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(name for name, _ in self._architecture.positions)
 
     @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the tables in which the embedding looks each token up. The first one has a
+        row for each word of the vocabulary.
+        """
+        return (
+            f"{self._architecture.family.embedding}.weight",
+            *(name for name, _ in self._architecture.tables),
+        )
+
+    @property
     def tied(self) -> bool:
         """Whether the output projection is the embedding matrix."""
         return self._architecture.tied
@@ -234,6 +251,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shape, family = self._architecture, self._architecture.family
         table = (
             TensorSpec(f"{family.embedding}.weight", (self.vocabulary, self.hidden)),
+            *_tensors(shape.tables),
             *_tensors(shape.positions),
         )
         head = _tensors(shape.norm.tensors)
@@ -339,22 +357,30 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
           and 4 V d to zero the table.
 
+        If a token looks up rows of several tables, V d is the elements of all tables, and d is the
+        width of all rows in the last two. What else a token carries is written by `embed`, and its
+        gradient by `head`.
+
         Args:
             layer: the decoder layer; only ops of decoder layers use it.
             kept: True for a recompute that skips attention because the forward saved it.
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
         table = self.vocabulary * hidden
+        further = [shape for _, shape in self._architecture.tables]
+        rows = hidden + sum(row for _, row in further)
         if kind == "embed":
-            return Work(0, 0, 2 * tokens * hidden * width)
+            return Work(0, 0, tokens * (rows + self.carried) * width)
         if kind == "embed_backward":
-            return Work(0, 0, tokens * hidden * (width + 8) + 4 * table)
+            tables = table + sum(map(math.prod, further))
+            return Work(0, 0, tokens * rows * (width + 8) + 4 * tables)
         if kind == "head":
             norm, chunks = self._architecture.norm, -(-tokens // workload.loss_chunk)
             moved = tokens * (
                 norm.forward.bytes(width)
                 + norm.backward.bytes(width)
                 + self.vocabulary * (2 * width + 32)
+                + (self.carried - hidden) * width
             )
             return Work(
                 3 * self.head_flops(tokens),
@@ -509,7 +535,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def saved(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> SavedActivations:
         """Returns the bytes of each way to save a decoder layer's activations."""
-        row = tokens * self.hidden * DTYPE_BYTES[dtype]
+        row = tokens * self.carried * DTYPE_BYTES[dtype]
         return SavedActivations(self.saved_bytes(layer, tokens, sequence, dtype), row, row)
 
     def with_layers(self, layers: int) -> ModelSpec:

@@ -213,7 +213,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     hold them all. Each plan has the fewest slots that the policy accepts.
     """
     model, work = plan.model, plan.workload
-    row = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
+    row = work.tokens * model.carried * DTYPE_BYTES[work.dtype]
     saved = activations_bytes(model, work, costs)
     best = min(
         intervals(model.layers),

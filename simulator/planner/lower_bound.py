@@ -194,7 +194,7 @@ class _Flow:
         """Layers whose deferred update has been added."""
         self.pending = ""
         """Layer whose update is added after the next layer's weights. Empty if there is none."""
-        hidden = plan.workload.tokens * plan.model.hidden * self.width
+        hidden = plan.workload.tokens * plan.model.carried * self.width
         self.hidden = [
             bounds.chunks_ns(code, "0", lane, hidden, hidden, 1, parameters=False)
             for code, lane in (("PL", "h2d"), ("P", "d2h"))

@@ -140,7 +140,7 @@ class _Code:
         builder.slots("device.flats", ablation.buffers, layer, "weights", dtype, staging=True)
         builder.slots("device.templates", ablation.buffers, layer, "weights", dtype)
         builder.slots("device.layer_gradients", 2, layer, "gradients", dtype)
-        hidden = self.work.tokens * self.model.hidden * self.width
+        hidden = self.work.tokens * self.model.carried * self.width
         blocks = -(-self.model.layers // self.interval)
         builder.slots(
             "device.checkpoints", blocks + 1, hidden, "hidden", dtype, scales_with_tokens=True

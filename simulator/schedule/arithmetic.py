@@ -84,7 +84,7 @@ def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[
     )
     return {
         "flops": flops,
-        "elements": 0 if flops else work.tokens * model.hidden,
+        "elements": 0 if flops else work.tokens * model.carried,
         "shape": f"{signature}/{work.shape}",
     }
 

@@ -28,7 +28,7 @@ DataClass = Literal[
 * `master_low`: the low half of a layer's fp32 master weights
 * `moments`: the optimizer's moments of a layer, two with AdamW
 * `gradients`: a layer's gradient
-* `hidden`: the input or output of a layer, [batch, sequence, hidden], or the gradient of one
+* `hidden`: the input or output of a layer, [batch, sequence, carried], or the gradient of one
 * `activations`: what autograd saves in a layer that is recomputed
 * `saved_activations`: what autograd saves in a layer that is not recomputed
 * `attention`: a layer's attention output and log-sum-exp

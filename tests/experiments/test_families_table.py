@@ -5,12 +5,19 @@ Every causal language model of the installed transformers is in it once.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.experiments.families import main
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.families import FAMILIES, REFUSED, UNDESCRIBED
+from megatrain.simulator.model.families import (
+    CANNOT_SEPARATE_DOCUMENTS,
+    FAMILIES,
+    REFUSED,
+    UNDESCRIBED,
+)
 from megatrain.simulator.model.specs import ModelSpec
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -24,6 +31,16 @@ def test_every_family_is_there_once(capsys: pytest.CaptureFixture[str]) -> None:
     named = [family for row in rows for family in row[1].removesuffix(" |").split(", ")]
     assert sorted(named) == sorted(CAUSAL | FAMILIES.keys())
     assert rows[0][0] == f"| **supported**, {len(FAMILIES)}"
+
+
+def test_the_page_on_the_command_line_counts_them() -> None:
+    page = " ".join(Path("docs/cli.md").read_text().split())
+    said = (
+        f"{len(FAMILIES)} of the {len(CAUSAL)} causal language models in transformers are predicted"
+    )
+    assert said in page
+    *others, last = sorted(CANNOT_SEPARATE_DOCUMENTS)
+    assert f"cannot be kept apart in {', '.join(others)} and {last}." in page
 
 
 def test_what_is_refused_is_known_to_transformers_and_to_nobody_else() -> None:

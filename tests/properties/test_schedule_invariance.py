@@ -79,11 +79,12 @@ OTHERS = (
     "gpt_oss",
     "deepseek_v3",
     "qwen3_next",
+    "gemma3n_text",
 )
 """Families with features that the simple ones lack.
 
 These are layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
-buffers of a layer, and linear attention.
+buffers of a layer, linear attention, and several streams.
 """
 
 
@@ -106,6 +107,13 @@ def model_of(
             }
         if family != "deepseek_v3":
             sizes |= {"head_dim": 16}
+        if family == "gemma3n_text":
+            sizes |= {
+                "layer_types": ["full_attention"] * layers,
+                "num_kv_shared_layers": layers // 2,
+                "altup_coef_clip": 0.01,
+                "activation_sparsity_pattern": [0.5] + [0.0] * (layers - 1),
+            }
         config = tiny_config(family, **sizes, tie_word_embeddings=tied)
         return ModelSpec.from_config(config.to_dict(), family, "tiny")
     return ModelSpec(

@@ -52,6 +52,7 @@ from megatrain.simulator.schedule.plan import Placement, Plan
 KINDS = {
     "gemma2": 2,
     "gemma3_text": 2,
+    "gemma3n_text": 4,
     "gemma4_text": 2,
     "olmo3": 2,
     "glm4_moe": 2,

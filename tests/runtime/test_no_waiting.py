@@ -79,6 +79,13 @@ def test_no_op_reads_a_value(
 
 
 @pytest.mark.usefixtures("no_reads")
+def test_no_layer_of_gemma_3n_reads_a_value(run: Callable[..., Any]) -> None:
+    """transformers checks the range of a tensor in each sparse MLP."""
+    with run(model_of("gemma3n_text")) as running:
+        running.step()
+
+
+@pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])
 def test_documents_told_by_lengths_wait_for_nothing(
     executable: Callable[..., Plan],

@@ -14,6 +14,7 @@ SAMPLE = (
     "qwen3",
     "gemma2",
     "gemma3_text",
+    "gemma3n_text",
     "gemma4_text",
     "gpt_oss",
     "mixtral",

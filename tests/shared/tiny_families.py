@@ -95,6 +95,13 @@ OWN: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
     },
+    "gemma3n_text": {
+        "head_dim": 16,
+        "hidden_size_per_layer_input": 24,
+        "vocab_size_per_layer_input": 300,
+        "num_kv_shared_layers": 1,
+        "laurel_rank": 8,
+    },
     "biogpt": {
         "num_key_value_heads": None,
         "hidden_dropout_prob": 0.0,

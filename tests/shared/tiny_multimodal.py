@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from tiny_families import DELTA, EXPERTS
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    Gemma3nVisionConfig,
+    PreTrainedModel,
+)
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 320,
@@ -70,6 +76,29 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "position_embedding_size": 16,
         },
     },
+    "gemma3n": {
+        "text_config": {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+            "laurel_rank": 8,
+        },
+        "vision_config": {"hidden_size": 32, "vocab_offset": 320, "vocab_size": 10},
+        "audio_config": {
+            "hidden_size": 32,
+            "vocab_offset": 330,
+            "vocab_size": 10,
+            "input_feat_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [4, 4],
+        },
+        "image_token_id": 321,
+        "audio_token_id": 331,
+    },
     "llama4": {
         "text_config": {
             "num_local_experts": 4,
@@ -101,6 +130,20 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_VISION,
     },
 }
+
+
+class _Tower(PreTrainedModel):
+    """A vision tower of one matrix for Gemma 3n, whose own requires a further package."""
+
+    config_class = Gemma3nVisionConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.seen = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        self.post_init()
+
+
+AutoModel.register(Gemma3nVisionConfig, _Tower, exist_ok=True)
 
 
 def config_of(kind: str) -> Any:

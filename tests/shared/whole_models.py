@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_families import config_of as tiny_config
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.files.checkpoint_names import hub_name
@@ -69,6 +69,17 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
+    },
+    "gemma3n_text": {
+        "sliding_window": 8,
+        "layer_types": SLIDING,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [64, 96, 64, 64],
+        "activation_sparsity_pattern": [0.5, 0.25, 0.0, 0.0],
+        "vocab_size_per_layer_input": 80,
+        "altup_coef_clip": 0.15,
+        "altup_num_inputs": 3,
+        "final_logit_softcapping": 3.0,
     },
     "olmo3": {"sliding_window": 8, "layer_types": SLIDING},
     "glm": {"head_dim": 16},
@@ -233,7 +244,7 @@ def as_loaded(model: Any) -> Any:
     match_from_pretrained(model, model.dtype)
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
-            model._init_weights(module)
+            (module if isinstance(module, PreTrainedModel) else model)._init_weights(module)
     widen_buffers(model)
     return model
 

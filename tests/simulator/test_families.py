@@ -20,7 +20,7 @@ from tiny_families import OWN, SMALL, config_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.layers import grouped_experts
+from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
@@ -115,6 +115,13 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
         {"attention_k_eq_v": False},
         {"layer_types": ["full_attention", "sliding_attention"] * 3},
         BIASED,
+    ],
+    "gemma3n_text": [
+        BIASED,
+        {"num_kv_shared_layers": 0},
+        {"num_kv_shared_layers": 2, "layer_types": ["full_attention", "sliding_attention"] * 3},
+        {"intermediate_size": [64, 96, 128, 64, 96, 128]},
+        {"altup_num_inputs": 2},
     ],
     "gpt2": [{"n_inner": 192}],
     "granitemoeshared": [{"shared_intermediate_size": 64}, BIASED],
@@ -222,11 +229,13 @@ def compare(spec: ModelSpec, model: Any) -> None:
             outside[name.removeprefix(f"{way.rpartition('.')[0]}.")] = tuple(parameter.shape)
         else:
             layers[layer].append((name.removeprefix(layer), tuple(parameter.shape)))
-    embedding_norm = FAMILIES[spec.family].embedding_norm
+    family = FAMILIES[spec.family]
+    moved = (family.embedding_norm, *family.entrance, *family.exit)
     entered = [
         tensor
-        for tensor in spec.decoders[0].tensors
-        if embedding_norm and tensor.name.startswith(f"{embedding_norm}.")
+        for layer in spec.decoders
+        for tensor in layer.tensors
+        if any(name and tensor.name.startswith(f"{name}.") for name in moved)
     ]
     assert [
         [(tensor.name, tensor.shape) for tensor in layer.tensors if tensor not in entered]
@@ -300,6 +309,7 @@ SHAPES: list[dict[str, Any]] = [
 SAVED = (
     [(family, {}) for family in FAMILIES]
     + [("gemma4_text", GEMMA4_EXPERTS)]
+    + [("gemma3n_text", {"activation_sparsity_pattern": [0.5] * 6, "altup_correct_scale": False})]
     + [
         (family, changes)
         for family in ("llama", "mistral", "qwen2", "qwen3")
@@ -351,12 +361,14 @@ def test_saved_bytes_are_what_autograd_keeps(
         .train()
     )
     grouped_experts.install(model)
+    if FAMILIES[family].carried:
+        gemma3n.install(model)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.05)
     positions = torch.arange(sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(
-            batch, sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True
+            batch, sequence, spec.carried, dtype=TORCH_DTYPE[dtype], requires_grad=True
         )
         turns, module = (
             turns_of(model, x_BSH, positions, layer.attention),
@@ -413,9 +425,11 @@ def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager"
     )
+    if FAMILIES[family].carried:
+        gemma3n.install(model)
     positions = torch.arange(workload.sequence)[None]
     for layer in different_layers(spec):
-        x_BSH = torch.randn(workload.batch, workload.sequence, spec.hidden)
+        x_BSH = torch.randn(workload.batch, workload.sequence, spec.carried)
         turns = turns_of(model, x_BSH, positions, layer.attention)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             layer_of(model, layer.name)(x_BSH, attention_mask=None, position_ids=positions, **turns)

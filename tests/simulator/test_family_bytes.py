@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from megatrain.runtime.layers import grouped_experts
+from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
@@ -116,10 +116,12 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
         .train()
     )
     grouped_experts.install(model)
+    if FAMILIES[family].carried:
+        gemma3n.install(model)
     positions = torch.arange(work.sequence)[None]
     for layer in different_layers(spec):
         x_BSH = torch.randn(
-            work.batch, work.sequence, spec.hidden, dtype=TORCH_DTYPE[dtype], requires_grad=True
+            work.batch, work.sequence, spec.carried, dtype=TORCH_DTYPE[dtype], requires_grad=True
         )
         turns, forward, backward = (
             turns_of(model, x_BSH, positions, layer.attention),

@@ -112,14 +112,3 @@ def test_what_is_no_stack_of_layers_is_refused_by_its_key(
             "config.json",
         )
     assert "\n" not in str(error.value)
-
-
-def test_gemma_3n_is_refused_with_its_reason() -> None:
-    reason = (
-        "layers with four streams of hidden states, rows of a second embedding table, and attention"
-        " to keys and values of an earlier layer"
-    )
-    with pytest.raises(UserError, match=rf"model_type: found 'gemma3n_text', {reason}; allowed: "):
-        ModelSpec.from_config(
-            {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, "config.json"
-        )

@@ -20,6 +20,7 @@ from megatrain.simulator.model.families.config import (
 from megatrain.simulator.model.families.decoders import DECODERS
 from megatrain.simulator.model.families.dense import DENSE_FAMILIES
 from megatrain.simulator.model.families.entered import ENTERED_FAMILIES
+from megatrain.simulator.model.families.gemma3n import GEMMA3N_FAMILIES
 from megatrain.simulator.model.families.gpt import GPT_FAMILIES
 from megatrain.simulator.model.families.hybrid import HYBRID_FAMILIES
 from megatrain.simulator.model.families.installed import Families
@@ -63,6 +64,7 @@ _FILES = (
     WRITTEN_FAMILIES,
     HYBRID_FAMILIES,
     ENTERED_FAMILIES,
+    GEMMA3N_FAMILIES,
 )
 FAMILIES = Families({name: family for file in _FILES for name, family in file.items()})
 """`model_type` -> its family."""
@@ -102,6 +104,8 @@ _PER_LAYER = (
     "mlp_layer_types",
     "layer_rope_theta",
     "num_attention_heads_per_layer",
+    "activation_sparsity_pattern",
+    "intermediate_size",
 )
 """Keys with one entry for each layer."""
 
@@ -128,10 +132,26 @@ class Architecture:
         )
         attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
         mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
+        variants = self.family.variants(c) if self.family.variants else [()] * c.layers
+        enters, leaves = (
+            bool(self.family.embedding_norm or self.family.entrance),
+            bool(self.family.exit),
+        )
         self.kinds = [
-            Kind(*pair, entered=bool(self.family.embedding_norm) and not index)
-            for index, pair in enumerate(zip(attention, mlp, strict=True))
+            Kind(
+                *pair,
+                entered=enters and index == 0,
+                left=leaves and index == c.layers - 1,
+                variant=variant,
+            )
+            for index, (pair, variant) in enumerate(
+                zip(zip(attention, mlp, strict=True), variants, strict=True)
+            )
         ]
+        self.carried = self.family.carried(c) if self.family.carried else c.hidden
+        """Elements per token that travel from layer to layer."""
+        self.tables = self.family.tables(c) if self.family.tables else ()
+        """Further tables that the embedding looks each token up in."""
         self.positions = self.family.positions(c) if self.family.positions else ()
         """Tables of learned positions that are added to the embedding's rows."""
         biased = self.family.head_bias
@@ -157,9 +177,9 @@ class Architecture:
     def signature(self, kind: Kind) -> str:
         """Returns a text that is equal for layers whose ops take equally long for equal tokens."""
         part = self.decoders[kind]
-        entered = "-entered" if kind.entered else ""
+        ends = ("-entered" if kind.entered else "") + ("-left" if kind.left else "")
         sizes = f"{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
-        return f"{self.name}-{sizes}{entered}"
+        return f"{self.name}-{sizes}{ends}"
 
 
 def _unknown_family(model_type: object, where: str) -> UserError:
@@ -214,6 +234,11 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
                 index for index in config[key] if not isinstance(index, int) or index < layers
             ]
     family = FAMILIES.get(str(config.get("model_type")))
+    known = {**family.defaults, **config} if family else config
+    shared, all_layers = known.get("num_kv_shared_layers"), known.get("num_hidden_layers")
+    if isinstance(shared, int) and isinstance(all_layers, int):
+        # The layers that share keys and values are the last ones.
+        shorter["num_kv_shared_layers"] = max(0, shared - max(0, all_layers - layers))
     return {
         **shorter,
         (

@@ -24,6 +24,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Returns the attention of each layer. None means full attention in all."""
     mlp: Callable[[ModelConfig], list[str]] | None = None
     """Returns the MLP of each layer. None means a dense MLP in all."""
+    variants: Callable[[ModelConfig], list[tuple[Any, ...]]] | None = None
+    """Returns what else the layers differ in, for each layer. None means nothing."""
+    carried: Callable[[ModelConfig], int] | None = None
+    """Returns the elements per token that travel from layer to layer. None means the hidden
+    size."""
     norm: Callable[[str, int], Part] = rms_norm
     """Returns the final norm, for a name and a width."""
     norm_name: str = "norm"
@@ -33,6 +38,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     embedding_norm: str = ""
     """The name of the norm between the embedding and the first layer. It is counted in that layer.
     Empty means that there is none."""
+    entrance: tuple[str, ...] = ()
+    """The names of other modules between the embedding and the first layer. They are counted in
+    that layer."""
+    exit: tuple[str, ...] = ()
+    """The names of the modules between the last layer and the final norm. They are counted in that
+    layer."""
+    tables: Callable[[ModelConfig], Tensors] | None = None
+    """Returns further tables that the embedding looks each token up in: name and shape
+    [rows, width]. None means that there are none."""
     positions: Callable[[ModelConfig], Tensors] | None = None
     """Returns tables of learned positions that are added to the embedding's rows: name and shape
     [positions, hidden]. None means that there are none."""

@@ -7,7 +7,7 @@ returns one name for each layer. A key with a list, such as `layer_types`, is us
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatrain.simulator.model.families.config import ModelConfig
 
@@ -30,7 +30,11 @@ class Kind(NamedTuple):
     mlp: str
     """`DENSE` or `SPARSE`."""
     entered: bool = False
-    """Whether the norm after the embedding is counted in this layer."""
+    """Whether what comes between the embedding and the layers is counted in this layer."""
+    left: bool = False
+    """Whether what comes between the layers and the final norm is counted in this layer."""
+    variant: tuple[Any, ...] = ()
+    """Whatever else the family's layers differ in (`Family.variants`)."""
 
 
 def pattern(

@@ -31,6 +31,7 @@ class Inside(NamedTuple):
 
 INSIDE: dict[str, Inside] = {
     "gemma3": Inside("gemma3_text", tied=True),
+    "gemma3n": Inside("gemma3n_text", tied=True),
     "gemma4": Inside("gemma4_text", tied=True),
     "llama4": Inside("llama4_text", tied=None),
     "qwen3_5": Inside("qwen3_5_text", tied=False),

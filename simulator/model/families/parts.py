@@ -143,7 +143,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     """The most tokens that a query attends to. 0 means all tokens before it."""
     state: int = 0
-    """FLOPs per token of linear attention or a state-space mixer."""
+    """FLOPs per token of linear attention, a state-space mixer, or products of activations."""
     forward: Traffic = Traffic()
     """Elements that elementwise kernels read and write in the forward pass."""
     backward: Traffic = Traffic()

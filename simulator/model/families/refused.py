@@ -27,14 +27,12 @@ _REASONS: dict[str, str] = {
     ),
     "a multimodal model: save its language model on its own and train that": (
         """
-        emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize
+        emu3 fuyu gemma4_unified git got_ocr2 mllama moss_transcribe_diarize
         phi4_multimodal qwen4_exp"""
     ),
     "a multimodal model without the text_config that describes its language model": " ".join(
         INSIDE
     ),
-    "layers with four streams of hidden states, rows of a second embedding table, and attention"
-    " to keys and values of an earlier layer": "gemma3n_text",
     "layers that also read rows of a second embedding table, or keys and values of another layer"
     " or model": "gemma4_assistant gemma4_unified_assistant gemma4_unified_text",
     "attention that writes out its score matrix, whose memory is not predicted": (

@@ -92,7 +92,7 @@ class _Compute:
     def __init__(self, builder: Builder, plan: Plan, storage: ParameterStore) -> None:
         self.builder, self.plan, self.storage = builder, plan, storage
         model, work = plan.model, plan.workload
-        self.hidden_bytes = work.tokens * model.hidden * DTYPE_BYTES[work.dtype]
+        self.hidden_bytes = work.tokens * model.carried * DTYPE_BYTES[work.dtype]
         self.blocks = blocks_of(plan)
         self.saved_layers = {int(layer) for layer in plan.placed("saved_activations")}
         """Layers that save all activations."""

@@ -1,0 +1,317 @@
+"""The text models of Gemma 3n: several streams of hidden states, and three more things that travel
+from layer to layer.
+
+What a token carries is wider than the hidden size: the streams, one row of inputs for each layer,
+and the keys and values that the last layers read from an earlier one. The embedding looks each
+token up in two tables. The first layer makes the streams of the two rows, and the last layer makes
+one row of the streams, so both own a few tensors that transformers' model has outside its layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.simulator.model.families.config import ModelConfig
+from megatrain.simulator.model.families.family import Family, Parts, wide_norm
+from megatrain.simulator.model.families.gemma4 import unweighted
+from megatrain.simulator.model.families.kinds import FULL, SLIDING, Kind
+from megatrain.simulator.model.families.parts import (
+    Kept,
+    Part,
+    Tensors,
+    Traffic,
+    attend,
+    gated_mlp,
+    linear,
+    residual,
+    rms_norm,
+    rotary,
+    shared_input,
+)
+
+STORE, REUSE = "store", "reuse"
+"""What a layer does with keys and values: makes them for later layers, or uses an earlier one's."""
+_PROJECTIONS, _EXITS = "altup_projections", "altup_unembed_projections"
+_MODEL, _MODEL_NORM = "per_layer_model_projection", "per_layer_projection_norm"
+
+
+def _types(c: ModelConfig) -> list[str]:
+    """`layer_types`, or full attention in every fifth layer."""
+    return c.each_layer("layer_types", (FULL, SLIDING)) or [
+        SLIDING if (index + 1) % 5 else FULL for index in range(c.layers)
+    ]
+
+
+def _listed(c: ModelConfig, key: str, value: Any) -> list[Any]:
+    """Returns the entry of each layer under `key`: its list, or `value` for all layers."""
+    return (c.each_layer(key) or []) if isinstance(c.get(key), list) else [value] * c.layers
+
+
+def _sizes(c: ModelConfig) -> list[int]:
+    """Returns the width of each layer's MLP."""
+    key = "intermediate_size"
+    sizes = _listed(c, key, 0) if isinstance(c.get(key), list) else [c.size(key, 16384)] * c.layers
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise c.wrong(key, "sizes")
+    return sizes
+
+
+def _sparsities(c: ModelConfig) -> list[float]:
+    """Returns the share of each layer's MLP that is set to zero."""
+    key = "activation_sparsity_pattern"
+    if c.get(key) is None:
+        sparse = 10 if c.layers > 10 else 0
+        return [0.95] * sparse + [0.0] * (c.layers - sparse)
+    shares = c.each_layer(key) or []
+    if not all(type(share) in (int, float) and 0 <= share < 1 for share in shares):
+        raise c.wrong(key, "numbers of at least 0 and below 1")
+    return shares
+
+
+def _sharing(c: ModelConfig) -> list[str]:
+    """Returns what each layer does with keys and values: `STORE`, `REUSE`, or nothing special.
+
+    The last `num_kv_shared_layers` layers use those of the last layer of their type before them.
+    """
+    types, shared = _types(c), c.count("num_kv_shared_layers", most=c.layers)
+    own = types[: c.layers - shared]
+    if not shared:
+        return [""] * c.layers
+    if set(own) != set(types):
+        raise c.wrong("num_kv_shared_layers", "fewer, so that each layer type has a layer before")
+    last = {kind: index for index, kind in enumerate(own)}
+    return [STORE if last[kind] == index else "" for index, kind in enumerate(own)] + [
+        REUSE
+    ] * shared
+
+
+def _variants(c: ModelConfig) -> list[tuple[Any, ...]]:
+    return list(zip(_sharing(c), _sizes(c), _sparsities(c), strict=True))
+
+
+def _each_layer(c: ModelConfig) -> int:
+    """Returns the width of the inputs of one layer."""
+    return c.size("hidden_size_per_layer_input")
+
+
+def _streams(c: ModelConfig) -> int:
+    return c.size("altup_num_inputs", most=64)
+
+
+def _carried(c: ModelConfig) -> int:
+    """Streams, the inputs of all layers, and the shared keys and values of each type of layer."""
+    shared = len(set(_types(c))) if c.count("num_kv_shared_layers") else 0
+    pairs = 2 * shared * c.kv_heads * c.head_dim
+    return _streams(c) * c.hidden + c.layers * _each_layer(c) + pairs
+
+
+def _tables(c: ModelConfig) -> Tensors:
+    shape = c.size("vocab_size_per_layer_input"), c.layers * _each_layer(c)
+    return (("embed_tokens_per_layer.weight", shape),)
+
+
+def _norm(name: str, size: int, *, rows: int = 1, first: bool = False, out: bool = False) -> Part:
+    """Returns a norm. `out` says that a projection reads its output."""
+    return rms_norm(name, size, rows=rows, first=first, projected=out, weight="wide")
+
+
+def _attention(c: ModelConfig, kind: Kind) -> Parts:
+    """Norms of each head's query, key and value, the last without a weight."""
+    hidden, heads, pairs, size = c.hidden, c.heads, c.kv_heads, c.head_dim
+    bias, (sharing, *_) = c.flag("attention_bias"), kind.variant
+    if size % 2:
+        raise c.wrong("head_dim", "an even number, since positions turn halves of a head")
+    queries = (
+        linear("self_attn.q_proj", hidden, heads * size, bias),
+        _norm("self_attn.q_norm", size, rows=heads),
+    )
+    if sharing == REUSE:
+        # Keys and values are a part of the layer's input, which is not saved again.
+        own: Parts = (rotary(heads * size), Part(kept=Kept(-2 * pairs * size)))
+    else:
+        own = (
+            linear("self_attn.k_proj", hidden, pairs * size, bias),
+            linear("self_attn.v_proj", hidden, pairs * size, bias),
+            _norm("self_attn.k_norm", size, rows=pairs),
+            unweighted(size, pairs),
+            rotary((heads + pairs) * size),
+            shared_input(hidden, 3),
+            Part(backward=Traffic(8 * pairs * size if sharing == STORE else 0)),
+        )
+    return (
+        *queries,
+        *own,
+        linear("self_attn.o_proj", heads * size, hidden, bias),
+        attend(c, kind.attention),
+        Part(attention=sharing),
+    )
+
+
+def _mlp(c: ModelConfig, kind: Kind) -> Parts:
+    """A gated MLP. With sparsity, the gate is cut off at a number of standard deviations above its
+    mean: mean (1), deviation (1), difference (2), and relu (2), which saves its output.
+    """
+    _, inner, sparsity = kind.variant
+    cut = Part(
+        forward=Traffic(6 * inner),
+        backward=Traffic(15 * inner),
+        kept=Kept(inner),
+        mlp=f"s{sparsity}",
+    )
+    return (*gated_mlp(c, inner=inner, act="hidden_activation"), *((cut,) if sparsity else ()))
+
+
+def _altup(c: ModelConfig) -> Parts:
+    """The streams are predicted before the layer and corrected after it.
+
+    A router chooses the coefficients of both. It has a norm, and runs twice. Streams are taken out
+    by an index and added in place. For each of these, the backward pass makes the gradient of all
+    streams and adds it, which is most of its traffic: 62 in all.
+    """
+    hidden, streams = c.hidden, _streams(c)
+    all_streams, square = streams * hidden, streams**2
+    router = Part(
+        active=hidden * streams, forward=Traffic(2 * hidden), backward=Traffic(5 * hidden)
+    )
+    norm = _norm("altup.router_norm", hidden, first=True, out=True)
+    again = _norm("altup.router_norm", hidden, out=True)
+    predicted = Part(
+        state=2 * hidden * square,
+        forward=Traffic(5 * all_streams),
+        backward=Traffic(3 * all_streams),
+    )
+    corrected = Part(
+        forward=Traffic(7 * all_streams + 4 * hidden),
+        backward=Traffic(59 * all_streams - 10 * hidden),
+        kept=Kept(all_streams),
+    )
+    scaled = Part(forward=Traffic(4 * hidden), backward=Traffic(8 * hidden), kept=Kept(2 * hidden))
+    plain = Part(kept=Kept(hidden))
+    return (
+        Part(tensors=(("altup.correct_output_scale", (hidden,)),)),
+        linear("altup.correction_coefs", streams, streams),
+        linear("altup.prediction_coefs", streams, square),
+        linear("altup.modality_router", hidden, streams),
+        norm,
+        Part(**{field: getattr(again, field) for field in ("forward", "backward", "kept")}),
+        router,
+        predicted,
+        corrected,
+        scaled if c.flag("altup_correct_scale", True) else plain,
+    )
+
+
+def _inputs(c: ModelConfig) -> Parts:
+    """The layer's own inputs, which are added to all streams but the first."""
+    hidden, each, streams = c.hidden, _each_layer(c), _streams(c)
+    gated = Part(
+        forward=Traffic(5 * each + 3 * (streams - 1) * hidden),
+        backward=Traffic(9 * each + 4 * (streams - 1) * hidden),
+        kept=Kept(3 * each),
+    )
+    return (
+        linear("per_layer_input_gate", hidden, each),
+        linear("per_layer_projection", each, hidden),
+        _norm("post_per_layer_input_norm", hidden),
+        gated,
+    )
+
+
+def _resized(c: ModelConfig) -> Part:
+    """All streams but one, scaled to the magnitude of the first: square (2), mean (1), product (2)
+    and quotient (2).
+    """
+    others = (_streams(c) - 1) * c.hidden
+    return Part(
+        forward=Traffic(7 * others + 2 * c.hidden),
+        backward=Traffic(20 * others + 4 * c.hidden),
+        kept=Kept(2 * others),
+    )
+
+
+def _entrance(c: ModelConfig) -> Parts:
+    """Makes the streams of a token's row, and the inputs of all layers of its two rows."""
+    hidden, each, streams = c.hidden, _each_layer(c), _streams(c)
+    inputs = c.layers * each
+    return (
+        linear(_MODEL, hidden, inputs),
+        _norm(_MODEL_NORM, each, rows=c.layers),
+        *(linear(f"{_PROJECTIONS}.{index}", hidden, hidden) for index in range(streams - 1)),
+        _resized(c),
+        Part(
+            forward=Traffic(7 * inputs + 2 * streams * hidden),
+            backward=Traffic(6 * inputs + 10 * streams * hidden),
+            kept=Kept(streams * hidden),
+        ),
+    )
+
+
+def _exit(c: ModelConfig) -> Parts:
+    """Makes one row of the streams: their mean.
+
+    The backward pass makes a gradient of all streams (3) for each of them.
+    """
+    hidden, streams = c.hidden, _streams(c)
+    return (
+        *(linear(f"{_EXITS}.{index}", hidden, hidden) for index in range(streams - 1)),
+        _resized(c),
+        Part(
+            forward=Traffic(3 * streams * hidden),
+            backward=Traffic((3 * streams + 8) * streams * hidden),
+            kept=Kept(streams * hidden),
+        ),
+    )
+
+
+def gemma3n(c: ModelConfig, kind: Kind) -> Parts:
+    hidden, rank = c.hidden, c.size("laurel_rank")
+    if not 0 <= c.count("altup_active_idx") < _streams(c):
+        raise c.wrong("altup_active_idx", f"below altup_num_inputs = {_streams(c)}")
+    return (
+        *_attention(c, kind),
+        *_mlp(c, kind),
+        _norm("input_layernorm", hidden, out=True),
+        _norm("post_attention_layernorm", hidden),
+        _norm("pre_feedforward_layernorm", hidden, out=True),
+        _norm("post_feedforward_layernorm", hidden),
+        *_altup(c),
+        linear("laurel.linear_left", hidden, rank),
+        linear("laurel.linear_right", rank, hidden),
+        _norm("laurel.post_laurel_norm", hidden),
+        Part(kept=Kept(rank)),
+        *_inputs(c),
+        residual(hidden, 4),
+        Part(forward=Traffic(2 * hidden), backward=Traffic(2 * hidden)),
+        # all that is carried is cut into its parts and put together again
+        Part(forward=Traffic(2 * _carried(c)), backward=Traffic(2 * _carried(c))),
+        *(_entrance(c) if kind.entered else ()),
+        *(_exit(c) if kind.left else ()),
+    )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_400,
+    "hidden_size": 2048,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15,
+    "laurel_rank": 64,
+}
+
+GEMMA3N_FAMILIES: dict[str, Family] = {
+    "gemma3n_text": Family(
+        layer=gemma3n, attention=_types, variants=_variants, norm=wide_norm, carried=_carried,
+        tables=_tables, entrance=(_MODEL, _MODEL_NORM, _PROJECTIONS), exit=(_EXITS,),
+        defaults=_DEFAULTS,
+    ),
+}  # fmt: skip
