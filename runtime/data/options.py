@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from megatrain.runtime.files.user_cache import user_cache
+from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
 
 Columns = Literal["auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"]
