@@ -121,6 +121,7 @@ class Executor:
         threads: dict[str, int] | None = None,
         on_allocate: OnAllocate = lambda *_: None,
         host_memory: HostMemory | None = None,
+        seed: int = 0,
     ) -> None:
         """Allocates the pools, binds the schedule and starts the threads of the lanes.
 
@@ -135,6 +136,7 @@ class Executor:
             on_allocate: Called with the bytes allocated so far and the bytes of all pools.
             host_memory: Where the host pools come from. Pass the same one to several executors to
                 pin host memory only once. By default the executor owns its memory.
+            seed: The run's seed, for layers that draw random numbers (`Family.draws`).
 
         Raises:
             UserError: The plan cannot be executed, or does not fit.
@@ -166,7 +168,7 @@ class Executor:
         try:
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
             self.functional_layers = FunctionalLayers(
-                plan.model, plan.workload, config, device, keeps=keeps
+                plan.model, plan.workload, config, device, keeps=keeps, seed=seed
             )
             self._binder = Binder(
                 plan,

@@ -109,6 +109,7 @@ class FunctionalLayers:
         device: torch.device,
         *,
         keeps: bool = False,
+        seed: int = 0,
     ) -> None:
         """Builds the modules of `model` without memory for parameters.
 
@@ -118,6 +119,7 @@ class FunctionalLayers:
             config: the config of `config_of`.
             device: the device that computes.
             keeps: whether the attention output of some layer is saved for its recompute.
+            seed: the run's seed, for layers that draw random numbers.
         """
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]
@@ -164,7 +166,7 @@ class FunctionalLayers:
             compiled=workload.compiled,
             draws=bool(family.draws),
         )
-        self._draws = LayerDraws(device) if family.draws else None
+        self._draws = LayerDraws(device, seed) if family.draws else None
         self._edges = EmbeddingAndHead(
             whole,
             model.hidden,

@@ -268,6 +268,7 @@ class Trainer(TrainingRun):
             self.device,
             schedule=self.schedule,
             on_allocate=lambda done, total: self._notify("on_allocate", done, total),
+            seed=training.seed,
         ) as self.executor:
             self._load(buffers_alone=self._restore())
             self._note_little_room()
