@@ -88,6 +88,8 @@ KINDS = {
     "cohere2_moe": 3,
     "hy_v3": 2,
 }
+COMPILED = ("llama", "qwen3_moe", "deepseek_v3", "mistral", "qwen2", "qwen3", "nanochat")
+"""families of which the graphs are counted"""
 ROUTED = (
     "granitemoe",
     "gpt_oss",
@@ -158,8 +160,10 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 # ---- routers
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", others_nightly(ROUTED))
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [*others_nightly(ROUTED, False), *others_nightly(ROUTED, True, among=("gpt_oss", "mixtral"))],
+)
 def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
     """The routers' loss is the mean over the micro-batches, as computed by the whole model. One
     layer's graph is kept from the forward pass, and the others' are not.
@@ -226,10 +230,7 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        *((family, "bf16") for family in FAMILIES),
-        *(pytest.param(family, "fp32", marks=pytest.mark.nightly) for family in FAMILIES),
-    ],
+    [*others_nightly(FAMILIES, "bf16"), *others_nightly(FAMILIES, "fp32", among=())],
 )
 def test_a_saved_model_is_loaded_trained_and_saved_again(
     run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
@@ -311,17 +312,11 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
         assert torch.equal(found[name], buffer), name
 
 
-@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
-    "family",
+    ("family", "documents"),
     [
-        "llama",
-        "qwen3_moe",
-        "deepseek_v3",
-        *(
-            pytest.param(family, marks=pytest.mark.nightly)
-            for family in ("mistral", "qwen2", "qwen3", "nanochat")
-        ),
+        *others_nightly(COMPILED, False, among=("deepseek_v3",)),
+        *others_nightly(COMPILED, True, among=("qwen3_moe",)),
     ],
 )
 def test_compiled_there_is_one_graph_for_each_kind_of_layer(
