@@ -184,6 +184,7 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
                 "dtype": "fp32",
                 "loss_chunk": 13,
                 "checkpoint_interval": 3,
+                "chunk_bytes": 2**20,
                 **changes,
             },
         )

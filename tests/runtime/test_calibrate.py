@@ -49,6 +49,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(chunk_updates, "_SIZES", (64, 512))
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
+    monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
     messages: list[str] = []

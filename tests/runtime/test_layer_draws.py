@@ -23,7 +23,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Placement, Plan
 
-LIMITS = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30}
+LIMITS = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30, "chunk_bytes": 2**20}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
