@@ -12,7 +12,7 @@ The modules, in the order in which text passes through them:
 * `packing`: documents -> rows of one sequence
 * `corpus`: rows -> the micro-batches of a step
 
-`opening` combines them according to DataOptions. `remarks`, `preview` and `survey` describe the
-result to the user. For a model without a tokenizer, `byte_level` replaces the modules up to
-`cache`.
+`reading` and `opening` combine them according to DataOptions. `remarks`, `preview` and `survey`
+describe the result to the user. For a model without a tokenizer, `byte_level` replaces the modules
+up to `cache`.
 """
