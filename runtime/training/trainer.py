@@ -304,17 +304,13 @@ class Trainer(TrainingRun):
             )
 
     def _refuse_steps_that_are_done(self) -> None:
-        start = self._start
+        start, steps = self._start, self.config.training.steps
         done = self._checkpoints.steps() if self._checkpoints and start is not None else []
-        if (
-            done
-            and self.config.training.steps
-            and (least := done[-1] if start == "newest" else int(start or 0))
-            > self.config.training.steps
-        ):
+        least = done[-1] if done and start == "newest" else start
+        if done and steps and isinstance(least, int) and least > steps:
             raise UserError(
                 "training: steps",
-                found=self.config.training.steps,
+                found=steps,
                 allowed=f">= {least}, since that many steps are done already",
                 fix=f"train to a step after {least}",
             )
@@ -325,10 +321,10 @@ class Trainer(TrainingRun):
         Called before the data is tokenized, and again with `known` set when `settings` contain the
         data's digest. Both calls come before memory is allocated.
         """
-        start = self._start
-        if self._checkpoints is not None and start is not None:
-            step = None if start == "newest" else start
-            self._checkpoints.refuse(self.plan, self.config.optimizer, settings, step, known=known)
+        if self._checkpoints is not None and self._start is not None:
+            self._checkpoints.refuse(
+                self.plan, self.config.optimizer, settings, self._start, known=known
+            )
 
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
         data, held_out = self._data, self._evaluation_data
@@ -420,11 +416,9 @@ class Trainer(TrainingRun):
 
     def _restore(self) -> bool:
         """Restores the checkpoint to resume from. Returns whether there is one."""
-        start = self._start
-        if self._checkpoints is None or start is None:
+        if self._checkpoints is None or self._start is None:
             return False
-        step = None if start == "newest" else start
-        run = self._checkpoints.restore(self.executor, self._settings, step)
+        run = self._checkpoints.restore(self.executor, self._settings, self._start)
         assert run is not None, "a run without a checkpoint has been refused"
         for layer in self.plan.model.stack.values():
             self._notify("on_load", layer.parameters)
