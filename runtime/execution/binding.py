@@ -414,19 +414,10 @@ class Binder:
         its target, it copies them.
         """
         slab, target = op.reads[0], op.writes[0]
-        read, write = (
-            self.arenas.flat(slab, self._dtype(slab, op.layer), op.parameters),
-            self._gradient(op.layer, target),
-        )
+        read, write = self._elements(slab, op), self._elements(target, op)
         first = target not in op.reads
         workers = self._host_workers if op.lane == "cpu" else None
         return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
-
-    def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
-        """Returns the gradient of the layer for this step, [elements]."""
-        return self.arenas.flat(
-            buffer, self._dtype(buffer, layer), self.plan.model.stack[layer].elements
-        )
 
     def _workers(self, op: Op) -> optimizer.Workers:
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
@@ -434,7 +425,7 @@ class Binder:
     def _norm(self, op: Op) -> Run:
         """Computes the sum of squares of a layer's gradient."""
         gradient, total = (
-            self._gradient(op.layer, op.reads[0]),
+            self._elements(op.reads[0], op),
             self.arenas.flat(op.writes[0], torch.float32, 1),
         )
         workers = self._workers(op)
@@ -536,15 +527,13 @@ class Binder:
                 (part, treated, clip, None)
                 for part, treated in group_slices(self.settings, layer, op.offset, op.parameters)
             ]
-        start = -op.offset
         made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
-        for tensor, scale in zip(
-            layer.tensors, self._values(op, factor, len(layer.tensors)), strict=True
-        ):
+        scales = self._values(op, factor, len(layer.tensors))
+        for tensor, offset, scale in zip(layer.tensors, layer.offsets, scales, strict=True):
+            start = offset - op.offset
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
                 made.append((part, param_group(self.settings, layer, tensor), None, scale))
-            start += tensor.padded
         return made
 
     def _update(self, op: Op) -> Run:

@@ -34,7 +34,6 @@ from megatrain.runtime.execution.lanes import (
 from megatrain.runtime.execution.out_of_memory import out_of_memory
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import ModelState
-from megatrain.runtime.layers.documents import trained_labels
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.memory.allocation_guard import AllocationGuard
 from megatrain.runtime.memory.arenas import Arenas, OnAllocate
@@ -376,7 +375,7 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        labels = [trained_labels(batch) for batch in batches]
+        labels = [batch.trained_labels for batch in batches]
         labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)
         for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):

@@ -73,11 +73,10 @@ def layer_tensors(
     arenas: Arenas, layer: LayerSpec, buffer: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Returns views of the layer's tensors by name, in the arena buffer `buffer` of `dtype`."""
-    tensors, offset = {}, 0
-    for tensor in layer.tensors:
-        tensors[tensor.name] = arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
-        offset += tensor.padded
-    return tensors
+    return {
+        tensor.name: arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
+        for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
+    }
 
 
 @dataclass

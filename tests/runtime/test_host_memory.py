@@ -77,8 +77,8 @@ def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
 
 def _as_on_a_gpu(self: Any, pool: str, parts: list[int]) -> torch.UntypedStorage:
     if pool.startswith("host."):
-        return self.host_memory.allocate(parts, self._progress.add)
-    self._progress.add(sum(parts))
+        return self.host_memory.allocate(parts, self._report)
+    self._report(sum(parts))
     return torch.zeros(sum(parts), dtype=torch.uint8).untyped_storage()
 
 
