@@ -5,7 +5,8 @@ The modules, in the order in which text passes through them:
 * `sources`: a path -> files
 * `formats`, `json_rows`, `csv_rows`, `tables`: files -> rows
 * `columns`: a row -> text, a prompt with its completion, or a conversation
-* `chat`, `tool_calls`, `tokenize`, `in_batches`, `long_text`: -> token ids and targets
+* `chat`, `chat_template`, `tool_calls`, `tokenize`, `in_batches`, `long_text`: -> token ids and
+  targets
 * `cache`: -> a file that is mapped into memory
 * `documents`: spans of this file
 * `mixture`: the documents of several sources, with weights
