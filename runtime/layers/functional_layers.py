@@ -343,23 +343,6 @@ class FunctionalLayers:
                 )
             return run(weights | self.buffers[layer], x, arguments)
 
-    def decoder(
-        self,
-        layer: str,
-        weights: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        micro: int = 0,
-        kept: Attention | None = None,
-    ) -> torch.Tensor:
-        """Runs one decoder layer with autograd, and never compiled.
-
-        If `kept` is given, uses these saved attention results instead of computing attention.
-        """
-        with self._seeded(layer, micro):
-            return self._kinds[int(layer)].eager(
-                weights | self.buffers[layer], x, self._layer_arguments(layer, micro, kept)
-            )[0]
-
     def _seeded(self, layer: str, micro: int) -> AbstractContextManager[None]:
         """Returns a context in which the layer draws the same numbers in every call."""
         return self._draws.seeded(layer, micro) if self._draws else nullcontext()
