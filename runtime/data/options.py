@@ -16,11 +16,6 @@ Loss = Literal["assistant", "last", "all"]
 Packing = Literal["documents", "plain", "none"]
 
 
-def default_cache() -> Path:
-    """Returns the folder `tokens` in the user's cache folder (`user_cache`)."""
-    return user_cache() / "tokens"
-
-
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data to train and evaluate on, and how it is read and packed.
 
@@ -143,5 +138,5 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def cache_folder(self) -> Path:
-        """`cache` as a path, or the default folder if it is empty."""
-        return Path(self.cache) if self.cache else default_cache()
+        """`cache` as a path. If it is empty, the folder `tokens` in the user's cache folder."""
+        return Path(self.cache) if self.cache else user_cache() / "tokens"
